@@ -6,8 +6,8 @@ import pytest
 import autopar
 from autopar.host_benchmarks import transfer_chain
 from autopar.hosts import session
+from autopar.testing import raylets
 from experiments.measurements.host_timing import start_hosts
-from experiments.raylets import raylets
 from tests.autopar.pipeline.stack_steps import pipeline, stack_batch, stack_params, stack_step
 
 # Raylets are started by a fork, which executes another program immediately.

@@ -1,1 +1,1 @@
-"""The sweep: models x meshes x strategies, planned, measured and simulated by a Snakemake workflow."""
+"""The sweep of models, meshes and strategies planned, measured and simulated by Snakemake."""

@@ -1,4 +1,4 @@
-"""Results of cells: what each says, where it is written, and the line that shows it."""
+"""Results of cells: what they contain, their files, and the line that shows one."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,13 +13,19 @@ Status = Literal["ok", "out_of_memory", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What became of one cell; None for what it did not get to know.
+    """The result of one cell; None for a number that it did not get to.
 
     Attributes:
-        reason: why, if not "ok".
-        step_time_s, step_time_std_s: mean and standard deviation of the step time (a simulated one has no spread).
-        equality_error: largest absolute difference of value and updated state to the serial step.
-        compile_time_s: compiling (of a simulated cell: for its cluster, and the simulation itself, which is much shorter).
+        status: whether it ran, or was predicted to fit in memory.
+        reason: why it did not, unless the status is "ok".
+        step_time_s: mean step time.
+        step_time_std_s: standard deviation of the step time; None for a simulated step.
+        memory_bytes_per_device: bytes that the step needs on one device.
+        equality_error: largest absolute difference of the loss and the updated state from those of
+            the serial step.
+        planning_time_s: seconds of planning.
+        compile_time_s: seconds of compiling. For a simulated cell it is compiled for the cluster,
+            and the simulation is included, which takes much less.
     """
 
     status: Status = "ok"
@@ -47,26 +53,28 @@ class Cell:
 
 
 def cell_path(directory: Path, strategy: str) -> Path:
+    """Return the file of the result of a cell."""
     return directory / f"{strategy}.json"
 
 
 def plan_path(directory: Path, strategy: str) -> Path:
+    """Return the file of the plan of a cell."""
     return directory / f"{strategy}.plan.json"
 
 
 def write_job(directory: Path, job: Job) -> None:
-    """Say in `directory` whose results it holds."""
+    """Write into `directory` which job its results belong to."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "job.json").write_text(job.to_json() + "\n")
 
 
 def read_job(directory: Path) -> Job:
-    """The job whose results `directory` holds."""
+    """Return the job that the results in `directory` belong to."""
     return Job.from_json((directory / "job.json").read_text())
 
 
 def read_cell(directory: Path, strategy: str) -> Cell:
-    """The result of a cell; a missing one failed."""
+    """Return the result of a cell; one without a file has failed."""
     path = cell_path(directory, strategy)
     if not path.exists():
         return Cell("failed", f"no result at {path}")
@@ -74,14 +82,14 @@ def read_cell(directory: Path, strategy: str) -> Cell:
 
 
 def write_cell(what: str, job: Job, directory: Path, strategy: str, cell: Cell) -> None:
-    """Keep the result, and show it in one line."""
+    """Write the result of a cell, and print it in one line that starts with `what`."""
     cell_path(directory, strategy).write_text(json.dumps(asdict(cell), indent=1) + "\n")
     where = f"{job.platform} {job.model}-{job.size} on {mesh_name(job.mesh)}"
     print(f"{what:<8} {where:<32} {strategy:<16} {cell}", flush=True)
 
 
 def remaining(job: Job, directory: Path) -> Sequence[str]:
-    """Strategies of `job` that have no result in `directory` yet, in order."""
+    """Return the strategies of `job` that have no result in `directory` yet, in order."""
     return [strategy for strategy in job.strategies if not cell_path(directory, strategy).exists()]
 
 
@@ -90,8 +98,16 @@ def compute_cells(
 ) -> None:
     """Compute and write the remaining cells of `job`.
 
-    With `plans`, a cell whose planning failed fails for the same reason, and the others get their planning time. Any other error
-    ends the process: `experiments.isolate` writes the failed cell and comes back for the rest.
+    An error ends the process; `experiments.isolate` then writes the failed cell and starts the
+    process again for the others.
+
+    Args:
+        what: "plan", "measure" or "simulate".
+        job: the job.
+        directory: where its results go.
+        compute: returns the result of a strategy.
+        plans: the directory of the plans that the cells run, if they do. A cell whose planning
+            failed fails for the same reason; the others take over its planning time.
     """
     for strategy in remaining(job, directory):
         planning = read_cell(plans, strategy) if plans else Cell()

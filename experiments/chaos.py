@@ -1,11 +1,12 @@
-"""What hosts that die do to training: nothing, but that the steps since the last checkpoint run again.
+"""Fault injection: training on Ray hosts survives the death of workers and of a host.
 
-    python -m experiments.chaos train                   # 200 steps of a small GPT, workers killed at 10 random moments
-    python -m experiments.chaos train --victim host     # the first to go is a host, and the step is planned again for the others
-    python -m experiments.chaos cycles                  # autopar.init, a step, shutdown; 50 times
+    python -m experiments.chaos train                 # kills workers at 10 random moments
+    python -m experiments.chaos train --victim host   # kills a host first, and plans again
+    python -m experiments.chaos cycles                # autopar.init, a step, shutdown; 50 times
 
-Hosts are raylets on this machine, each with virtual CPU devices. `train` fails unless the parameters are those of a run that nobody
-disturbed: bit for bit, or to rounding when the plan had to change. Both fail if processes, listening ports or placement groups are left.
+Hosts are raylets on this machine, each with virtual CPU devices. `train` fails unless the
+parameters equal those of an undisturbed run: bit for bit, or to rounding if the plan had to change.
+Both commands fail if they leave processes, listening ports or placement groups behind.
 """
 
 import random
@@ -27,8 +28,8 @@ from ray.util import placement_group_table
 from rich import print
 
 import autopar
+from autopar.testing import raylets
 from experiments.models import GPT
-from experiments.raylets import raylets
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -38,6 +39,8 @@ MODEL = GPT(
 
 
 class Victim(StrEnum):
+    """The kind of process that is killed first."""
+
     WORKER = "worker"
     HOST = "host"
 
@@ -45,45 +48,49 @@ class Victim(StrEnum):
 @app.command()
 def train(
     steps: Annotated[int, typer.Option(help="Steps of training.")] = 200,
-    kills: Annotated[int, typer.Option(help="How often something is killed.")] = 10,
+    kills: Annotated[int, typer.Option(help="How many processes are killed.")] = 10,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
     hosts: Annotated[int, typer.Option(help="Raylets on this machine.")] = 2,
     devices: Annotated[int, typer.Option(help="Virtual devices of each.")] = 4,
     victim: Annotated[
-        Victim, typer.Option(help="What is killed first; afterwards it is workers.")
+        Victim, typer.Option(help="What is killed first; all others are workers.")
     ] = Victim.WORKER,
-    seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the moments.")] = 0,
 ) -> None:
-    """Train a GPT while workers are killed, and compare."""
+    """Train a GPT while workers are killed, and compare with an undisturbed run."""
     with _hosts(hosts) as cluster:
         start = time.monotonic()
         expected, _ = _trained(steps, save_every, hosts, devices)
         undisturbed = time.monotonic() - start
-        moments = range(1, steps - steps // 8)  # what is killed after the last step nobody notices
+        # A kill after the last step would have no effect, so the last eighth of the steps is safe.
+        moments = range(1, steps - steps // 8)
         killer = _Killer(cluster, victim, sorted(random.Random(seed).sample(moments, kills)), seed)
         start = time.monotonic()
-        found, told = _trained(steps, save_every, hosts, devices, killer.told)
+        actual, executed = _trained(steps, save_every, hosts, devices, killer.after_step)
         print(
-            f"{steps} steps, {killer.count} of {kills} kills ({', '.join(killer.done)}): {len(told)} steps run, {len(told) - steps} of"
-            f" them again; {time.monotonic() - start:.0f} s, undisturbed {undisturbed:.0f} s"
+            f"{steps} steps, {killer.count} of {kills} kills ({', '.join(killer.done)}):"
+            f" {len(executed)} steps run, {len(executed) - steps} of them again;"
+            f" {time.monotonic() - start:.0f} s, undisturbed {undisturbed:.0f} s"
         )
         worst = max(
-            float(np.max(np.abs(one - other))) for one, other in zip(expected, found, strict=True)
+            float(np.max(np.abs(one - other))) for one, other in zip(expected, actual, strict=True)
         )
         print(f"largest difference of a parameter: {worst:g}")
-        # on fewer devices sums are rounded otherwise, and Adam's first steps are as large for gradients that are rounding
+        # On fewer devices sums are rounded differently, and Adam's first steps are as large for
+        # gradients that are nothing but rounding.
         tolerance = 0.0 if victim is Victim.WORKER else 5e-3
-        if worst > tolerance or killer.count < kills or len(told) > steps + kills * 2 * save_every:
+        too_many = len(executed) > steps + kills * 2 * save_every
+        if worst > tolerance or killer.count < kills or too_many:
             sys.exit("training did not survive")
 
 
 @app.command()
 def cycles(
-    count: Annotated[int, typer.Option(help="How often.")] = 50,
+    count: Annotated[int, typer.Option(help="Number of cycles.")] = 50,
     hosts: Annotated[int, typer.Option(help="Raylets on this machine.")] = 2,
     devices: Annotated[int, typer.Option(help="Virtual devices of each.")] = 2,
 ) -> None:
-    """Join, run a step, leave; what grows?"""
+    """Join, run a step and leave, repeatedly; fail if memory, processes or open files grow."""
     with _hosts(hosts):
         args = MODEL.init_state(jax.random.key(0)), MODEL.make_batch(jax.random.key(0))
         rows = []
@@ -93,16 +100,13 @@ def cycles(
             autopar.prefetch(function(*args)[1])
             autopar.shutdown()
             _wait(lambda: not _workers(), "workers after shutdown")
-            rows.append(
-                (
-                    psutil.Process().memory_info().rss / 2**20,
-                    len(_family()),
-                    psutil.Process().num_fds(),
-                )
-            )
+            driver = psutil.Process()
+            rows.append((driver.memory_info().rss / 2**20, len(_descendants()), driver.num_fds()))
             if cycle in (1, 2, 5) or cycle % 10 == 0:
+                memory, processes, files = rows[-1]
                 print(
-                    f"after {cycle:3}: {rows[-1][0]:5.0f} MiB in the driver, {rows[-1][1]} processes, {rows[-1][2]} files open"
+                    f"after {cycle:3}: {memory:5.0f} MiB in the driver, {processes} processes,"
+                    f" {files} files open"
                 )
         settled, last = rows[min(4, count - 1)], rows[-1]
         if last[0] > settled[0] * 1.1 + 50 or last[1] > settled[1] + 2 or last[2] > settled[2] + 10:
@@ -110,11 +114,12 @@ def cycles(
 
 
 def step(state: Any, batch: Any) -> Any:
+    """Run a training step whose gradients are accumulated over microbatches."""
     return MODEL.train_step(state, batch, autopar.value_and_grad)
 
 
 def _method() -> autopar.PipeshardParallel:
-    """Two stages, on whatever devices there are."""
+    """Return a method with two stages, for any devices."""
     return autopar.PipeshardParallel(
         num_micro_batches=2,
         layer_option=autopar.AutoLayerOption(2),
@@ -129,18 +134,29 @@ def _batches(first: int) -> Iterator[Any]:
 
 
 def _trained(
-    steps: int, save_every: int, hosts: int, devices: int, told: Callable[[int], None] | None = None
+    steps: int,
+    save_every: int,
+    hosts: int,
+    devices: int,
+    after_step: Callable[[int], None] | None = None,
 ) -> tuple[list[np.ndarray], list[int]]:
-    """The parameters after training on hosts, and the steps that were run, in their order."""
-    run: list[int] = []
+    """Train on hosts, and return the parameters and the numbers of the steps in the order they ran.
+
+    Args:
+        steps: number of steps.
+        save_every: steps between checkpoints.
+        hosts: number of hosts.
+        devices: devices of each host.
+        after_step: called with the number of each step that has been dispatched.
+    """
+    executed: list[int] = []
 
     def on_step(done: int, results: Any) -> None:
-        run.append(done)
-        if told is not None:
-            told(done)
-            autopar.prefetch(
-                results[1]
-            )  # else the driver has asked for everything before the first kill
+        executed.append(done)
+        if after_step is not None:
+            after_step(done)
+            # Without blocking, the driver would dispatch all steps before the first kill.
+            autopar.prefetch(results[1])
 
     autopar.init(cluster="ray", num_nodes=hosts, num_devices_per_node=devices, timeout=120)
     function = autopar.parallelize(step, method=_method())
@@ -153,38 +169,36 @@ def _trained(
     params = [np.array(leaf) for leaf in jax.tree.leaves(state.params)]
     del state
     autopar.shutdown()
-    left = [
-        each["state"] for each in placement_group_table().values() if each["state"] != "REMOVED"
-    ]
+    groups = [group["state"] for group in placement_group_table().values()]
+    left = [status for status in groups if status != "REMOVED"]
     if left:
         sys.exit(f"placement groups are left: {left}")
-    return params, run
+    return params, executed
 
 
 class _Killer:
-    """Kills something soon after certain steps have been asked for."""
+    """Kills a process soon after each of certain steps has been dispatched."""
 
     def __init__(self, cluster: Cluster, victim: Victim, steps: list[int], seed: int) -> None:
-        self._cluster, self._victim, self._steps, self._random = (
-            cluster,
-            victim,
-            steps,
-            random.Random(seed),
-        )
+        self._cluster = cluster
+        self._victim = victim
+        self._steps = steps
+        self._random = random.Random(seed)
         self.done: list[str] = []
 
     @property
     def count(self) -> int:
+        """Number of kills so far."""
         return len(self.done)
 
-    def told(self, step: int) -> None:
-        """A step has been asked for."""
+    def after_step(self, step: int) -> None:
+        """Start the timer of the next kill, if it is due after this step."""
         if self._steps and step >= self._steps[0]:
             threading.Timer(self._random.random() * 0.2, self._kill, [self._steps.pop(0)]).start()
 
     def _kill(self, step: int) -> None:
         if self._victim is Victim.HOST and not self.done:
-            _family()  # the workers of that host are nobody's children afterwards
+            _descendants()  # records the workers of that host, which lose their parent
             self._cluster.remove_node(
                 self._random.choice(sorted(self._cluster.worker_nodes, key=id)),
                 allow_graceful=False,
@@ -198,14 +212,14 @@ class _Killer:
 
 @contextmanager
 def _hosts(count: int) -> Iterator[Cluster]:
-    """Raylets on this machine; afterwards nothing of them may be left."""
+    """Start raylets on this machine, and exit with an error if they leave processes or ports."""
     ports = _ports()
     with raylets(count) as cluster:
         try:
             yield cluster
         finally:
-            _family()
-    _wait(lambda: not _family(), "processes")
+            _descendants()
+    _wait(lambda: not _descendants(), "processes")
     if _ports() - ports:
         sys.exit(f"ports are still listened on: {_ports() - ports}")
 
@@ -213,10 +227,10 @@ def _hosts(count: int) -> Iterator[Cluster]:
 _seen: set[psutil.Process] = set()
 
 
-def _family() -> list[psutil.Process]:
-    """The processes that this one has started, those that they have, and of these also those whose parents are gone by now."""
+def _descendants() -> list[psutil.Process]:
+    """Return the running descendants of this process, also orphans that were seen before."""
     _seen.update(psutil.Process().children(recursive=True))
-    return [each for each in _seen if _runs(each)]
+    return [process for process in _seen if _runs(process)]
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -227,26 +241,27 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _workers() -> list[psutil.Process]:
-    found = []
-    for each in _family():
+    workers = []
+    for process in _descendants():
         try:
-            if "".join(each.cmdline()).startswith("ray::Worker"):
-                found.append(each)
+            if "".join(process.cmdline()).startswith("ray::Worker"):
+                workers.append(process)
         except psutil.Error:
             pass  # it has just ended
-    return found
+    return workers
 
 
 def _ports() -> set[int]:
-    """What this process listens on."""
+    """Return the ports that this process listens on."""
     return {
-        each.laddr.port
-        for each in psutil.Process().net_connections()
-        if each.status == psutil.CONN_LISTEN
+        connection.laddr.port
+        for connection in psutil.Process().net_connections()
+        if connection.status == psutil.CONN_LISTEN
     }
 
 
 def _wait(is_so: Callable[[], bool], what: str, *, is_wanted: bool = False) -> None:
+    """Wait until a condition holds; exit with an error after 30 seconds."""
     end = time.monotonic() + 30
     while not is_so():
         if time.monotonic() > end:

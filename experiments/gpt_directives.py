@@ -1,4 +1,4 @@
-"""Schedules by hand for models of the sweep: how an expert would run them, apart from the models."""
+"""Directives for the sweep's GPT: Megatron's tensor parallelism, or that of attention alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,34 +17,37 @@ from experiments.models.model import Batch, Model
 from experiments.models.transformer import attend
 
 
-def _attend_before(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return attend(query, key, value, causal=True)
 
 
-NAMES: TransformerNames = replace(model_schedules.GPT, attend=_attend_before)
-"""Those of the sweep's GPT, which writes its attention out."""
+NAMES: TransformerNames = replace(model_schedules.GPT, attend=_causal_attention)
+"""Names of the parts of the sweep's GPT, and its attention, which is not a module of Flax."""
 
 
 def schedule_gpt(model: GPT, mesh: Any) -> ModelSchedule:
-    """An empty schedule for the model."""
+    """Return a schedule for the model without any directives."""
     state, batch = model.abstract_args()
     return autopar.create_schedule(state.apply_fn, state.params, [batch["tokens"]], mesh)
 
 
 def split_attention(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
-    """Attention by heads, and nothing else."""
+    """Split attention by heads, and nothing else."""
     model_schedules.split_layer(sch, Knobs(mesh_axis), NAMES, NAMES.attention)
 
 
 def megatron(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
-    """Tensor parallelism throughout (Megatron-LM, Shoeybi et al., arXiv 1909.08053)."""
+    """Split every layer as Megatron-LM does (Shoeybi et al., arXiv 1909.08053)."""
     model_schedules.schedule_gpt(sch, Knobs(mesh_axis, vocabulary_parallel=True), NAMES)
 
 
 def train_step(
     model: Model, built: BuiltModel
 ) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
-    """The model's own training step, with the scheduled model in it; gradients are accumulated over microbatches, if there are any."""
+    """Return the model's own training step, in which the scheduled model takes the model's place.
+
+    Gradients are accumulated over the microbatches of the method that runs it.
+    """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         updated, loss = model.train_step(
@@ -62,16 +65,19 @@ def scheduled_step(
     knobs: Knobs,
     num_micro_batches: int,
 ) -> tuple[Callable[..., Any], tuple[TrainState, Batch], autopar.PlanningMethod]:
-    """The training step of a scheduled GPT, its arguments, and the method that keeps the schedule.
+    """Return the training step of a scheduled GPT, its arguments, and the method that keeps it so.
 
     Args:
-        mesh: from a shape to devices.
-        shape: (data, tensor) degrees, those of one stage where there are several.
+        model: the model; its arguments are shapes and dtypes.
+        mesh: returns the devices of a mesh of a given shape.
+        shape: degrees of data and tensor parallelism, within each stage.
+        knobs: what the schedule does.
+        num_micro_batches: parts of the batch that gradients are accumulated over.
     """
     stages = knobs.pipeline_stages
     sch = schedule_gpt(model, mesh(shape))
     model_schedules.schedule_gpt(sch, replace(knobs, batch_axis="x"), NAMES)
-    # Microbatches are left to XLA's partitioner, as they were in what the README tells of tuning.
+    # With microbatches the step is left to XLA's partitioner, as in the README's results of tuning.
     backend = "auto" if stages > 1 else "manual" if num_micro_batches == 1 else "gspmd"
     devices = mesh((stages * shape[0] * shape[1],)) if stages > 1 else None
     built = autopar.build(sch, backend, "x", num_micro_batches=num_micro_batches, devices=devices)

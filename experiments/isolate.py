@@ -1,10 +1,10 @@
-"""Runs a script of the workflow in a process of its own, so that a cell that fails, or takes the process with it, loses no other.
+"""Runs a script of the workflow in a process of its own, so that no cell fails because of another.
 
     python -m experiments.isolate simulate JOB DIRECTORY [ARGUMENT ...]
 
-starts `experiments.scripts.simulate_cells` with the same arguments. When that ends with an error (an exception, a compiler's abort, a
-kill for lack of memory) the first cell without a result gets one with status "failed" and the reason, and the script is
-started again for the rest.
+starts `experiments.scripts.simulate_cells` with the same arguments. If that process ends with an
+error (an exception, an abort of the compiler, a kill for lack of memory), the first cell without a
+result gets one with status "failed" and the reason, and the script starts again for the others.
 """
 
 import re
@@ -18,30 +18,39 @@ from experiments.sweep_job import Job
 
 
 def main(what: str, job_json: str, directory: str, *arguments: str) -> None:
+    """Run a script until every cell of a job has a result.
+
+    Args:
+        what: "plan", "measure" or "simulate".
+        job_json: the job, by `Job.to_json`.
+        directory: where the results go.
+        arguments: the other arguments of the script.
+    """
     job, results = Job.from_json(job_json), Path(directory)
     write_job(results, job)
+    script = f"experiments.scripts.{what}_cells"
+    command = [sys.executable, "-m", script, job_json, directory, *arguments]
     while left := remaining(job, results):
-        code, errors = _run(
-            [
-                sys.executable,
-                "-m",
-                f"experiments.scripts.{what}_cells",
-                job_json,
-                directory,
-                *arguments,
-            ]
-        )
+        code, errors = _run(command)
         if code == 0:
             assert not remaining(job, results), f"{what} ended well but left out {left}"
             return
-        failed = remaining(job, results)
-        if not failed:
+        unfinished = remaining(job, results)
+        if not unfinished:
             raise SystemExit(f"{what} computed every cell and then failed:\n{errors}")
-        write_cell(what, job, results, failed[0], Cell("failed", reason_of(code, errors)))
+        write_cell(what, job, results, unfinished[0], Cell("failed", reason_of(code, errors)))
 
 
 def reason_of(code: int, errors: str) -> str:
-    """Why a process ended: the message of its last exception, or the signal that killed it and its last words."""
+    """Return why a process ended.
+
+    Args:
+        code: exit status; negative for the signal that killed it.
+        errors: what it wrote to stderr.
+
+    Returns:
+        The message of its last exception, or the signal that killed it and the last line before it.
+    """
     if code < 0:
         name = signal.Signals(-code).name
         words = [line.strip() for line in errors.splitlines() if not _FRAME.match(line)][-1:]
@@ -56,7 +65,7 @@ _FRAME = re.compile(r"\s*(@ |\*\*\*|$)")
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Exit status and stderr, which is passed on as it comes."""
+    """Return the exit status and stderr of a command; stderr is also passed on line by line."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stderr is not None
         lines = []

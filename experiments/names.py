@@ -1,4 +1,4 @@
-"""Errors for misspelt names: what is valid, and what was probably meant."""
+"""Errors for misspelt names, which list the valid names and suggest the nearest."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -6,8 +6,17 @@ from difflib import get_close_matches
 from simulator.files import brief
 
 
-def known(what: str, name: str, valid: Iterable[str]) -> str:
-    """`name` itself if it is one of `valid`; else a `ValueError` that lists them and suggests the nearest."""
+def check_name(what: str, name: str, valid: Iterable[str]) -> str:
+    """Return `name` if it is one of `valid`.
+
+    Args:
+        what: what the name is of, for the error.
+        name: the name to check.
+        valid: the valid names.
+
+    Raises:
+        ValueError: `name` is unknown; the message lists the valid names and suggests the nearest.
+    """
     names = sorted(map(str, valid))
     if name in names:
         return name

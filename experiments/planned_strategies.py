@@ -1,12 +1,12 @@
-"""Strategies that make a plan: a method of autopar for the model's own step, or for the step of a model scheduled by hand."""
+"""Strategies that make a plan, for the model's own step or for that of a model under directives."""
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, override
 
 from jax.sharding import AbstractMesh
 
@@ -14,33 +14,31 @@ import autopar
 from autopar.directives import Backend, ModelSchedule, build
 from experiments.gpt_directives import megatron, schedule_gpt, split_attention, train_step
 from experiments.models import GPT, Model
-from experiments.strategy import Runnable, Shape, SimulatedStep
+from experiments.strategy import Runnable, Shape, SimulatedStep, Strategy
 from simulator import Cluster
 
 MESH_AXES = ("x", "y", "z", "w")
 """Names of the mesh axes that directives refer to."""
 
 type Directives = Callable[[ModelSchedule, str], None]
-"""What a schedule says of a model, splitting over the mesh axis of that name."""
+"""A function that applies directives to a schedule, which split over the mesh axis of that name."""
 
 
-class PlanningStrategy(ABC):
-    """A step that is planned once, and the same plan run or predicted."""
-
-    @abstractmethod
-    def runs_on(self, model: Model, mesh: Shape) -> bool:
-        """See `experiments.strategy.Strategy`."""
+class PlanningStrategy(Strategy):
+    """A strategy that plans a step once, and runs or predicts that plan."""
 
     @abstractmethod
     def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
-        """What is planned, and how."""
+        """Return the step to plan, and the method to plan it with."""
 
+    @override
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan:
         step, method = self.step(model, mesh)
         return autopar.plan_step(
             step, model.abstract_args(), method=method, cluster=cluster, mesh_shape=mesh
         )
 
+    @override
     def prepare(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
     ) -> Runnable:
@@ -48,9 +46,10 @@ class PlanningStrategy(ABC):
         step = autopar.parallelize(self.step(model, mesh)[0], method=autopar.PlanMethod(plan))
         executable = step.get_executable(*args)
         placed = step.preshard_dynamic_args(*args)
-        memory, seconds = executable.get_total_allocation_size(), executable.compile_seconds
-        return Runnable(step, placed, lambda result: result, memory, seconds)
+        memory = executable.get_total_allocation_size()
+        return Runnable(step, placed, lambda result: result, memory, executable.compile_seconds)
 
+    @override
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
     ) -> SimulatedStep:
@@ -66,23 +65,28 @@ class Planned(PlanningStrategy):
 
     method: Callable[[], autopar.PlanningMethod]
 
+    @override
     def runs_on(self, model: Model, mesh: Shape) -> bool:
         return True
 
+    @override
     def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
         return model.train_step, self.method()
 
 
 @dataclass(frozen=True, slots=True)
 class Pipelined(PlanningStrategy):
-    """A pipeline (1F1B) of as many stages as the mesh has rows, equal in work: of one device each on (8,), of four on (2, 4).
+    """A 1F1B pipeline with a stage for each row of the mesh, of equal work.
 
-    Stages are planned one by one, and so many microbatches taken as are predicted to be fastest.
+    On a mesh of (8,) each stage has one device, on (2, 4) four. The number of microbatches is the
+    one with the shortest predicted step.
     """
 
+    @override
     def runs_on(self, model: Model, mesh: Shape) -> bool:
         return mesh[0] > 1
 
+    @override
     def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
         method = autopar.PipeshardParallel(
             num_micro_batches="auto",
@@ -94,15 +98,18 @@ class Pipelined(PlanningStrategy):
 
 @dataclass(frozen=True, slots=True)
 class Scheduled(PlanningStrategy):
-    """GPT with directives for it, which split over the last mesh axis; the first of two has the batch.
+    """GPT under directives that split over the last mesh axis, and the batch over the first of two.
 
     Attributes:
-        backend: "auto" plans what the directives leave open, others leave nothing to plan.
+        directives: applies the directives.
+        backend: how the schedule is built. "auto" plans what the directives leave open; the other
+            backends leave nothing to plan.
     """
 
     directives: Directives
     backend: Backend
 
+    @override
     def runs_on(self, model: Model, mesh: Shape) -> bool:
         return (
             isinstance(model, GPT)
@@ -111,10 +118,12 @@ class Scheduled(PlanningStrategy):
             and model.num_heads % mesh[-1] == 0
         )
 
+    @override
     def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
         if not isinstance(model, GPT):
             raise ValueError(
-                f"schedules are written for GPT; given {type(model).__name__}, use an automatic strategy"
+                f"schedules are written for GPT; given {type(model).__name__},"
+                " use an automatic strategy"
             )
         names = MESH_AXES[: len(mesh)]
         sch = schedule_gpt(model, AbstractMesh(mesh, names))
@@ -127,4 +136,4 @@ SCHEDULED: dict[str, Scheduled] = {
     "schedule_megatron": Scheduled(megatron, "manual"),
     "schedule_attention": Scheduled(split_attention, "auto"),
 }
-"""By the names that the sweep's configuration gives them."""
+"""The strategies by directives, by their names in the sweep's configuration."""

@@ -1,6 +1,7 @@
-"""What the results of the workflow depend on, beside their inputs: the code, and the descriptions of clusters.
+"""A hash of the code, on which the results of the workflow depend beside their inputs.
 
-Snakemake reruns a rule when an input or a parameter changes, but does not see what a script imports.
+Snakemake reruns a rule when an input or a parameter changes, but does not see what a script
+imports.
 """
 
 from functools import cache
@@ -12,7 +13,10 @@ ROOT = Path(__file__).parent.parent
 
 @cache
 def code_hash(*packages: str) -> str:
-    """Return a hash of the Python files of packages, as they are now: a rule with it as a parameter runs again when one changes."""
+    """Return a hash of the Python files of packages.
+
+    A rule that has it as a parameter runs again when one of the files changes.
+    """
     digest = sha256()
     for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -22,4 +26,4 @@ def code_hash(*packages: str) -> str:
 
 
 CODE = "autopar", "simulator", "experiments"
-"""The packages that results are made with."""
+"""The packages that compute the results."""

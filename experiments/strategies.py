@@ -1,13 +1,14 @@
-"""The strategies of the sweep: how each plans a step, runs it on the devices present, and predicts it for a cluster.
+"""The strategies of the sweep: how each plans a step, runs it, and predicts it for a cluster.
 
-To add one: a class with the methods of `Strategy` (or a `Planned` with another method of autopar) and a line in `STRATEGIES`.
+To add one, write a subclass of `Strategy` (or use `Planned` with another method of autopar) and add
+a line to `STRATEGIES`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +25,14 @@ from simulator import Cluster
 
 
 @dataclass(frozen=True, slots=True)
-class Serial:
-    """`jax.jit` with a donated state. It uses one device, so it runs on meshes of one and nowhere else."""
+class Serial(Strategy):
+    """`jax.jit` with a donated state, on meshes of one device."""
 
+    @override
     def runs_on(self, model: Model, mesh: Shape) -> bool:
         return prod(mesh) == 1
 
-    def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
-        return None
-
+    @override
     def prepare(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
     ) -> Runnable:
@@ -40,40 +40,42 @@ class Serial:
         compiled, seconds = compile_here(jax.jit(model.train_step, donate_argnums=0), placed)
         return Runnable(compiled, placed, lambda result: result, memory_of(compiled).total, seconds)
 
+    @override
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
     ) -> SimulatedStep:
-        here = NamedSharding(autopar.target_mesh(cluster, (1,), ("device",)), PartitionSpec())
+        place = NamedSharding(autopar.target_mesh(cluster, (1,), ("device",)), PartitionSpec())
         args = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), model.abstract_args()
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), model.abstract_args()
         )
-        return simulated(
-            autopar.compile_for(jax.jit(model.train_step, donate_argnums=0), args, cluster), cluster
-        )
+        step = jax.jit(model.train_step, donate_argnums=0)
+        return simulated(autopar.compile_for(step, args, cluster), cluster)
 
 
 @dataclass(frozen=True, slots=True)
-class Pmap:
-    """Data parallelism as the Alpa quickstart writes it: `jax.pmap`, gradients averaged, the state *not* donated."""
+class Pmap(Strategy):
+    """Data parallelism as in the Alpa quickstart: `jax.pmap` that averages gradients.
 
+    The state is *not* donated, as in the quickstart.
+    """
+
+    @override
     def runs_on(self, model: Model, mesh: Shape) -> bool:
         return len(mesh) == 1
 
-    def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> None:
-        return None
-
+    @override
     def prepare(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
     ) -> Runnable:
         devices = jax.devices()[: prod(mesh)]
-        along = NamedSharding(
-            Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,)), PartitionSpec("batch")
-        )
-        placed = jax.device_put(_replicate_and_split(args, len(devices)), along)
+        device_mesh = Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,))
+        per_device = NamedSharding(device_mesh, PartitionSpec("batch"))
+        placed = jax.device_put(_replicate_and_split(args, len(devices)), per_device)
         compiled, seconds = compile_here(_pmapped(model, devices), placed)
         gather = partial(jax.tree.map, lambda x: x[0])
         return Runnable(compiled, placed, gather, memory_of(compiled).total, seconds)
 
+    @override
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
     ) -> SimulatedStep:
@@ -101,22 +103,24 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def _replicate_and_split(args: tuple[Any, Any], count: int) -> tuple[Any, Any]:
-    """What pmap takes: `count` copies of the state and `count` parts of the batch, along a new first dim."""
+    """Return the state copied and the batch split `count` times along a new dim 0, for pmap."""
 
     def split(x: jax.Array) -> jax.Array:
         if x.shape[0] % count:
             raise ValueError(
-                f"a batch of {x.shape[0]} can't be split over {count} devices; use a multiple of {count}"
+                f"a batch of {x.shape[0]} can't be split over {count} devices;"
+                f" use a multiple of {count}"
             )
         return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
     state, batch = args
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), state), jax.tree.map(
-        split, batch
-    )
+    replicas = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), state)
+    return replicas, jax.tree.map(split, batch)
 
 
 def _pmapped(model: Model, devices: Any) -> Any:
+    """Return the training step under pmap, with gradients averaged over `devices`."""
+
     def averaged(fun: Callable, **options: Any) -> Callable:
         return lambda *args: jax.lax.pmean(
             jax.value_and_grad(fun, **options)(*args), axis_name="batch"

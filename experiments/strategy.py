@@ -1,9 +1,10 @@
-"""What a strategy of the sweep is, and what those that compile one program for all devices share."""
+"""Strategies of the sweep, and what those that compile one program for all devices share."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import autopar
 from experiments.models.model import Model
@@ -15,12 +16,14 @@ type Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Runnable:
-    """A compiled step, its arguments on their devices, and what they cost.
+    """A compiled step and its arguments on their devices.
 
     Attributes:
+        step: runs the step on (state, batch).
         args: (state, batch), distributed; the step may donate the state.
         gather: turns a distributed result into the arrays that the serial step returns.
-        memory_bytes: on one device, for one step.
+        memory_bytes: bytes that the step needs on one device.
+        compile_seconds: seconds of compiling it.
     """
 
     step: Callable[..., Any]
@@ -32,42 +35,45 @@ class Runnable:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A step on a simulated clock, and the seconds that compiling it took here."""
+    """A simulated step, and the seconds that compiling it took on this machine."""
 
     timeline: Timeline
     compile_seconds: float
 
 
-class Strategy(Protocol):
+class Strategy(ABC):
     """A way to run a training step on several devices."""
 
+    @abstractmethod
     def runs_on(self, model: Model, mesh: Shape) -> bool:
-        """Whether the strategy means anything for the model on a mesh of that shape; if not, the sweep leaves the cell out."""
-        ...
+        """Return whether the strategy applies to the model on a mesh of that shape.
+
+        The sweep leaves out the cells to which it does not.
+        """
 
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan | None:
-        """Decide everything that needs deciding; None if nothing does. Touches no device."""
-        ...
+        """Return the plan for a step; None if there is nothing to decide. Uses no device."""
+        return None
 
+    @abstractmethod
     def prepare(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
     ) -> Runnable:
-        """Compile for the devices present, and distribute the host arrays `args` over them."""
-        ...
+        """Compile for the devices of this process, and move the host arrays `args` there."""
 
+    @abstractmethod
     def predict(
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, cluster: Cluster
     ) -> SimulatedStep:
-        """Compile for `cluster` and simulate. Touches no device."""
-        ...
+        """Compile for `cluster` and simulate. Uses no device."""
 
 
 def compile_here(step: Any, args: tuple[Any, Any]) -> tuple[Any, float]:
-    """`step` (a jitted or pmapped function) compiled for the devices of `args`, and the seconds that took."""
+    """Return a jitted or pmapped function, compiled for the devices of `args`, and the seconds."""
     start = time.perf_counter()
     return step.lower(*args).compile(), time.perf_counter() - start
 
 
 def simulated(executable: autopar.TargetExecutable, cluster: Cluster) -> SimulatedStep:
-    """Time a step that every device of one mesh runs alike."""
+    """Simulate a step that every device of one mesh runs alike."""
     return SimulatedStep(simulate(executable.program, cluster), executable.compile_seconds)

@@ -1,4 +1,4 @@
-"""The sweep as data: which jobs there are, checked before anything runs."""
+"""The configuration of the sweep, checked, and the jobs that follow from it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
 
 from experiments.models import MODELS, build_model
-from experiments.names import known
+from experiments.names import check_name
 from experiments.strategies import STRATEGIES
 from experiments.sweep_job import Job, Source
 from simulator import Cluster
@@ -22,12 +22,20 @@ ROOT = Path(__file__).parent.parent
 SCHEMA = Path(__file__).parent / "schemas" / "config.schema.yaml"
 PUBLISHED_SCHEMA = Path(__file__).parent / "schemas" / "published.schema.yaml"
 
-_LEAST_ROWS = 5  # of each kind of collective, one for each parameter of a curve
+_LEAST_ROWS = 5
+"""Measurements of each kind of collective, at least: one for each parameter of a curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A checked configuration: the jobs of each source by name, which collectives to time, and how long to measure."""
+    """A checked configuration.
+
+    Attributes:
+        jobs: for each source, its jobs by name.
+        collectives: which collectives to time.
+        measure: how often to run a measured step: `warmup`, `repeat` and `number`.
+        published: path of the file with published numbers, from the root of the project.
+    """
 
     jobs: Mapping[Source, Mapping[str, Job]]
     collectives: Mapping[str, Any]
@@ -35,44 +43,49 @@ class Sweep:
     published: str
 
     def __getitem__(self, name: str) -> Job:
-        """The job of that name, whichever source asks for it."""
+        """Return the job of that name, of any source."""
         return next(jobs[name] for jobs in self.jobs.values() if name in jobs)
 
     @property
     def cells(self) -> list[str]:
-        """For each job of each source, `source/job`: where its results are, below results/cells."""
+        """The folders of results below results/cells: `source/job` for each job of each source."""
         return [f"{source}/{name}" for source, jobs in self.jobs.items() for name in jobs]
 
     @property
     def figures(self) -> list[str]:
-        """Names of the figures: `source/platform/model-size`, one for each model on each platform."""
+        """Names of the figures: `source/platform/model-size`, for each model on each platform."""
         return list(dict.fromkeys(cell.rsplit("/", 1)[0] for cell in self.cells))
 
 
 def make_sweep(config: Mapping[str, Any]) -> Sweep:
-    """Check `config` and list its jobs. A `ValueError` says which key or name is wrong, and what is valid."""
+    """Check a configuration and list its jobs.
+
+    Raises:
+        ValueError: a key, a name or a number is wrong; the message says which, and what is valid.
+    """
     check(config, SCHEMA, "configuration")
     for name in config["strategies"]:
-        known("strategy", name, STRATEGIES)
+        check_name("strategy", name, STRATEGIES)
     for model, sizes in config["models"].items():
         for size, numbers in sizes.items():
             if not re.fullmatch(r"[\w.\-]+", size):
                 raise ValueError(
-                    f"configuration, at models.{model}: a size called {brief(size)}; expected letters, digits, '.', '_' and '-', as files are "
-                    "called like it"
+                    f"configuration, at models.{model}: a size called {brief(size)}; expected"
+                    " letters, digits, '.', '_' and '-', as files are called like it"
                 )
             build_model(model, numbers)
     _check_collectives(config["collectives"])
     _check_published(config["published"])
     jobs: dict[Source, dict[str, Job]] = {source: {} for source in get_args(Source)}
     for number, platform in enumerate(config["platforms"]):
-        of_platform = list(_jobs(platform, config))
-        if not of_platform:
+        platform_jobs = list(_jobs(platform, config))
+        if not platform_jobs:
             raise ValueError(
-                f"configuration, at platforms.{number}: none of the strategies {', '.join(config['strategies'])} runs any of its models on any of "
-                "its meshes; expected one that does"
+                f"configuration, at platforms.{number}: none of the strategies"
+                f" {', '.join(config['strategies'])} runs any of its models on any of its meshes;"
+                " expected one that does"
             )
-        for job in of_platform:
+        for job in platform_jobs:
             if jobs[platform["source"]].setdefault(job.name, job) != job:
                 raise ValueError(
                     f"two clusters are called {job.platform!r}; give one of the files another name"
@@ -81,23 +94,24 @@ def make_sweep(config: Mapping[str, Any]) -> Sweep:
 
 
 def _jobs(platform: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Job]:
+    """Yield the jobs of one platform of the configuration."""
     cluster = Cluster.load(platform["cluster"])
     if platform["source"] == "simulated" and cluster.device.xla_target is None:
         raise ValueError(
-            f"{cluster.name} can't be simulated: {cluster.device.name!r} has no xla_target to compile for; expected source: measured, or "
-            "another cluster"
+            f"{cluster.name} can't be simulated: {cluster.device.name!r} has no xla_target to"
+            " compile for; expected source: measured, or another cluster"
         )
     for model, size in platform["models"].items():
-        sizes = config["models"][known("model", model, config["models"])]
-        numbers = sizes[known(f"size of {model}", size, sizes)]
+        sizes = config["models"][check_name("model", model, config["models"])]
+        numbers = sizes[check_name(f"size of {model}", size, sizes)]
         built = build_model(model, numbers)
         for mesh in map(tuple, platform.get("meshes", config["meshes"])):
             if prod(mesh) > cluster.num_devices:
                 raise ValueError(
-                    f"mesh {mesh} has {prod(mesh)} devices, but {cluster.name} only {cluster.num_devices}; use smaller meshes"
-                    " or a cluster with more hosts"
+                    f"mesh {mesh} has {prod(mesh)} devices, but {cluster.name} only"
+                    f" {cluster.num_devices}; use smaller meshes or a cluster with more hosts"
                 )
-            cluster.first_devices(prod(mesh))  # whole hosts, or part of one
+            cluster.first_devices(prod(mesh))  # raises unless they are whole hosts, or part of one
             strategies = tuple(
                 name for name in config["strategies"] if STRATEGIES[name].runs_on(built, mesh)
             )
@@ -106,7 +120,16 @@ def _jobs(platform: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Jo
 
 
 def check(given: Any, schema: Path, what: str) -> None:
-    """Check that `given` is as a schema file says; a `ValueError` says where it is not."""
+    """Check `given` against a schema file.
+
+    Args:
+        given: the value, of dicts, lists, texts and numbers.
+        schema: a JSON schema, in YAML.
+        what: what the value is, for errors.
+
+    Raises:
+        ValueError: it does not have the schema; the message says where.
+    """
     _check_keys(given, what)
     errors = _Validator(read_yaml(schema)).iter_errors(given)
     for error in sorted(errors, key=lambda error: list(map(str, error.absolute_path))):
@@ -114,13 +137,14 @@ def check(given: Any, schema: Path, what: str) -> None:
 
 
 def _check_keys(given: Any, where: str) -> None:
-    """Refuse keys that are no texts, such as a size that is called 2048 without quotes: results are called like them."""
+    """Refuse keys that are not texts, such as a size 2048 without quotes; files are named so."""
     match given:
         case Mapping():
             for key, value in given.items():
                 if not isinstance(key, str):
                     raise ValueError(
-                        f"{where}: a key {brief(key)}; expected a text, in quotes where it is a number"
+                        f"{where}: a key {brief(key)};"
+                        " expected a text, in quotes where it is a number"
                     )
                 _check_keys(value, f"{where}.{key}")
         case list():
@@ -131,32 +155,33 @@ def _check_keys(given: Any, where: str) -> None:
 
 
 def _check_collectives(given: Mapping[str, Any]) -> None:
-    """Refuse collectives that can't be measured on their cluster, or to which no curve can be fitted."""
+    """Refuse collectives that their cluster can't run, or that no curve can be fitted to."""
     cluster, sizes, kib = Cluster.load(given["cluster"]), given["group_sizes"], given["sizes_kib"]
     if max(sizes) > cluster.num_devices:
         raise ValueError(
-            f"configuration, at collectives.group_sizes: a group of {max(sizes)} devices, but {cluster.name} has {cluster.num_devices}"
+            f"configuration, at collectives.group_sizes: a group of {max(sizes)} devices, but"
+            f" {cluster.name} has {cluster.num_devices}"
         )
     if len(sizes) * len(kib) < _LEAST_ROWS:
         raise ValueError(
-            f"configuration, at collectives: {len(sizes)} group_sizes and {len(kib)} sizes_kib; expected {_LEAST_ROWS} combinations at least, "
-            "to which curves are fitted"
+            f"configuration, at collectives: {len(sizes)} group_sizes and {len(kib)} sizes_kib;"
+            f" expected {_LEAST_ROWS} combinations at least, to which curves are fitted"
         )
     if max(kib) * 1024 > cluster.device.memory_bytes:
         raise ValueError(
-            f"configuration, at collectives.sizes_kib: given {brief(max(kib))}, which is more than the {cluster.device.memory_gb:g} GB of a device of "
-            f"{cluster.name}"
+            f"configuration, at collectives.sizes_kib: given {brief(max(kib))}, which is more"
+            f" than the {cluster.device.memory_gb:g} GB of a device of {cluster.name}"
         )
 
 
 def _check_published(path: str) -> None:
-    """Refuse a file of published numbers that tables could not be made of."""
+    """Refuse a file of published numbers that has the wrong form or unknown names."""
     papers = read_yaml(ROOT / path, "published numbers, as in experiments/config/published.yaml")
     check(papers, PUBLISHED_SCHEMA, path)
     for paper in papers:
-        known("model", paper["model"], MODELS)
+        check_name("model", paper["model"], MODELS)
         for row in paper["rows"]:
-            known("strategy", row["strategy"], STRATEGIES)
+            check_name("strategy", row["strategy"], STRATEGIES)
 
 
 def _is_whole(checker: object, value: object) -> bool:
@@ -173,10 +198,11 @@ _Validator = extend(
         {"integer": _is_whole, "number": _is_finite}
     ),
 )
-"""In JSON schemas 2.0 is an integer, and infinity a number."""
+"""A validator that refuses 2.0 as an integer and infinity as a number, which JSON schemas allow."""
 
 
 def _explain(error: ValidationError) -> str:
+    """Return where a value violates its schema, and how, with the valid keys for an unknown one."""
     where = ".".join(map(str, error.absolute_path)) or "the top level"
     schema: Mapping[str, Any] = error.schema  # pyright: ignore[reportAssignmentType]
     match error.validator:
@@ -184,7 +210,7 @@ def _explain(error: ValidationError) -> str:
             given: Mapping[str, Any] = error.instance  # pyright: ignore[reportAssignmentType]
             for key in given:
                 try:
-                    known("key", key, schema["properties"])
+                    check_name("key", key, schema["properties"])
                 except ValueError as unknown:
                     return f"{where}: {unknown}"
     return f"{where}: {error.message}"

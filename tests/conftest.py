@@ -1,16 +1,20 @@
-"""Eight virtual CPU devices stand in for eight GPUs, but in the tests for one; set before JAX starts."""
+"""Set up JAX for tests: eight virtual CPU devices stand in for GPUs, except under `-m gpu`.
+
+JAX reads these variables when it starts, so they are set before anything imports it.
+"""
 
 import os
 
-os.environ["PYTHONDONTWRITEBYTECODE"] = (
-    ""  # the many processes that tests start import compiled modules
-)
+# the many processes that tests start import compiled modules
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",  # most of the time is XLA's compilation
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # on a busy machine a device may come late to a collective
+    # most of the time of tests is XLA's compilation
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    # on a busy machine a device may reach a collective late
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 ])  # fmt: skip
 
 import pytest
@@ -18,15 +22,16 @@ from hypothesis import settings
 
 from tests.fuzz.outcomes import as_table
 
-settings.register_profile(
-    "autopar", max_examples=40, deadline=None, derandomize=True
-)  # shared machines are slow, and tests repeatable
+# no deadline because shared machines are slow; derandomized so that failures can be repeated
+settings.register_profile("autopar", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("autopar")
 
 
 def pytest_configure(config):
-    """`-m gpu` leaves JAX the GPUs that are here. What is compiled is kept in pytest's cache, for other tests, processes and runs:
-    `--cache-clear` removes it."""
+    """Give JAX the GPUs under `-m gpu`, and keep compiled programs in pytest's cache.
+
+    Other tests, processes and runs read them from there; `--cache-clear` removes them.
+    """
     if config.option.markexpr == "gpu":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"
     if (cache := getattr(config, "cache", None)) is not None:
@@ -36,18 +41,15 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print what fuzz tests counted (`tests.fuzz.outcomes`): a line for each kind of input, a column for each outcome."""
-    reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    properties = [
-        each
+    """Print the counts of fuzz tests: a line per kind of input, a column per outcome."""
+    prefix = "outcomes of "
+    counts = {
+        name.removeprefix(prefix): outcomes
+        for reports in terminalreporter.stats.values()
         for report in reports
         if getattr(report, "when", "") == "call"
-        for each in report.user_properties
-    ]
-    counts = {
-        name[len("outcomes of ") :]: found
-        for name, found in properties
-        if name.startswith("outcomes of ")
+        for name, outcomes in report.user_properties
+        if name.startswith(prefix)
     }
     if counts:
         terminalreporter.section("outcomes of fuzzed inputs")
@@ -60,8 +62,10 @@ WITH_RAY = "tests/autopar/hosts/", "tests/experiments/test_chaos.py"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `-n`, the tests of a file run in one process, which compiles what they share once; those with Ray all in one, and
-    fuzz tests, which share nothing, wherever there is room."""
+    """Distribute tests under `-n`: those of a file run in one process, all tests with Ray in one.
+
+    Tests of a file share compiled programs. Fuzz tests share nothing and run in any process.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):

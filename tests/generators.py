@@ -11,14 +11,14 @@ MESHES = [(1,), (2,), (4,), (8,), (1, 4), (2, 2), (2, 4), (2, 2, 2)]
 
 @st.composite
 def meshes(draw: st.DrawFn) -> LogicalMesh:
-    """Logical meshes of up to eight devices."""
+    """Draw a logical mesh of up to eight devices."""
     shape = draw(st.sampled_from(MESHES))
     return LogicalMesh(shape, ("x", "y", "z")[: len(shape)])
 
 
 @st.composite
 def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> SelectionProblem:
-    """Small random choice problems, some pairs of options forbidden, some with limits."""
+    """Draw a small random selection problem, with forbidden pairs and capacity constraints."""
     sizes = draw(st.lists(st.integers(1, options), min_size=1, max_size=decisions))
     density = draw(st.floats(0, 1))
     forbidden = draw(st.sampled_from([0.0, 0.1, 0.4]))

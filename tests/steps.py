@@ -1,4 +1,4 @@
-"""Small training steps that many tests share."""
+"""A small training step that many tests share, and its results on one device."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +15,7 @@ import autopar
 
 
 class MLP(nn.Module):
-    """Dense layers of the given sizes with relu between them."""
+    """Dense layers of the given sizes, with relu in between."""
 
     sizes: tuple[int, ...]
 
@@ -27,7 +27,7 @@ class MLP(nn.Module):
 
 
 def mlp_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
-    """Mean squared error and an optimizer update; accumulates over microbatches where it is parallelized with some."""
+    """Minimize the mean squared error; gradients accumulate over microbatches if there are any."""
 
     def loss(params: Any) -> jax.Array:
         return jnp.mean((state.apply_fn(params, batch["x"]) - batch["y"]) ** 2)
@@ -39,7 +39,7 @@ def mlp_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState
 def mlp_args(
     sizes: tuple[int, ...] = (64, 64), batch_size: int = 16, features: int = 32, tx: Any = None
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
-    """A train state and a batch for `mlp_step`."""
+    """Return a train state and a batch for `mlp_step`."""
     model = MLP(sizes)
     rng = np.random.default_rng(0)
     batch = {
@@ -56,7 +56,7 @@ def _jitted(step: Callable[..., Any]) -> Any:
 
 
 def serial(step: Callable[..., Any], *args: Any) -> Any:
-    """What one device computes."""
+    """Return the results of the step on one device."""
     return _jitted(step)(*args)
 
 

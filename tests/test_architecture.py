@@ -1,4 +1,4 @@
-"""Imports go experiments -> autopar -> simulator and from layer to layer, experiments use public names, and modules have names of their own."""
+"""The architecture: layers of packages, unique names of modules, public names, documentation."""
 
 import ast
 import subprocess
@@ -22,14 +22,14 @@ FILES = [path for package in FORBIDDEN for path in sorted((ROOT / package).rglob
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level packages that the file imports."""
-    found = set()
+    """Return the top-level packages that a file imports."""
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(alias.name.split(".")[0] for alias in node.names)
+            packages.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.split(".")[0])
-    return found
+            packages.add(node.module.split(".")[0])
+    return packages
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -67,11 +67,14 @@ LAYERS = (
     *("autopar.runtime", "autopar.checkpoint", "autopar.hosts"),
     *("autopar.manual", "autopar.directives", "autopar.model_schedules", "autopar.tuning"),
 )
-"""The packages, each of which imports only those before it. Modules beside packages count by themselves."""
+"""Packages from the lowest to the highest layer; each imports only those before it.
+
+A module outside of packages is a layer of its own.
+"""
 
 
 def layer_of(module: str) -> str:
-    """The package of a module, or the module itself where it is beside packages."""
+    """Return the package of a module, or the module itself if it is outside of packages."""
     package = module.rpartition(".")[0]
     return next(
         (name for name in LAYERS if f"{module}.".startswith(f"{name}.") and name.count(".")),
@@ -80,7 +83,10 @@ def layer_of(module: str) -> str:
 
 
 def test_packages_are_layers():
-    """No package imports one above it, not even late or for types; no modules beside packages import one another in a circle."""
+    """No package imports a higher layer, and there is no cycle of modules outside of packages.
+
+    Imports inside functions and for type checking count, too.
+    """
     modules = {
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
         for p in FILES
@@ -106,9 +112,8 @@ def test_packages_are_layers():
     packages = [name for name in LAYERS if name in graph]
     upward = [(a, b) for n, a in enumerate(packages) for b in packages[n + 1 :] if b in graph[a]]
     assert not upward
-    TopologicalSorter(
-        {name: found - {name} for name, found in graph.items()}
-    ).prepare()  # raises CycleError
+    # raises CycleError
+    TopologicalSorter({name: names - {name} for name, names in graph.items()}).prepare()
 
 
 def test_only_one_module_uses_private_jax():
@@ -116,7 +121,8 @@ def test_only_one_module_uses_private_jax():
     assert private == ["_plugins.py"]
 
 
-TWICE = {"cli"}  # of two command lines
+# there are two command lines
+TWICE = {"cli"}
 
 
 def test_a_module_has_a_name_of_its_own():
@@ -154,11 +160,14 @@ PUBLIC = {
     "simulator.transformer",
     "simulator.validation",
 }
-"""What users import from; the `__all__` of each module lists its public names."""
+"""The modules that users import from; the `__all__` of each lists its public names."""
 
 
 def used_names(path: Path) -> set[tuple[str, str]]:
-    """(module, name) of everything in autopar and simulator that a file imports, or takes from a module that it imports."""
+    """Return (module, name) pairs for the names of autopar and simulator that a file uses.
+
+    It imports them, or accesses them as attributes of a module that it imports.
+    """
     names: set[tuple[str, str]] = set()
     modules: dict[str, str] = {}
     for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""README's examples run as they are printed, and print what README says."""
+"""The examples of the README run as they are printed, and print what it says."""
 
 import os
 import re
@@ -20,14 +20,14 @@ SCRIPTS = {
     "Written by hand": ("Written by hand",),
     "Schedules by hand": ("Schedules by hand", "Schedules that come along", "Tuning"),
 }
-"""Sections whose blocks are one program: names carry over."""
+"""For each program its sections; names carry over from one code block to the next."""
 
 SHORTER = {"10_000": "1_002"}
-"""Numbers that are too large for a test."""
+"""Numbers in examples that are too large for a test, with replacements."""
 
 
 def section(title: str) -> str:
-    """The text under a heading, up to the next."""
+    """Return the text under a heading, up to the next heading."""
     found = re.search(
         rf"^##+ {re.escape(title)}\n(.*?)(?=^##+ |\Z)", README, re.DOTALL | re.MULTILINE
     )
@@ -36,7 +36,7 @@ def section(title: str) -> str:
 
 
 def run(titles: tuple[str, ...], folder: Path) -> str:
-    """What the Python blocks of these sections print."""
+    """Run the Python blocks of these sections as one program, and return its output."""
     blocks = [
         block
         for title in titles
@@ -48,9 +48,8 @@ def run(titles: tuple[str, ...], folder: Path) -> str:
     for long, short in SHORTER.items():
         text = text.replace(long, short)
     script.write_text(text)
-    np.lib.format.open_memmap(
-        folder / "images.npy", "w+", np.float32, (50_000, 1024)
-    )  # of zeros, which take no room
+    # a sparse file of zeros, which takes no room on disk
+    np.lib.format.open_memmap(folder / "images.npy", "w+", np.float32, (50_000, 1024))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "MPLBACKEND": "agg"}
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, cwd=folder, env=environment
@@ -60,7 +59,7 @@ def run(titles: tuple[str, ...], folder: Path) -> str:
 
 
 def cells(line: str) -> list[str]:
-    """The cells of a line of a table."""
+    """Return the cells of a row of a printed table."""
     return [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()]
 
 

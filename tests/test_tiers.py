@@ -1,4 +1,4 @@
-"""What the tiers of the tests cover."""
+"""The fast tier covers each value, and both tiers together each pair of values."""
 
 from itertools import combinations, product
 
@@ -7,11 +7,11 @@ from tests.tiers import covering, pairs, tiers
 
 def test_each_value_is_fast_and_each_pair_is_in_some_tier():
     axes = ["abcd", (2, 4), (True, False), range(5)]
-    found = pairs(*axes)
-    rows = [param.values for param in found]
+    parameters = pairs(*axes)
+    rows = [param.values for param in parameters]
     for one, two in combinations(range(4), 2):
         assert {(row[one], row[two]) for row in rows} == set(product(axes[one], axes[two]))
-    fast = [param.values for param in found if not param.marks]
+    fast = [param.values for param in parameters if not param.marks]
     assert [set(column) for column in zip(*fast, strict=True)] == [set(axis) for axis in axes]
     assert 20 <= len(rows) <= 30
     assert 5 <= len(fast) <= 8

@@ -1,7 +1,8 @@
-"""Choose which combinations of parameters run in the fast tier, which in the slow one, and which in neither.
+"""Covering arrays of test parameters, split into the fast and the slow tier of tests.
 
-A defect mostly shows for one value or for a pair of values, so arrays that cover all of them replace full products (Kuhn, Wallace and
-Gallo, "Software fault interactions and implications for software testing", IEEE TSE 30(6), 2004).
+Most defects depend on one value or on a pair of values, so an array that covers all pairs replaces
+the full product (Kuhn, Wallace and Gallo, "Software fault interactions and implications for
+software testing", IEEE TSE 30(6), 2004).
 """
 
 from collections.abc import Sequence
@@ -12,37 +13,37 @@ import pytest
 
 
 def covering(rows: Sequence[tuple[Any, ...]], strength: int) -> list[tuple[Any, ...]]:
-    """Return rows, in their order, that have every combination of `strength` values that stands in any of `rows`.
+    """Return some of the `rows`, in order, with every combination of `strength` values in them.
 
-    The row with the most combinations that are missing is taken first, the first one of equals.
+    The subset is chosen greedily: each time the first row with the most missing combinations.
     """
 
-    def combined(row: int) -> set[tuple[tuple[int, str], ...]]:
+    def combinations_of(row: int) -> set[tuple[tuple[int, str], ...]]:
         return set(combinations(enumerate(map(repr, rows[row])), strength))
 
-    missing = set().union(*map(combined, range(len(rows))))
-    taken: set[int] = set()
+    missing = set().union(*map(combinations_of, range(len(rows))))
+    selected: set[int] = set()
     while missing:
-        best = max(range(len(rows)), key=lambda row: len(combined(row) & missing))
-        taken.add(best)
-        missing -= combined(best)
-    return [row for number, row in enumerate(rows) if number in taken]
+        best = max(range(len(rows)), key=lambda row: len(combinations_of(row) & missing))
+        selected.add(best)
+        missing -= combinations_of(best)
+    return [row for number, row in enumerate(rows) if number in selected]
 
 
 def slow(*values: Any) -> list[Any]:
-    """Return values of one parameter as slow ones."""
+    """Return the values of one parameter, marked as slow."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def tiers(rows: Sequence[Any]) -> list[Any]:
-    """Return parameters for `rows`: those that cover each value once are fast, the others slow.
+    """Return parameters for `rows`: a subset that covers each value once is fast, the others slow.
 
-    A row is a tuple of values; rows of one parameter are given without, and the first of them is fast.
+    A row is a tuple of values, or a single value, of which the first is fast.
     """
     several = all(isinstance(row, tuple) for row in rows)
     fast = covering(rows, 1) if several else rows[:1]
-    kept = set(map(repr, fast))
-    marks = [() if repr(row) in kept else (pytest.mark.slow,) for row in rows]
+    fast_texts = set(map(repr, fast))
+    marks = [() if repr(row) in fast_texts else (pytest.mark.slow,) for row in rows]
     return [
         pytest.param(*row, marks=mark) if several else pytest.param(row, marks=mark)
         for row, mark in zip(rows, marks, strict=True)
@@ -50,5 +51,5 @@ def tiers(rows: Sequence[Any]) -> list[Any]:
 
 
 def pairs(*values: Sequence[Any]) -> list[Any]:
-    """Return parameters with every pair of two parameters' values: some of them are fast, the others slow (`tiers`)."""
+    """Return parameters that cover each pair of values of any two parameters, in `tiers`."""
     return tiers(covering(list(product(*values)), 2))

@@ -1,10 +1,13 @@
-"""Schedules by hand: how to run a model, said apart from the model (after Slapo, Chen et al., ASPLOS'24).
+"""Directives: how to run a model, written separately from the model (after Slapo, ASPLOS'24).
 
-create_schedule --directives--> ModelSchedule --place--> every value's layout --build--> a model on shards, or pins for the planner
+    create_schedule --directives--> ModelSchedule --place--> layout of every value --build--> model
+
+`build` returns a function that runs on shards, or one that pins the directives' decisions for the
+planner. Slapo is described by Chen et al., "Slapo: A Schedule Language for Progressive
+Optimization of Large Deep Learning Model Training".
 """
 
 from autopar.directives.build import Backend, BuiltModel, build
-from autopar.directives.compilers import register_compiler
 from autopar.directives.definitions import DirectiveError, DirectiveSchedule
 from autopar.directives.pattern_matcher import Subgraph
 from autopar.directives.scheduled_model import ModelSchedule, create_schedule
@@ -21,5 +24,4 @@ __all__ = [
     "Verify",
     "build",
     "create_schedule",
-    "register_compiler",
 ]

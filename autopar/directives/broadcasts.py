@@ -1,4 +1,4 @@
-"""See through broadcasts, dims of size one and casts to the same type."""
+"""Looking through broadcasts: dims of size one, reshapes that only move them, and no-op casts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,13 @@ from autopar.ir.graph import Atom, aval_of
 
 @dataclass(frozen=True, slots=True)
 class BroadcastView:
-    """What an atom is, looked through broadcasts: the source, for each dim the source's (None: repeated), and the nodes between."""
+    """A value as a broadcast of another one.
+
+    Attributes:
+        source: The value before all broadcasts.
+        dims: For each dim of the value the dim of `source`, or None where it is repeated.
+        nodes: The broadcasting nodes, from the value to its source.
+    """
 
     source: Atom
     dims: tuple[int | None, ...]
@@ -19,21 +25,27 @@ class BroadcastView:
 
     @property
     def numpy_like(self) -> bool:
-        """Whether the source broadcasts by itself, by NumPy's rules."""
+        """Whether NumPy's rules broadcast the source to the value without an explicit broadcast."""
         rank = aval_of(self.source).ndim - len(self.dims)
         return all(source is None or source - dim == rank for dim, source in enumerate(self.dims))
 
     def order(self, atom: Atom, frame: Sequence[int]) -> tuple[int | None, ...]:
-        """Which dim of the source each dim of `frame` is, the shape that `atom` is broadcast to; dims of size one don't count."""
-        kept = [dim for dim, size in enumerate(aval_of(self.source).shape) if size != 1]
-        own = [kept.index(dim) if dim in kept else None for dim in self.dims]
+        """Return the dim of the source for each dim of `frame`, without dims of size one.
+
+        Args:
+            atom: The value that this is a view of.
+            frame: The shape to which the reader broadcasts `atom`.
+        """
+        nontrivial = [dim for dim, size in enumerate(aval_of(self.source).shape) if size != 1]
+        own = [nontrivial.index(dim) if dim in nontrivial else None for dim in self.dims]
         if len(own) != len(frame):
             return tuple(own)
         pairs = zip(own, aval_of(atom).shape, frame, strict=True)
         return tuple(dim if size != 1 else None for dim, size, full in pairs if full != 1)
 
 
-def look_through(graph: ModelGraph, atom: Atom) -> BroadcastView:
+def look_through_broadcasts(graph: ModelGraph, atom: Atom) -> BroadcastView:
+    """Return `atom` as a broadcast of the first value behind it that is computed."""
     dims: tuple[int | None, ...] = tuple(range(aval_of(atom).ndim))
     nodes: list[Node] = []
     while isinstance(atom, Var) and atom in graph.producer:
@@ -47,32 +59,36 @@ def look_through(graph: ModelGraph, atom: Atom) -> BroadcastView:
 
 
 def source_dims(eqn: JaxprEqn) -> list[int | None] | None:
-    """For each dim of the result the operand's that it is; None for equations that compute something."""
+    """Return the operand's dim for each dim of the result, or None if `eqn` computes something.
+
+    A dim that the equation repeats or inserts has no dim of the operand.
+    """
     if len(eqn.invars) != 1:
         return None
-    source, result = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
+    source = aval_of(eqn.invars[0])
+    result = aval_of(eqn.outvars[0])
     match eqn.primitive.name:
         case "copy":
             return list(range(result.ndim))
         case "convert_element_type" if source.dtype == result.dtype:
             return list(range(result.ndim))
         case "broadcast_in_dim":
-            at = {
-                d: k
-                for k, d in enumerate(eqn.params["broadcast_dimensions"])
-                if source.shape[k] == result.shape[d]
+            sources = {
+                dim: k
+                for k, dim in enumerate(eqn.params["broadcast_dimensions"])
+                if source.shape[k] == result.shape[dim]
             }
-            return [at.get(dim) for dim in range(result.ndim)]
+            return [sources.get(dim) for dim in range(result.ndim)]
         case "reshape" | "squeeze" | "expand_dims":
             left = [dim for dim, size in enumerate(source.shape) if size != 1]
             right = [dim for dim, size in enumerate(result.shape) if size != 1]
             if [source.shape[dim] for dim in left] != [result.shape[dim] for dim in right]:
                 return None
-            at = dict(zip(right, left, strict=True))
-            return [at.get(dim) for dim in range(result.ndim)]
+            sources = dict(zip(right, left, strict=True))
+            return [sources.get(dim) for dim in range(result.ndim)]
     return None
 
 
-def sizes(atom: Atom) -> list[int]:
-    """The shape, without dims of size one."""
+def nontrivial_sizes(atom: Atom) -> list[int]:
+    """Return the shape of `atom` without dims of size one."""
     return [size for size in aval_of(atom).shape if size != 1]

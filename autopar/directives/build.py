@@ -1,6 +1,11 @@
-"""Scheduled models that run: by hand on shards, by XLA's partitioner, or with the planner choosing what the schedule leaves open."""
+"""Models built from schedules: run on shards, by XLA's partitioner, or with the planner.
 
-from collections.abc import Callable
+With the backend "manual" the collectives of the schedule run inside `jax.shard_map`. With "gspmd"
+XLA's partitioner gets the layouts of the schedule as constraints. With "auto" they are pins, and
+the planner decides what the schedule leaves open.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -41,12 +46,16 @@ class BuiltModel:
     """A scheduled model, ready for a training step.
 
     Attributes:
-        apply: the model, `apply(params, *args)`, for arguments of any batch size; differentiable, and to be called in the step.
-        specs: where parameters go, a pytree of PartitionSpecs.
-        mesh: the devices; without any if abstract, which will do to plan and to predict, and to run with a plan's devices.
-        method: for `autopar.parallelize`, `plan_step` and `predict`: keeps the schedule's decisions. `jax.jit` will do for a step
-            of the backends "manual" and "gspmd".
-        same_draws: whether random numbers are those of the model on one device: not where shards draw their own (`fork_rng`).
+        apply: The model, `apply(params, *args)`, for arguments of any batch size. It is
+            differentiable, and is called in the step.
+        specs: The PartitionSpec of each parameter, a pytree.
+        mesh: Where it runs. An abstract mesh is enough to plan and to predict, and to run with the
+            devices of a plan.
+        method: The method for `autopar.parallelize`, `plan_step` and `predict` that keeps the
+            decisions of the schedule. Steps of the backends "manual" and "gspmd" also run under
+            `jax.jit`.
+        same_draws: Whether random numbers are those of the model on one device. With `fork_rng` and
+            the backend "manual", each device draws its own.
     """
 
     apply: Callable[..., Any] = field(repr=False)
@@ -57,7 +66,7 @@ class BuiltModel:
 
     @property
     def shardings(self) -> Any:
-        """The same as `specs`, as NamedShardings. Raises ValueError if there are no devices to put parameters on."""
+        """The NamedSharding of each parameter. Raises ValueError for an abstract mesh."""
         mesh = device_mesh(self.mesh)
         return jax.tree.map(
             lambda spec: NamedSharding(mesh, spec),
@@ -66,7 +75,10 @@ class BuiltModel:
         )
 
     def init(self, make: Callable[..., Any], *args: Any) -> Any:
-        """The parameters that `make(*args)` returns, `model.init(key, x)` say, made where they go: never whole on a device."""
+        """Return the parameters `make(*args)`, split as they are created.
+
+        No device ever has a whole parameter that is split. `make` is `model.init`, for example.
+        """
         return jax.jit(make, out_shardings=self.shardings)(*args)
 
 
@@ -78,19 +90,24 @@ def build(
     num_micro_batches: int = 1,
     devices: Devices = None,
 ) -> BuiltModel:
-    """The model, scheduled.
+    """Return the scheduled model as a function, and a method that keeps the schedule's decisions.
 
     Args:
-        backend: "manual" runs on shards, inside `jax.shard_map`, with the collectives that the schedule names. "gspmd" tells XLA's
-            partitioner where parameters and what is synchronised go. "auto" pins them, and the planner decides about the rest.
-        batch_axis: the mesh axis over which the first dim of the model's arguments is split; "auto" finds that by itself.
-        mesh: in place of the schedule's own, of the same axes: the devices that are here, say, for a schedule on an abstract mesh.
-        num_micro_batches: parts of the batch, over which a step with `autopar.grad` accumulates gradients.
-        devices: of a pipeline: each stage takes as many of them as the mesh has, as a mesh of that shape. By default the stages share
-            the devices of the mesh.
+        model: The model and its directives.
+        backend: "manual" runs on shards, inside `jax.shard_map`, with the collectives that the
+            directives name. "gspmd" gives the shardings of parameters and of synced values to XLA's
+            partitioner. "auto" pins them, and the planner decides everything else.
+        batch_axis: The mesh axis over which the first dim of the model's arguments is split;
+            "auto" finds it without.
+        mesh: A mesh of the same axes instead of the schedule's, with the devices of this process
+            for a schedule on an abstract mesh, for example.
+        num_micro_batches: The number of microbatches over which a step with `autopar.grad`
+            accumulates gradients.
+        devices: The devices of a pipeline. Each stage takes as many of them as the mesh has, in the
+            shape of the mesh. By default the stages divide the devices of the mesh.
 
     Raises:
-        DirectiveError: the schedule does not fit together, or can't be built with this backend.
+        DirectiveError: The directives do not fit together, or this backend can't build them.
     """
     if backend not in ("manual", "gspmd", "auto"):
         raise DirectiveError(f"backend {backend!r}, expected 'manual', 'gspmd' or 'auto'")
@@ -98,42 +115,29 @@ def build(
         raise DirectiveError(
             f"batch_axis {batch_axis!r} is no axis of the mesh, which has {model.mesh.axis_names}"
         )
-    model = model if mesh is None else model.on(planned_mesh(mesh))
-    cuts = model.of_kind(CutPipelineStage)
-    if cuts and backend != "auto":
-        raise DirectiveError("cut_pipeline_stage: pipelines are built with backend='auto'")
-    if devices is not None and not cuts:
+    if mesh is not None:
+        model = model.on_mesh(planned_mesh(mesh))
+    is_pipeline = bool(model.of_kind(CutPipelineStage))
+    if is_pipeline:
+        _check_pipeline(model, backend)
+    elif devices is not None:
         raise DirectiveError(
-            "devices are those of a pipeline, and the schedule has no cut_pipeline_stage; give a mesh"
+            "devices are those of a pipeline, and the schedule has no cut_pipeline_stage; give a"
+            " mesh"
         )
-    used = {each.mesh_axis for each in (*model.of_kind(Shard), *model.of_kind(Sync))}
-    if cuts and (unknown := used.difference(AXIS_NAMES)):
-        raise DirectiveError(
-            f"cut_pipeline_stage and mesh axis {', '.join(sorted(unknown))}: each stage has a mesh of its own, whose axes are"
-            f" called {', '.join(AXIS_NAMES)}; use those names"
-        )
-    placed = model.placed(batch_axis, lenient=backend == "auto")
+    placed = model.place(batch_axis, lenient=backend == "auto")
     if backend != "manual":
         check_functions(placed.items)
     pins = _pins(model, placed, named=backend == "auto")
-    options = ShardingOptions(pins=pins)
-    if cuts:
-        sizes = tuple(model.mesh.shape.values())
-        method: PlanningMethod = PipeshardParallel(
-            model.mesh if devices is None else devices,
-            num_micro_batches,
-            default_auto_sharding_option=options,
-            layer_option=ManualLayerOption(),
-            stage_option=UniformStageOption()
-            if devices is None
-            else UniformStageOption(None, (1, prod(sizes)), sizes),
-        )
+    if is_pipeline:
+        method: PlanningMethod = _pipeline_method(model, pins, num_micro_batches, devices)
     elif backend == "auto":
+        options = ShardingOptions(pins=pins)
         method = ShardParallel(model.mesh, num_micro_batches, options=options)
     else:
         method = ManualShardParallel(model.mesh, num_micro_batches, pins=pins)
-    specs = dict(zip(model.graph.invars, placed.arguments, strict=True))
-    specs = [partition_spec(specs[var].dims) for var in model.graph.params]
+    layouts = dict(zip(model.graph.invars, placed.arguments, strict=True))
+    specs = [partition_spec(layouts[var].dims) for var in model.graph.params]
     return BuiltModel(
         _apply(model, backend, batch_axis),
         jax.tree.unflatten(jax.tree.structure(model.params), specs),
@@ -143,70 +147,108 @@ def build(
     )
 
 
+def _check_pipeline(model: ModelSchedule, backend: Backend) -> None:
+    """Raise DirectiveError unless a schedule with pipeline stages can be built."""
+    if backend != "auto":
+        raise DirectiveError("cut_pipeline_stage: pipelines are built with backend='auto'")
+    used = {directive.mesh_axis for directive in (*model.of_kind(Shard), *model.of_kind(Sync))}
+    unknown = used.difference(AXIS_NAMES)
+    if unknown:
+        raise DirectiveError(
+            f"cut_pipeline_stage and mesh axis {', '.join(sorted(unknown))}: each stage has a mesh"
+            f" of its own, whose axes are called {', '.join(AXIS_NAMES)}; use those names"
+        )
+
+
+def _pipeline_method(
+    model: ModelSchedule, pins: dict[str, PartitionSpec], num_micro_batches: int, devices: Devices
+) -> PipeshardParallel:
+    """Return a method that keeps the stages of the schedule, and pins inside the stages."""
+    sizes = tuple(model.mesh.shape.values())
+    if devices is None:
+        stage_option = UniformStageOption()
+    else:
+        stage_option = UniformStageOption(None, (1, prod(sizes)), sizes)
+    return PipeshardParallel(
+        model.mesh if devices is None else devices,
+        num_micro_batches,
+        default_auto_sharding_option=ShardingOptions(pins=pins),
+        layer_option=ManualLayerOption(),
+        stage_option=stage_option,
+    )
+
+
 def _apply(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Callable[..., Any]:
-    known: dict[Any, Callable[..., list[Any]]] = {}
+    """Return the model as a function of (params, *args) that is specialized to their shapes."""
+    functions: dict[Any, Callable[..., list[Any]]] = {}
 
     def apply(params: Any, *args: Any) -> Any:
-        if (tree := jax.tree.structure((params, *args))) != model.graph.in_tree:
+        tree = jax.tree.structure((params, *args))
+        if tree != model.graph.in_tree:
             raise DirectiveError(
                 f"the model was scheduled for {model.graph.in_tree}, and is called with {tree}"
             )
         leaves = jax.tree.leaves((params, *args))
-        how: Backend = "auto" if tells_examples() else backend  # the same function, of whole arrays
-        key = (how, *((jax.typeof(leaf).shape, jax.typeof(leaf).dtype) for leaf in leaves))
-        if key not in known:
-            known[key] = _runner(model.for_args(args), how, batch_axis)
-        return jax.tree.unflatten(model.graph.out_tree, known[key](*leaves))
+        # A trace that analyses the dependence on single examples can't look into a shard_map. It
+        # gets the same function of whole arrays.
+        used_backend: Backend = "auto" if tells_examples() else backend
+        shapes = ((jax.typeof(leaf).shape, jax.typeof(leaf).dtype) for leaf in leaves)
+        key = (used_backend, *shapes)
+        if key not in functions:
+            functions[key] = _flat_function(model.for_args(args), used_backend, batch_axis)
+        return jax.tree.unflatten(model.graph.out_tree, functions[key](*leaves))
 
     return apply
 
 
-def _runner(
+def _flat_function(
     model: ModelSchedule, backend: Backend, batch_axis: str | None
 ) -> Callable[..., list[Any]]:
-    """The model as a function of its parameters and arguments as a flat list."""
-    placed = model.placed(batch_axis, lenient=backend == "auto")
+    """Return the model as a function of its parameters and arguments, flat, to flat results."""
+    placed = model.place(batch_axis, lenient=backend == "auto")
 
-    def on(machine: Executor) -> Callable[..., list[Any]]:
-        return lambda *leaves: run_model(placed, machine, model.functions, leaves)
+    def run_on(executor: Executor) -> Callable[..., list[Any]]:
+        return lambda *leaves: run_model(placed, executor, model.functions, leaves)
 
+    argument_specs = [partition_spec(layout.dims) for layout in placed.arguments]
     match backend:
         case "manual":
             return jax.jit(
                 jax.shard_map(
-                    on(ShardExecutor(model.logical_mesh, model.functions)),
+                    run_on(ShardExecutor(model.logical_mesh, model.functions)),
                     mesh=model.mesh,
-                    in_specs=tuple(partition_spec(each.dims) for each in placed.arguments),
-                    out_specs=[partition_spec(each.dims) for each in placed.results],
+                    in_specs=tuple(argument_specs),
+                    out_specs=[partition_spec(layout.dims) for layout in placed.results],
                 )
             )
         case "gspmd":
-            run, specs = (
-                on(ConstrainedExecutor(model.mesh)),
-                [partition_spec(each.dims) for each in placed.arguments],
-            )
-            shardings = [NamedSharding(model.mesh, spec) for spec in specs]
+            run = run_on(ConstrainedExecutor(model.mesh))
+            shardings = [NamedSharding(model.mesh, spec) for spec in argument_specs]
             return lambda *leaves: run(*map(jax.lax.with_sharding_constraint, leaves, shardings))
         case "auto":
-            return on(NamedExecutor())
+            return run_on(NamedExecutor())
 
 
 def _pins(model: ModelSchedule, placed: PlacedModel, named: bool) -> dict[str, PartitionSpec]:
-    """What a plan must keep: parameters that are split, wherever the step has them, and named values that are synchronised."""
+    """Return the specs that a plan must keep, by a pattern of paths or a name.
+
+    These are split parameters, wherever they are in the step's arguments, and with `named` also
+    synced values.
+    """
     leaves, _ = jax.tree.flatten_with_path(model.params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    layouts = zip(paths, placed.arguments, strict=False)  # parameters come first
+    # Parameters are the first arguments.
+    layouts = zip(paths, placed.arguments, strict=False)
     pins = {f"*/{path}": partition_spec(layout.dims) for path, layout in layouts if layout.split}
     if named:
-        pins.update((each.name, partition_spec(each.after.dims)) for each in _synced(placed.items))
+        for sync in _forward_syncs(placed.items):
+            pins[sync.name] = partition_spec(sync.after.dims)
     return pins
 
 
-def _synced(items: tuple[PlacedItem, ...]) -> list[PlacedSync]:
-    found: list[PlacedSync] = []
+def _forward_syncs(items: tuple[PlacedItem, ...]) -> Iterator[PlacedSync]:
     for item in items:
         if isinstance(item, PlacedSync) and item.sync.mode != "bwd_post":
-            found.append(item)
+            yield item
         elif isinstance(item, PlacedRegion):
-            found += _synced(item.items)
-    return found
+            yield from _forward_syncs(item.items)

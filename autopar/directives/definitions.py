@@ -1,7 +1,8 @@
-"""Directives: what a schedule says about a model, as plain values that print, compare, hash and go to JSON and back.
+"""Directives as plain values: they print, compare, hash, and convert to JSON and back.
 
-A directive names modules by their path in the model (`layers_0/mlp/linear1`, "" for the model itself), equations by the names
-that `autopar.directives.model_graph` gives them (`linear1/dot_general`), and functions of the user by `module:qualname`.
+A directive names modules by their path in the model (`layers_0/mlp/linear1`, "" for the model
+itself), equations by the names that `autopar.directives.model_graph` gives them
+(`linear1/dot_general`), and functions of the user by `module:qualname`.
 """
 
 import json
@@ -14,16 +15,16 @@ from pydantic import TypeAdapter, ValidationError
 from simulator.files import parse_json
 
 type Mode = Literal["fwd_pre", "fwd_post", "bwd_post"]
-"""Where a sync stands: before a module, after it, or on the gradients of its inputs."""
+"""Where a sync applies: before a module, after it, or to the gradients of its inputs."""
 
 
 class DirectiveError(ValueError):
-    """A directive can't hold for this model, or contradicts another."""
+    """A directive does not apply to the model, or contradicts another directive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A parameter is split along one of its dims over a mesh axis."""
+    """A split of a parameter along one of its dims over a mesh axis."""
 
     kind: ClassVar[str] = "shard"
     path: str
@@ -34,12 +35,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """What a module takes, gives or hands back as gradients is put together, or apart, over a mesh axis.
+    """A collective over a mesh axis, on inputs, outputs or input gradients of a module.
 
     Attributes:
-        op: "all_reduce", "all_gather", "reduce_scatter", "scatter", a change of layout such as "RS->SR", or a function.
-        axis: the array dim that is gathered or scattered.
-        backward: of an all_gather: whether its gradients are added up and scattered, or, being equal everywhere, only scattered.
+        op: "all_reduce", "all_gather", "reduce_scatter", "scatter", a change of layout such as
+            "RS->SR", or the name of a function.
+        axis: The array dim that is gathered or scattered.
+        backward: What happens to the gradients of an all_gather: they are summed and scattered
+            ("reduce_scatter"), or, where they are equal on all devices, only scattered ("scatter").
     """
 
     kind: ClassVar[str] = "sync"
@@ -53,7 +56,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Decompose:
-    """The product and the bias of a linear module are equations of their own for `find`."""
+    """A linear module whose product and bias `find` sees as separate equations."""
 
     kind: ClassVar[str] = "decompose"
     path: str
@@ -61,7 +64,12 @@ class Decompose:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Which equations of a module `find` and `print` see: those of its submodules too if `flatten`, but of no leaf module."""
+    """The equations of a module that `find` and `print` see.
+
+    Attributes:
+        flatten: Whether equations of submodules are visible.
+        leaf_modules: Submodules whose equations stay hidden.
+    """
 
     kind: ClassVar[str] = "trace"
     path: str
@@ -70,15 +78,18 @@ class Trace:
 
 
 type Reads = tuple[tuple[tuple[str, ...], ...], ...]
-"""For each of some equations, for each operand, what it is called: as it is, and before broadcasts."""
+"""For each equation and each of its operands, the names of the operand: its own, and those of the
+values that it is a broadcast of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """Equations run as one compiled function.
+    """Equations that run as one compiled function.
 
     Attributes:
-        reads: what each of `nodes` reads, by which they are known again in another model: names are counted, `mul:2`.
+        compiler: "xla", which is `jax.jit`.
+        reads: Operands of each of `nodes`. Names of equations are counted (`mul:2`) and may mean
+            another equation in another model; the operands show whether they do.
     """
 
     kind: ClassVar[str] = "fuse"
@@ -91,12 +102,12 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """A function, given the values named `inputs`, stands in for equations.
-
-    With `params_first` those of its inputs that are parameters in the module at `path` come first, as a dict.
+    """A function of the values named `inputs` that runs in place of equations.
 
     Attributes:
-        reads: as of Fuse.
+        params_first: Whether the inputs that are parameters of the module at `path` are passed
+            first, as a dict.
+        reads: As for `Fuse`.
     """
 
     kind: ClassVar[str] = "replace"
@@ -110,12 +121,13 @@ class Replace:
 
 
 type Policy = str | tuple[str | Policy, ...]
-"""What is kept: one of `jax.checkpoint_policies`, a tuple of what makes one and its arguments, or a function."""
+"""A checkpoint policy: the name of one in `jax.checkpoint_policies`, a tuple of the name of a
+policy factory and its arguments, or the name of a function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A module is recomputed in the backward pass, but for what `policy` keeps."""
+    """A module that the backward pass recomputes, except for the values that `policy` saves."""
 
     kind: ClassVar[str] = "checkpoint"
     path: str
@@ -124,7 +136,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class CutPipelineStage:
-    """A pipeline stage ends after a module."""
+    """The end of a pipeline stage after a module."""
 
     kind: ClassVar[str] = "cut_pipeline_stage"
     path: str
@@ -132,7 +144,7 @@ class CutPipelineStage:
 
 @dataclass(frozen=True, slots=True)
 class ForkRng:
-    """Devices draw the random numbers of a module for their own shards, from keys of their own."""
+    """A module that draws its random numbers shard by shard, with one key per device."""
 
     kind: ClassVar[str] = "fork_rng"
     path: str
@@ -140,7 +152,7 @@ class ForkRng:
 
 @dataclass(frozen=True, slots=True)
 class Annotate:
-    """A note on a parameter, for whoever reads the schedule."""
+    """Notes on a parameter, for human readers."""
 
     kind: ClassVar[str] = "annotate"
     path: str
@@ -161,9 +173,9 @@ type Directive = (
     | Annotate
 )
 
-_KINDS: dict[str, type[Any]] = {
-    each.kind: each
-    for each in (
+_CLASSES: dict[str, type[Any]] = {
+    cls.kind: cls
+    for cls in (
         Shard,
         Sync,
         Decompose,
@@ -178,26 +190,25 @@ _KINDS: dict[str, type[Any]] = {
 }
 
 
-def primitives() -> tuple[str, ...]:
-    """The names of the directives there are."""
-    return tuple(_KINDS)
+def directive_names() -> tuple[str, ...]:
+    """Return the names of all directives."""
+    return tuple(_CLASSES)
 
 
 def describe(directive: Directive) -> str:
-    """A directive as one would write it: `shard(kernel, axis=1, mesh_axis=tp)`, without its path."""
-    given = asdict(directive)
-    del given["path"]
-    given.pop("reads", None)  # long, and told by the nodes
+    """Return a directive as source text without its path: `shard(kernel, axis=1, mesh_axis=tp)`."""
+    values = asdict(directive)
+    del values["path"]
+    values.pop("reads", None)  # long, and implied by the nodes
     words = ", ".join(
-        f"{key}={_text(value)}"
-        for key, value in given.items()
+        f"{key}={_short_text(value)}"
+        for key, value in values.items()
         if value is not None and value is not False
     )
     return f"{directive.kind}({words})"
 
 
-def _text(value: Any) -> str:
-    """Long lists in short."""
+def _short_text(value: Any) -> str:
     if not isinstance(value, tuple):
         return str(value)
     shown = value if len(value) <= 4 else (value[0], f"... {len(value) - 2} more ...", value[-1])
@@ -206,60 +217,66 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DirectiveSchedule:
-    """An ordered list of directives: how to run a model, apart from the model.
+    """An ordered list of directives, independent of any model.
 
-    Replay it on a model with `create_schedule(model, params, example_args, schedule=...)`.
+    Apply it to a model with `create_schedule(model, params, example_args, schedule=...)`.
     """
 
     directives: tuple[Directive, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(f"{each.path or '(model)'}: {describe(each)}" for each in self.directives)
+        return "\n".join(
+            f"{directive.path or '(model)'}: {describe(directive)}" for directive in self.directives
+        )
 
     def to_json(self) -> str:
-        """As JSON, a directive per line."""
-        lines = (json.dumps({"do": each.kind, **asdict(each)}) for each in self.directives)
+        """Return a JSON list with one directive per line."""
+        lines = (
+            json.dumps({"do": directive.kind, **asdict(directive)}) for directive in self.directives
+        )
         return "[" + ",\n ".join(lines) + "]"
 
     @classmethod
     def from_json(cls, text: str) -> "DirectiveSchedule":
-        """What `to_json` wrote. Raises DirectiveError for anything else."""
-        given = parse_json(text, "a schedule, which is a JSON list of directives", DirectiveError)
-        if not isinstance(given, list):
+        """Parse the output of `to_json`.
+
+        Raises:
+            DirectiveError: `text` is no list of valid directives.
+        """
+        entries = parse_json(text, "a schedule, which is a JSON list of directives", DirectiveError)
+        if not isinstance(entries, list):
             raise DirectiveError(
-                f"a schedule is a JSON list of directives, not {type(given).__name__}"
+                f"a schedule is a JSON list of directives, not {type(entries).__name__}"
             )
-        return cls(tuple(map(_directive, given)))
+        return cls(tuple(map(_directive, entries)))
 
 
 def _directive(given: Any) -> Directive:
     entries = dict(given) if isinstance(given, dict) else {}
     kind = entries.pop("do", None)
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _CLASSES:
         raise DirectiveError(
-            f"{given!r} is no directive: 'do' is {kind!r}, expected one of {', '.join(_KINDS)}"
+            f"{given!r} is no directive: 'do' is {kind!r}, expected one of {', '.join(_CLASSES)}"
         )
-    cls = _KINDS[kind]
+    cls = _CLASSES[kind]
     types = get_type_hints(cls)
-    known = {field.name: field for field in fields(cls)}
-    missing = {name for name, field in known.items() if field.default is MISSING} - entries.keys()
-    if missing or not entries.keys() <= known.keys():
-        raise DirectiveError(f"{given!r}: {kind} takes {', '.join(known)}")
-    values = {key: _frozen(value) for key, value in entries.items()}
+    fields_by_name = {field.name: field for field in fields(cls)}
+    required = {name for name, field in fields_by_name.items() if field.default is MISSING}
+    if not required <= entries.keys() <= fields_by_name.keys():
+        raise DirectiveError(f"{given!r}: {kind} takes {', '.join(fields_by_name)}")
+    values = {key: _lists_as_tuples(value) for key, value in entries.items()}
     for key, value in values.items():
         try:
             TypeAdapter(types[key]).validate_python(value, strict=True)
         except ValidationError as error:
-            why = error.errors()[0]["msg"]
+            reason = error.errors()[0]["msg"]
             raise DirectiveError(
-                f"{key} of {kind} is {entries[key]!r} in {given!r}: {why}"
+                f"{key} of {kind} is {entries[key]!r} in {given!r}: {reason}"
             ) from error
     return cls(**values)
 
 
-def _frozen(value: Any) -> Any:
-    return (
-        tuple(map(_frozen, value))
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else value
-    )
+def _lists_as_tuples(value: Any) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(map(_lists_as_tuples, value))
+    return value

@@ -1,6 +1,10 @@
-"""Regions: equations of a model that are compiled, replaced or recomputed together; nested or disjoint, and ordered."""
+"""Regions: equations that are compiled, replaced or recomputed together.
 
-from collections.abc import Sequence
+Regions are nested or disjoint. Arranging a graph puts the equations of each region side by side, in
+a topological order of the data dependences.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import combinations
@@ -11,97 +15,110 @@ from autopar.directives.definitions import Checkpoint, DirectiveError, Fuse, Rep
 from autopar.directives.model_graph import ModelGraph, Node, RematRegion
 
 type Region = Fuse | Replace | Checkpoint | RematRegion
+type GraphItem = Node | RegionNode
+"""An entry of an arranged graph."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionNode:
-    """A region and what it is made of."""
+    """A region as one node of the graph, with the nodes and regions inside it in order."""
 
     region: Region
-    inside: "tuple[Node | RegionNode, ...]"
+    inside: tuple[GraphItem, ...]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(
-            node
-            for each in self.inside
-            for node in (each.nodes if isinstance(each, RegionNode) else (each,))
-        )
+        """All nodes of the region, those of nested regions included."""
+        return nodes_in(self.inside)
 
 
-def arrange(
+def nodes_in(items: Iterable[GraphItem]) -> tuple[Node, ...]:
+    """Return the nodes of `items`, those inside regions included."""
+    return tuple(
+        node for item in items for node in (item.nodes if isinstance(item, RegionNode) else (item,))
+    )
+
+
+def arrange_regions(
     graph: ModelGraph, regions: Sequence[tuple[Region, frozenset[str]]]
-) -> tuple[Node | RegionNode, ...]:
-    """The nodes of `graph` with those of each region together, in an order in which they can run.
+) -> tuple[GraphItem, ...]:
+    """Return the nodes of `graph`, grouped by region, in an order in which they can run.
+
+    Args:
+        graph: The model.
+        regions: Each region with the names of its nodes.
 
     Raises:
-        DirectiveError: two regions overlap, or one would have to stop halfway for something outside.
+        DirectiveError: Two regions overlap without being nested, or a region needs a value that is
+            computed outside from its own results.
     """
     for (one, left), (other, right) in combinations(regions, 2):
         if left & right and not (left <= right or right <= left):
             shared = ", ".join(sorted(left & right)[:3])
             raise DirectiveError(f"{_name(one)} and {_name(other)} both claim {shared}; keep one")
-    return _arrange(graph.nodes, sorted(regions, key=lambda region: -len(region[1])))
+    return _arrange_nodes(graph.nodes, sorted(regions, key=lambda region: -len(region[1])))
 
 
-def _arrange(
+def _arrange_nodes(
     nodes: Sequence[Node], regions: Sequence[tuple[Region, frozenset[str]]]
-) -> tuple[Node | RegionNode, ...]:
+) -> tuple[GraphItem, ...]:
+    """Arrange `nodes`; `regions` are sorted by size, the largest first."""
+    # Nodes belong to the outermost region around them, which is the largest.
     owner: dict[str, int] = {}
-    for number, (_, names) in enumerate(regions):  # the largest first: what is in it is its own
+    for number, (_, names) in enumerate(regions):
         for name in names:
             owner.setdefault(name, number)
-    units: list[Node | RegionNode] = [node for node in nodes if node.name not in owner]
+    items: list[GraphItem] = [node for node in nodes if node.name not in owner]
     for number in sorted(set(owner.values())):
         region, names = regions[number]
-        inner = [each for k, each in enumerate(regions) if k > number and each[1] <= names]
-        units.append(
-            RegionNode(region, _arrange([node for node in nodes if node.name in names], inner))
-        )
+        nested = [inner for inner in regions[number + 1 :] if inner[1] <= names]
+        members = [node for node in nodes if node.name in names]
+        items.append(RegionNode(region, _arrange_nodes(members, nested)))
     position = {node.name: k for k, node in enumerate(nodes)}
-    units.sort(key=lambda unit: max(position[node.name] for node in _nodes(unit)))
-    return _in_order(units)
+    items.sort(key=lambda item: max(position[node.name] for node in nodes_in([item])))
+    return _topological_order(items)
 
 
-def _in_order(units: Sequence[Node | RegionNode]) -> tuple[Node | RegionNode, ...]:
-    """`units`, each after those it waits for, otherwise as they come."""
-    maker = {
-        var: k for k, unit in enumerate(units) for node in _nodes(unit) for var in node.eqn.outvars
+def _topological_order(items: Sequence[GraphItem]) -> tuple[GraphItem, ...]:
+    """Return `items` sorted by data dependence; independent items keep their order."""
+    producer = {
+        var: k
+        for k, item in enumerate(items)
+        for node in nodes_in([item])
+        for var in node.eqn.outvars
     }
-    waits = [
+    dependences = [
         {
-            maker[a]
-            for node in _nodes(unit)
-            for a in node.eqn.invars
-            if isinstance(a, Var) and maker.get(a, k) != k
+            producer[atom]
+            for node in nodes_in([item])
+            for atom in node.eqn.invars
+            if isinstance(atom, Var) and producer.get(atom, k) != k
         }
-        for k, unit in enumerate(units)
+        for k, item in enumerate(items)
     ]
-    users: list[list[int]] = [[] for _ in units]
-    for k, before in enumerate(waits):
-        for each in before:
-            users[each].append(k)
-    ready = [k for k, before in enumerate(waits) if not before]
+    users: list[list[int]] = [[] for _ in items]
+    for k, producers in enumerate(dependences):
+        for source in producers:
+            users[source].append(k)
+    ready = [k for k, producers in enumerate(dependences) if not producers]
     heapify(ready)
     order = []
     while ready:
         k = heappop(ready)
-        order.append(units[k])
+        order.append(items[k])
         for user in users[k]:
-            waits[user].discard(k)
-            if not waits[user]:
+            dependences[user].discard(k)
+            if not dependences[user]:
                 heappush(ready, user)
-    if len(order) < len(units):
-        stuck = [unit for k, unit in enumerate(units) if waits[k] and isinstance(unit, RegionNode)]
+    if len(order) < len(items):
+        stuck = [
+            item for k, item in enumerate(items) if dependences[k] and isinstance(item, RegionNode)
+        ]
         raise DirectiveError(
-            f"{' and '.join(_name(unit.region) for unit in stuck)} can't run as one: something outside reads part of the results and"
-            " makes what the rest needs"
+            f"{' and '.join(_name(item.region) for item in stuck)} can't run as one: something"
+            " outside reads part of the results and makes what the rest needs"
         )
     return tuple(order)
-
-
-def _nodes(unit: Node | RegionNode) -> tuple[Node, ...]:
-    return unit.nodes if isinstance(unit, RegionNode) else (unit,)
 
 
 def _name(region: Region) -> str:

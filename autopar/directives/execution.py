@@ -1,7 +1,9 @@
-"""Execute a placed model: its items in order, on one of three machines that differ in what a value is.
+"""Interpreters of a placed model.
 
-On `ShardExecutor` it is what one device has, inside `jax.shard_map`, and syncs are collectives. On `ConstrainedExecutor` and `NamedExecutor` it is the
-whole array, and where a sync puts it is a constraint to XLA's partitioner, or a name that the planner has a pin for.
+The items of a placed model run in order on an executor, which says what a value is. For
+`ShardExecutor` it is one device's shard inside `jax.shard_map`, and syncs are collectives. For
+`ConstrainedExecutor` and `NamedExecutor` it is the whole array: a sync is a sharding constraint for
+XLA's partitioner, or a `checkpoint_name` that a pin of the planner matches.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,11 +13,10 @@ from typing import Any, Protocol, assert_never
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
 from autopar.directives.checkpoint_policies import policy_of
-from autopar.directives.compilers import compiler
 from autopar.directives.definitions import Checkpoint, DirectiveError, Fuse, Replace
 from autopar.directives.model_graph import ModelGraph, RematRegion
 from autopar.directives.placed_model import (
@@ -26,9 +27,9 @@ from autopar.directives.placed_model import (
     PlacedSync,
     StageBoundary,
 )
-from autopar.directives.replacements import Functions, call
-from autopar.directives.shard_execution import draw_shards, run_eqn, shard
-from autopar.directives.syncs import OPS, apply
+from autopar.directives.replacements import Functions, call_replacement
+from autopar.directives.shard_execution import draw_shards, run_eqn, slice_shard
+from autopar.directives.syncs import OPS, apply_sync
 from autopar.directives.value_layouts import LayoutError, ValueLayout
 from autopar.ir.graph import read
 from autopar.ir.spec import AnyMesh, LogicalMesh, partition_spec
@@ -36,79 +37,88 @@ from autopar.layering.layers import mark_pipeline_boundary
 
 
 class Executor(Protocol):
-    """What values are, and so what computing and synchronising them means."""
+    """What a value is, and so what equations and syncs do with it."""
 
     def compute(self, item: PlacedEquation, operands: Sequence[Any]) -> list[Any]:
-        """The results of an equation."""
+        """Return the results of an equation."""
         ...
 
     def sync(self, item: PlacedSync, value: Any) -> Any:
-        """`value`, synchronised."""
+        """Return `value` after a sync."""
         ...
 
     def prepare(self, value: Any, have: ValueLayout, want: ValueLayout) -> Any:
-        """`value` as a function in place of equations wants it."""
+        """Return `value`, which is laid out as `have`, as a replacement reads it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ShardExecutor:
-    """Values are one device's part; the mesh axes are manual."""
+    """Values are the shards of one device; all mesh axes are manual."""
 
     mesh: LogicalMesh
     functions: Functions
 
     def compute(self, item: PlacedEquation, operands: Sequence[Any]) -> list[Any]:
+        """Return this device's shards of the results."""
         if item.forked is not None:
             return draw_shards(item.eqn, item.forked, operands, self.mesh)
         try:
             return run_eqn(item.eqn, item.operands, operands, self.mesh)
         except LayoutError as error:
-            at = f"{item.eqn.primitive.name} in {item.scope or 'the model'}"
-            raise DirectiveError(f"{at} can't run on shards: an operand {error.reason}") from error
+            where = f"{item.eqn.primitive.name} in {item.scope or 'the model'}"
+            raise DirectiveError(
+                f"{where} can't run on shards: an operand {error.reason}"
+            ) from error
 
     def sync(self, item: PlacedSync, value: Any) -> Any:
-        return apply(item.sync, item.before, value, self.mesh, self.functions)
+        """Return `value` after the collective of the sync."""
+        return apply_sync(item.sync, item.before, value, self.mesh, self.functions)
 
     def prepare(self, value: Any, have: ValueLayout, want: ValueLayout) -> Any:
-        return shard(value, have.dims, want.dims, self.mesh)
+        """Return this device's part along the dims that `want` splits."""
+        return slice_shard(value, have.dims, want.dims, self.mesh)
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeArrayExecutor:
     def compute(self, item: PlacedEquation, operands: Sequence[Any]) -> list[Any]:
+        """Return the results of the equation, as it was traced."""
         eqn = item.eqn
         with eqn.ctx.manager:
             result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
         return list(result) if eqn.primitive.multiple_results else [result]
 
     def prepare(self, value: Any, have: ValueLayout, want: ValueLayout) -> Any:
+        """Return `value` unchanged."""
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedExecutor(_WholeArrayExecutor):
-    """Values are whole arrays; XLA is told where those that are synchronised go."""
+    """Values are whole arrays; syncs are sharding constraints."""
 
     mesh: AnyMesh
 
     def sync(self, item: PlacedSync, value: Any) -> Any:
+        """Return `value` with the sharding that it has after the sync."""
         if item.sync.mode == "bwd_post":
-            return value  # XLA completes gradients by itself
+            return value  # the partitioner completes gradients itself
         sharding = NamedSharding(self.mesh, partition_spec(item.after.dims))
         return jax.lax.with_sharding_constraint(value, sharding)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedExecutor(_WholeArrayExecutor):
-    """Values are whole arrays; those that are synchronised have the names that `pins` speaks of."""
+    """Values are whole arrays; syncs name them, so that the planner's pins can refer to them."""
 
     def sync(self, item: PlacedSync, value: Any) -> Any:
+        """Return `value` with the name of the sync."""
         return value if item.sync.mode == "bwd_post" else checkpoint_name(value, item.name)
 
 
 def check_functions(items: Iterable[PlacedItem]) -> None:
-    """Raise DirectiveError for a sync that only shards can run."""
+    """Raise DirectiveError for a sync by a function of the user, which only shards can run."""
     for item in items:
         if isinstance(item, PlacedRegion):
             check_functions(item.items)
@@ -119,69 +129,74 @@ def check_functions(items: Iterable[PlacedItem]) -> None:
 
 
 def run_model(
-    placed: PlacedModel, machine: Executor, functions: Functions, leaves: Sequence[Any]
+    placed: PlacedModel, executor: Executor, functions: Functions, leaves: Sequence[Any]
 ) -> list[Any]:
-    """The results of the model, from its parameters and arguments as a flat list."""
+    """Return the results of the model.
+
+    Args:
+        placed: The model.
+        executor: What runs its equations and syncs.
+        functions: The user's functions that directives name.
+        leaves: Parameters and arguments, flat.
+    """
     graph = placed.graph
     env: dict[Var, Any] = {**graph.constants, **dict(zip(graph.invars, leaves, strict=True))}
-    _Interpreter(graph, machine, functions).all(placed.items, env)
+    _Interpreter(graph, executor, functions).run(placed.items, env)
     return [read(atom, env) for atom in placed.outvars]
 
 
 @dataclass(frozen=True, slots=True)
 class _Interpreter:
     graph: ModelGraph
-    machine: Executor
+    executor: Executor
     functions: Functions
 
-    def all(self, items: Iterable[PlacedItem], env: dict[Var, Any]) -> None:
+    def run(self, items: Iterable[PlacedItem], env: dict[Var, Any]) -> None:
+        """Run `items` and add their results to `env`."""
         for item in items:
             match item:
                 case PlacedEquation(scope, eqn):
-                    operands = [
-                        atom.val if isinstance(atom, Literal) else env[atom] for atom in eqn.invars
-                    ]
+                    operands = [read(atom, env) for atom in eqn.invars]
                     with jax.named_scope(scope) if scope else nullcontext():
-                        results = self.machine.compute(item, operands)
+                        results = self.executor.compute(item, operands)
                     env.update(zip(eqn.outvars, results, strict=True))
                 case PlacedSync():
-                    env[item.result] = self.machine.sync(item, env[item.source])
-                case PlacedRegion(region, _, inputs, outputs):
-                    values = [env[var] for var in inputs]
-                    match region:
-                        case Replace():
-                            results = self._replaced(item, region, values)
-                        case Fuse():
-                            inside = self._inside(item)
-                            inside.__name__ = inside.__qualname__ = region.name
-                            results = compiler(region.compiler)(inside)(*values)
-                        case Checkpoint():
-                            policy = policy_of(region.policy, self.functions)
-                            results = jax.checkpoint(self._inside(item), policy=policy)(*values)
-                        case RematRegion():
-                            # What goes in is not what the model's own jax.checkpoint got: the marks, one per input, don't fit.
-                            again = region.prevent_cse is not False
-                            results = jax.checkpoint(
-                                self._inside(item), policy=region.policy, prevent_cse=again
-                            )(*values)
-                        case _:
-                            assert_never(region)
-                    env.update(zip(outputs, results, strict=True))
+                    env[item.result] = self.executor.sync(item, env[item.source])
+                case PlacedRegion():
+                    results = self._run_region(item, [env[var] for var in item.inputs])
+                    env.update(zip(item.outputs, results, strict=True))
                 case StageBoundary():
                     mark_pipeline_boundary()
                 case _:
                     assert_never(item)
 
-    def _inside(self, group: PlacedRegion) -> Callable[..., list[Any]]:
+    def _run_region(self, item: PlacedRegion, values: Sequence[Any]) -> list[Any]:
+        """Return the outputs of a region, given its inputs."""
+        match item.region:
+            case Replace() as region:
+                pairs = zip(values, item.wanted, strict=True)
+                inputs = [self.executor.prepare(value, *layouts) for value, layouts in pairs]
+                return call_replacement(self.graph, region, self.functions, inputs)
+            case Fuse(name=name):
+                function = self._as_function(item)
+                function.__name__ = function.__qualname__ = name
+                return jax.jit(function)(*values)
+            case Checkpoint(policy=policy):
+                saved = policy_of(policy, self.functions)
+                return jax.checkpoint(self._as_function(item), policy=saved)(*values)
+            case RematRegion(policy=policy, prevent_cse=prevent_cse):
+                # The model's own jax.checkpoint had other inputs. A `prevent_cse` per input
+                # does not fit these.
+                return jax.checkpoint(
+                    self._as_function(item), policy=policy, prevent_cse=prevent_cse is not False
+                )(*values)
+            case _:
+                assert_never(item.region)
+
+    def _as_function(self, item: PlacedRegion) -> Callable[..., list[Any]]:
         def region(*values: Any) -> list[Any]:
-            env = {**self.graph.constants, **dict(zip(group.inputs, values, strict=True))}
-            self.all(group.items, env)
-            return [env[var] for var in group.outputs]
+            env = {**self.graph.constants, **dict(zip(item.inputs, values, strict=True))}
+            self.run(item.items, env)
+            return [env[var] for var in item.outputs]
 
         return region
-
-    def _replaced(self, group: PlacedRegion, region: Replace, values: Sequence[Any]) -> list[Any]:
-        """What the user's function makes of its inputs."""
-        pairs = zip(values, group.wanted, strict=True)
-        given = [self.machine.prepare(value, have, want) for value, (have, want) in pairs]
-        return call(self.graph, region, self.functions, given)

@@ -1,15 +1,16 @@
-"""A model's forward pass as a list of equations with names, each in the module that it belongs to.
+"""The forward pass of a model as a list of named equations, each in a module of the model.
 
-JAX writes the scopes in which an equation was made into its name stack, and Flax linen opens one for each module, so that the
-path of the module can be read off; a `jax.named_scope` does the same for any function. Calls of `jit` are inlined. What has
-a derivative of its own (`custom_jvp`, `custom_vjp`) and loops stay whole. What the model itself recomputes in the backward pass,
-by `jax.checkpoint`, is inlined too, and remembered.
+JAX records the named scopes around an equation in its name stack. Flax linen opens a scope for each
+module, so the name stack gives the path of the module; `jax.named_scope` does the same in any
+function. Calls of `jit` are inlined. Functions with a derivative rule (`custom_jvp`, `custom_vjp`)
+and loops stay single equations. Calls of `jax.checkpoint` in the model are inlined too; their
+equations are recorded as regions.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,20 +27,20 @@ _METHOD = re.compile(r"\.\w+$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """An equation: `linear1/add` is the first `add` of module `linear1`, `linear1/add:1` the second."""
+    """An equation. `linear1/add` is the first `add` of module `linear1`; `:1` marks the second."""
 
     name: str
     scope: str
     eqn: JaxprEqn
 
     def within(self, path: str) -> bool:
-        """Whether the node belongs to the module at `path`, or to one inside it."""
+        """Return whether the node belongs to the module at `path`, or to one inside it."""
         return within(self.scope, path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RematRegion:
-    """Nodes that the model itself recomputes in the backward pass."""
+    """Nodes that the model itself recomputes in the backward pass, by `jax.checkpoint`."""
 
     nodes: frozenset[str]
     policy: Any
@@ -51,11 +52,15 @@ class ModelGraph:
     """The forward pass of a model.
 
     Attributes:
-        nodes: in the order in which they run.
-        params: for each array among the parameters its path, such as `linear1/kernel`.
-        args: the same for the other arguments: `arg0`, or `arg1/mask`.
-        in_tree, out_tree: structure of (parameters, *other arguments), and of the result.
-        recomputed: the outermost first.
+        nodes: The equations in the order in which they run.
+        params: The path of each parameter, such as `linear1/kernel`.
+        args: The name of each other argument: `arg0`, or `arg1/mask`.
+        invars: Parameters and other arguments, flat.
+        outvars: The results, flat.
+        constants: Values that the model closes over.
+        in_tree: The structure of (parameters, *other arguments).
+        out_tree: The structure of the result.
+        remat_regions: Regions of `jax.checkpoint`, the outermost first.
     """
 
     nodes: tuple[Node, ...]
@@ -66,19 +71,25 @@ class ModelGraph:
     constants: dict[Var, Any]
     in_tree: Any
     out_tree: Any
-    recomputed: tuple[RematRegion, ...] = field(default=())
+    remat_regions: tuple[RematRegion, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Node]:
+        """Nodes by name."""
         return {node.name: node for node in self.nodes}
 
     @cached_property
     def producer(self) -> dict[Var, Node]:
+        """The node that computes each value."""
         return {var: node for node in self.nodes for var in node.eqn.outvars}
 
     @cached_property
     def value_names(self) -> dict[Var, str]:
-        """Parameters by path, other arguments by position, results by node, `top_k#1` for the second of one."""
+        """The name of each value.
+
+        Parameters are named by path, other arguments by position, and results by node, with `#1`
+        for the second result (`top_k#1`).
+        """
         names = {**self.params, **self.args}
         names.update((var, f"constant:{number}") for number, var in enumerate(self.constants))
         for node in self.nodes:
@@ -89,16 +100,17 @@ class ModelGraph:
 
     @cached_property
     def values(self) -> dict[str, Var]:
+        """Values by name."""
         return {name: var for var, name in self.value_names.items()}
 
     def inputs_of(self, nodes: Sequence[Node]) -> list[Var]:
-        """What `nodes` read and don't make, in the order of first use."""
-        made = {var for node in nodes for var in node.eqn.outvars}
+        """Return the values that `nodes` read but do not compute, in the order of first use."""
+        computed = {var for node in nodes for var in node.eqn.outvars}
         read = (atom for node in nodes for atom in node.eqn.invars if isinstance(atom, Var))
-        return [var for var in dict.fromkeys(read) if var not in made]
+        return [var for var in dict.fromkeys(read) if var not in computed]
 
     def outputs_of(self, nodes: Sequence[Node]) -> list[Var]:
-        """What others need of what `nodes` make."""
+        """Return the results of `nodes` that other nodes read or the model returns."""
         own = {node.name for node in nodes}
         needed = {
             a
@@ -112,12 +124,12 @@ class ModelGraph:
 
 
 def within(scope: str, path: str) -> bool:
-    """Whether `scope` is `path` or inside it."""
+    """Return whether the module at `scope` is the one at `path`, or inside it."""
     return not path or scope == path or scope.startswith(f"{path}/")
 
 
-def joined(path: str, name: str) -> str:
-    """What is called `name` in the module at `path`; "" is the model itself."""
+def join_path(path: str, name: str) -> str:
+    """Return the path of `name` in the module at `path`; "" is the model itself."""
     return "/".join(filter(None, (path, name)))
 
 
@@ -128,43 +140,51 @@ def trace_model(
     root: str | None,
     param_path: Callable[[Any], str],
 ) -> ModelGraph:
-    """Trace `fun(params, *args)`.
+    """Return the equations of `fun(params, *args)`.
 
     Args:
-        root: the scope that the whole model is in: the class of a linen module.
-        param_path: from the key path of a parameter to what it is called.
+        fun: The model.
+        params: A pytree of arrays or ShapeDtypeStructs.
+        args: The other arguments, pytrees of arrays or ShapeDtypeStructs.
+        root: The scope around the whole model, if there is one: the class name of a linen module.
+        param_path: A function from the key path of a parameter to its name.
     """
     jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(params, *args)
     builder = _Builder(root)
     invars = [Var(var.aval) for var in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars, "", ())
     leaves, in_tree = jax.tree.flatten_with_path((params, *args))
-    named = [(var, path) for var, (path, _) in zip(invars, leaves, strict=True)]
+    paths = [(var, path) for var, (path, _) in zip(invars, leaves, strict=True)]
     nodes = tuple(
         builder.nodes[n] for n, _ in needed(enumerate(node.eqn for node in builder.nodes), outvars)
     )
-    keep = {node.name for node in nodes}
-    groups = (RematRegion(frozenset(names) & keep, *rest) for names, *rest in builder.recomputed)
+    live = {node.name for node in nodes}
+    regions = (RematRegion(frozenset(names) & live, *rest) for names, *rest in builder.remat)
     return ModelGraph(
         nodes,
-        {var: param_path(path[1:]) for var, path in named if path[0].idx == 0},
-        {var: _arg_path(path) for var, path in named if path[0].idx > 0},
+        {var: param_path(path[1:]) for var, path in paths if path[0].idx == 0},
+        {var: _arg_path(path) for var, path in paths if path[0].idx > 0},
         tuple(invars),
         tuple(outvars),
         builder.constants,
         in_tree,
         jax.tree.structure(shapes),
-        tuple(group for group in groups if group.nodes),
+        tuple(region for region in regions if region.nodes),
     )
 
 
-def trace_at(
+def trace_in_scope(
     fun: Callable[..., Sequence[Any]], inputs: Sequence[Var], path: str, taken: Sequence[str]
 ) -> tuple[list[Node], list[Atom], dict[Var, Any]]:
-    """The equations of `fun` of some values, in a scope of their own; what it returns, each made by a copy; and its constants.
+    """Return the equations of `fun(*inputs)` as nodes, its results, and its constants.
+
+    Each result is computed by a copy.
 
     Args:
-        taken: names that nodes have already.
+        fun: A function of arrays that returns arrays.
+        inputs: Values of a model.
+        path: The scope of the new nodes.
+        taken: Names of existing nodes, which new nodes do not get.
     """
     avals = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in inputs]
     jaxpr = jax.make_jaxpr(lambda *values: list(map(copy_p.bind, fun(*values))))(*avals)
@@ -183,12 +203,20 @@ class _Builder:
         self.root = root
         self.nodes: list[Node] = []
         self.constants: dict[Var, Any] = {}
-        self.recomputed: list[tuple[set[str], Any, Any]] = []
+        self.remat: list[tuple[set[str], Any, Any]] = []
         self._count: Counter[str] = Counter(name.partition(":")[0] for name in taken)
 
     def inline(
-        self, jaxpr: Jaxpr, args: Sequence[Atom], stack: str, groups: tuple[set[str], ...]
+        self, jaxpr: Jaxpr, args: Sequence[Atom], stack: str, regions: tuple[set[str], ...]
     ) -> list[Atom]:
+        """Append the equations of `jaxpr` to the nodes, and return its results.
+
+        Args:
+            jaxpr: The function that is inlined.
+            args: Its arguments.
+            stack: The name stack around it.
+            regions: For each `jax.checkpoint` around it, the set to which its nodes are added.
+        """
         env: dict[Var, Atom] = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
             env[var] = new = Var(var.aval)
@@ -199,31 +227,35 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             invars = [rename(atom) for atom in eqn.invars]
-            at = joined(stack, str(eqn.source_info.name_stack))
+            scopes = join_path(stack, str(eqn.source_info.name_stack))
             if eqn.primitive in _CALLS:
-                outvars = self.inline(eqn.params[_CALLS[eqn.primitive]], invars, at, groups)
+                outvars = self.inline(eqn.params[_CALLS[eqn.primitive]], invars, scopes, regions)
             elif eqn.primitive is remat_p:
                 names: set[str] = set()
-                self.recomputed.append((names, eqn.params["policy"], eqn.params["prevent_cse"]))
-                outvars = self.inline(eqn.params["jaxpr"], invars, at, (*groups, names))
+                self.remat.append((names, eqn.params["policy"], eqn.params["prevent_cse"]))
+                outvars = self.inline(eqn.params["jaxpr"], invars, scopes, (*regions, names))
             else:
                 outvars = [Var(var.aval) for var in eqn.outvars]
                 self._append(
-                    eqn.replace(invars=invars, outvars=list(outvars)), self._scope(at), groups
+                    eqn.replace(invars=invars, outvars=list(outvars)), self._scope(scopes), regions
                 )
             env.update(zip(eqn.outvars, outvars, strict=True))
         return [rename(atom) for atom in jaxpr.outvars]
 
-    def _append(self, eqn: JaxprEqn, scope: str, groups: tuple[set[str], ...]) -> None:
-        name = joined(scope, eqn.primitive.name)
-        count, self._count[name] = self._count[name], self._count[name] + 1
+    def _append(self, eqn: JaxprEqn, scope: str, regions: tuple[set[str], ...]) -> None:
+        name = join_path(scope, eqn.primitive.name)
+        count = self._count[name]
+        self._count[name] += 1
         name = f"{name}:{count}" if count else name
         self.nodes.append(Node(name, scope, eqn))
-        for group in groups:
-            group.add(name)
+        for region in regions:
+            region.add(name)
 
     def _scope(self, stack: str) -> str:
-        """The path of a module: without the model's own name, and without the names of methods (`Embed.attend`)."""
+        """Return the path of the module of a name stack.
+
+        The path lacks the name of the whole model, and names of methods (`Embed.attend`).
+        """
         parts = [part for part in stack.split("/") if part]
         marked = max((k for k, part in enumerate(parts) if part.startswith(MARK)), default=None)
         if marked is not None:

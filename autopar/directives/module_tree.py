@@ -15,7 +15,13 @@ from autopar.directives.model_graph import ModelGraph, within
 
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
-    """A module, or a named scope: its class, if it has one, and the shapes of its own parameters."""
+    """A module, or a named scope.
+
+    Attributes:
+        path: The path in the model.
+        type: The class; None for a scope.
+        params: Shapes and dtypes of its own parameters, without those of submodules.
+    """
 
     path: str
     type: type | None
@@ -23,39 +29,47 @@ class ModuleInfo:
 
     @property
     def type_name(self) -> str:
+        """The name of the class, or "" for a scope."""
         return self.type.__name__ if self.type else ""
 
-    def is_a(self, wanted: "type | str") -> bool:
-        """Whether it is of a class, or of one of that name."""
-        if isinstance(wanted, str):
-            return bool(wanted) and self.type_name == wanted
-        return self.type is not None and issubclass(self.type, wanted)
+    def is_a(self, cls: "type | str") -> bool:
+        """Return whether the module is of the given class, or of a class with the given name."""
+        if isinstance(cls, str):
+            return bool(cls) and self.type_name == cls
+        return self.type is not None and issubclass(self.type, cls)
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is a product with a bias, one thing to `find` unless it is decomposed."""
+        """Whether it has a kernel and a bias. `find` sees it as one unless it is decomposed."""
         return {"kernel", "bias"} <= self.params.keys()
 
 
 def classes_of(fun: Callable[..., Any], params: Any, args: Sequence[Any]) -> dict[str, type]:
-    """The class of each linen module that `fun(params, *args)` calls, by path, in the order of their first call."""
-    found: dict[str, type] = {}
+    """Return the class of each linen module that `fun(params, *args)` calls.
+
+    The modules are keyed by path, in the order of their first call.
+    """
+    classes: dict[str, type] = {}
 
     def watch(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name != "setup":
-            found.setdefault("/".join(context.module.path), type(context.module))
+            classes.setdefault("/".join(context.module.path), type(context.module))
         return next_fun(*args, **kwargs)
 
     with nn.intercept_methods(watch):
-        jax.eval_shape(
-            lambda *given: fun(*given), params, *args
-        )  # a function of its own: not one that JAX has traced
-    return found
+        # JAX may have cached a trace of `fun`; a new function is traced again.
+        jax.eval_shape(lambda *inputs: fun(*inputs), params, *args)
+    return classes
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleTree:
-    """The tree, by path, in the order in which modules are first used; "" is the model."""
+    """The modules of a model.
+
+    Attributes:
+        by_path: Modules by path, each before those inside it, in the order of their first use. The
+            model itself is "".
+    """
 
     by_path: dict[str, ModuleInfo]
 
@@ -63,12 +77,20 @@ class ModuleTree:
     def of(
         cls, graph: ModelGraph, classes: dict[str, type], shapes: dict[str, jax.ShapeDtypeStruct]
     ) -> "ModuleTree":
-        paths = {"": None}
-        for scope in (
+        """Return the tree of all modules that have a class, an equation or a parameter.
+
+        Args:
+            graph: The equations of the model.
+            classes: The classes of modules by path.
+            shapes: The parameters by path.
+        """
+        scopes = (
             *classes,
             *(node.scope for node in graph.nodes),
             *(name.rpartition("/")[0] for name in shapes),
-        ):
+        )
+        paths = {"": None}
+        for scope in scopes:
             paths.update(dict.fromkeys(_parents(scope)))
         own = {path: {} for path in paths}
         for name, aval in shapes.items():
@@ -79,14 +101,21 @@ class ModuleTree:
         )
 
     def find(self, pattern: str) -> list[str]:
-        """The paths that `pattern` names: itself, or with `*` all that match. Raises DirectiveError when there is none."""
+        """Return the paths of the modules that match `pattern`.
+
+        Args:
+            pattern: A path with "/" or "." between names, in which `*` matches within one name.
+
+        Raises:
+            DirectiveError: No module matches.
+        """
         path = pattern.replace(".", "/").strip("/")
         if path in self.by_path:
             return [path]
         matched = [
-            each
-            for each in self.by_path
-            if each and fnmatchcase(each, path) and each.count("/") == path.count("/")
+            module
+            for module in self.by_path
+            if module and fnmatchcase(module, path) and module.count("/") == path.count("/")
         ]
         if not matched:
             raise DirectiveError(
@@ -95,16 +124,21 @@ class ModuleTree:
         return matched
 
     def param(self, path: str, name: str) -> jax.ShapeDtypeStruct:
-        """A parameter of a module. Raises DirectiveError when it has none of that name."""
+        """Return the shape and dtype of parameter `name` of the module at `path`.
+
+        Raises:
+            DirectiveError: The module has no such parameter.
+        """
         params = self.by_path[path].params
         if name not in params:
             raise DirectiveError(
-                f"no parameter {name!r} in {path or 'the model'}, which has {', '.join(params) or 'none'}; {nearest(name, params)}"
+                f"no parameter {name!r} in {path or 'the model'}, which has"
+                f" {', '.join(params) or 'none'}; {nearest(name, params)}"
             )
         return params[name]
 
     def text(self, directives: Iterable[Directive], roots: Sequence[str] = ("",)) -> str:
-        """The modules at `roots` and inside them, with shapes, and under each its directives."""
+        """Return the modules at and inside `roots` as text, with parameters and directives."""
         directives = list(directives)
         lines = []
         for path, module in self.by_path.items():
@@ -113,7 +147,7 @@ class ModuleTree:
                 continue
             indent = "  " * (_depth(path) - _depth(root))
             params = ", ".join(
-                f"{name}={each.dtype}{list(each.shape)}" for name, each in module.params.items()
+                f"{name}={aval.dtype}{list(aval.shape)}" for name, aval in module.params.items()
             )
             name = path.rpartition("/")[2]
             label = (
@@ -122,14 +156,18 @@ class ModuleTree:
                 else module.type_name or "function"
             )
             lines.append(f"{indent}{label}({params})")
-            lines += [f"{indent}  .{describe(each)}" for each in directives if each.path == path]
+            lines += [
+                f"{indent}  .{describe(directive)}"
+                for directive in directives
+                if directive.path == path
+            ]
         return "\n".join(lines)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What might have been meant."""
-    known = [each for each in known if each]
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return the candidates most like `name`, as a hint for an error text."""
+    candidates = [candidate for candidate in candidates if candidate]
+    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.3) or candidates[:3]
     return f"near it: {', '.join(close) or 'nothing'}"
 
 
@@ -143,15 +181,15 @@ def _parents(scope: str) -> list[str]:
 
 
 def _nested(paths: Iterable[str]) -> list[str]:
-    """`paths`, each followed by those inside it."""
+    """Return `paths` in depth-first order."""
     paths = list(paths)
     order: list[str] = []
 
     def visit(path: str) -> None:
         order.append(path)
-        for each in paths:
-            if each and each != path and within(each, path) and each.rpartition("/")[0] == path:
-                visit(each)
+        for inner in paths:
+            if inner and inner.rpartition("/")[0] == path:
+                visit(inner)
 
     visit("")
     return order

@@ -1,4 +1,7 @@
-"""Flax nnx models as functions of (state, *args) whose modules open named scopes, as linen's do by themselves."""
+"""Flax nnx models as functions of (state, *args) whose modules open named scopes.
+
+Linen's modules open scopes themselves, nnx's do not.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,18 +11,22 @@ from flax import nnx
 from jax.extend.core import Jaxpr, Var
 
 from autopar.directives.definitions import DirectiveError
-from autopar.directives.value_layouts import INNER
+from autopar.directives.value_layouts import BODY_PARAM
 from autopar.tracing.trace import abstract
 
 MARK = "~"
-"""What such a scope begins with: it is the whole path, dots between names, not one name inside another."""
+"""The prefix of the scopes that this module opens. Such a scope is a whole path with dots between
+names, not a name inside the enclosing scope."""
 
 
 def as_function(model: nnx.Module, updates: bool = False) -> Callable[..., Any]:
-    """`model(*args)` as a function of (state, *args), where the state is `nnx.state(model)`.
+    """Return `model(*args)` as a function of (`nnx.state(model)`, *args).
 
-    With `updates` it returns the result and, as a State, all of the state that are no parameters as they are then: statistics of batch
-    normalisation, counts of random numbers. Without, DirectiveError where the call changes something.
+    Args:
+        model: The model.
+        updates: Whether the function returns (result, state without parameters) after the call:
+            statistics of batch normalisation, counters of random numbers. Otherwise it raises
+            DirectiveError if the call changes the state.
     """
     graphdef, _ = nnx.split(model)
 
@@ -39,26 +46,38 @@ def call_unchanged(
     args: Sequence[Any],
     prepare: Callable[[Any], Any] = lambda merged: merged,
 ) -> Any:
-    """What a module of this state makes of `args`. Raises DirectiveError if that changes its state, which nobody would get."""
+    """Return the result of a module that must not change its state.
+
+    Args:
+        graphdef: The module without its state, from `nnx.split`.
+        state: Its state.
+        args: What it is called with.
+        prepare: A function of the merged module that is applied before the call.
+
+    Raises:
+        DirectiveError: The call changes the state. The change would be lost.
+    """
     merged = prepare(nnx.merge(graphdef, state))
     before = _raw(merged)
     result = merged(*args)
     after = _raw(merged)
     if all(after[path] is value for path, value in before.items()):
         return result
-    if changed := _changed(
-        graphdef, state, args
-    ):  # nnx.jit and nnx.remat hand back all of the state, as it was
+    # nnx.jit and nnx.remat return new arrays for unchanged state, so that only the jaxpr shows what
+    # changes.
+    changed = _changed(graphdef, state, args)
+    if changed:
         raise DirectiveError(
-            f"calling the model changes {', '.join(changed)} of its state, which would be lost: the same mask for every dropout,"
-            " statistics that never move. Hand out what changes, create_schedule(..., updates=True), or change nothing: keys as an"
-            " argument, dropout(x, rngs=key), BatchNorm with use_running_average=True, or model.eval()"
+            f"calling the model changes {', '.join(changed)} of its state, which would be lost: the"
+            " same mask for every dropout, statistics that never move. Return what changes,"
+            " create_schedule(..., updates=True), or change nothing: keys as an argument,"
+            " dropout(x, rngs=key), BatchNorm with use_running_average=True, or model.eval()"
         )
     return result
 
 
 def _changed(graphdef: Any, state: Any, args: Sequence[Any]) -> list[str]:
-    """The paths of what is not the same array after the call as before."""
+    """Return the paths of the state that the call changes."""
 
     def states(state: Any, *args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         merged = nnx.merge(graphdef, state)
@@ -70,47 +89,53 @@ def _changed(graphdef: Any, state: Any, args: Sequence[Any]) -> list[str]:
     jaxpr, (paths, _) = jax.make_jaxpr(states, return_shape=True)(
         *jax.tree.map(abstract, (state, *args))
     )
-    outvars = _handed_through(jaxpr)
+    outvars = _unwrapped_outvars(jaxpr)
     pairs = zip(sorted(paths), outvars[: len(paths)], outvars[len(paths) :], strict=True)
     return [path for path, before, after in pairs if before is not after]
 
 
-def _handed_through(jaxpr: Jaxpr) -> list[Any]:
-    """For each result the value that it is, seen through calls."""
+def _unwrapped_outvars(jaxpr: Jaxpr) -> list[Any]:
+    """Return the results of `jaxpr`; for those that a call returns unchanged, its argument."""
     same: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive in INNER:
-            inner = eqn.params[INNER[eqn.primitive]]
-            given = dict(zip(inner.invars, eqn.invars, strict=True))
-            for var, result in zip(eqn.outvars, _handed_through(inner), strict=True):
-                if isinstance(result, Var) and result in given:
-                    same[var] = (
-                        same.get(given[result], given[result])
-                        if isinstance(given[result], Var)
-                        else given[result]
-                    )
-    return [same.get(atom, atom) if isinstance(atom, Var) else atom for atom in jaxpr.outvars]
+        if eqn.primitive in BODY_PARAM:
+            inner = eqn.params[BODY_PARAM[eqn.primitive]]
+            arguments = dict(zip(inner.invars, eqn.invars, strict=True))
+            for var, result in zip(eqn.outvars, _unwrapped_outvars(inner), strict=True):
+                if isinstance(result, Var) and result in arguments:
+                    argument = arguments[result]
+                    same[var] = same.get(argument, argument) if _is_var(argument) else argument
+    return [same.get(atom, atom) if _is_var(atom) else atom for atom in jaxpr.outvars]
+
+
+def _is_var(atom: Any) -> bool:
+    """Return whether `atom` is hashable, which literals are not."""
+    return isinstance(atom, Var)
 
 
 def _raw(model: Any) -> dict[str, Any]:
+    """Return the arrays of the state by path."""
     return {
-        "/".join(map(str, path)): v.get_raw_value()
-        for path, v in nnx.to_flat_state(nnx.state(model))
+        "/".join(map(str, path)): variable.get_raw_value()
+        for path, variable in nnx.to_flat_state(nnx.state(model))
     }
 
 
 def classes(model: nnx.Module) -> dict[str, type]:
-    """The class of each module that can be called, by path."""
-    named = (("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
+    """Return the class of each callable module, by path."""
+    modules = (("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model))
     return {
         path: type(module)
-        for path, module in sorted(named, key=lambda each: each[0])
+        for path, module in sorted(modules, key=lambda entry: entry[0])
         if callable(module)
     }
 
 
 def _scoped(model: Any) -> Any:
-    """`model`, a merged copy that nobody else has, each module of a class of its own that opens a scope when called."""
+    """Return `model` with modules that open a scope when called.
+
+    Each module gets a class of its own, so `model` must be a copy without other users.
+    """
     for path, module in list(nnx.iter_modules(model)):
         if path and callable(module):
             scoped = _in_scope(type(module), MARK + ".".join(map(str, path)))

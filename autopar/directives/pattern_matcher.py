@@ -1,4 +1,7 @@
-"""Match the equations of a pattern with those of a model, backwards along data edges."""
+"""Subgraph matching: the equations of a model that compute what a pattern computes.
+
+The matcher is a backtracking search from the results backwards along data dependences.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,26 +10,28 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from autopar.directives.broadcasts import BroadcastView, look_through, sizes
+from autopar.directives.broadcasts import BroadcastView, look_through_broadcasts, nontrivial_sizes
 from autopar.directives.definitions import DirectiveError
 from autopar.directives.model_graph import ModelGraph, Node
 from autopar.ir.graph import Atom, aval_of
 from autopar.primitives import record_of
 
 _FREE = frozenset({
-    *("out_sharding", "sharding", "weak_type", "precision", "preferred_element_type", "new_sizes", "shape"),
-    *("jvp", "jvp_jaxpr_fun", "fwd", "bwd", "fwd_jaxpr_thunk", "num_consts", "symbolic_zeros", "accuracy"),
+    *("out_sharding", "sharding", "weak_type", "precision", "preferred_element_type"),
+    *("new_sizes", "shape", "accuracy"),
+    *("jvp", "jvp_jaxpr_fun", "fwd", "bwd", "fwd_jaxpr_thunk", "num_consts", "symbolic_zeros"),
 })  # fmt: skip
-"""Parameters that don't say what is computed, beyond what shapes and the other parameters do."""
+"""Equation parameters that do not change what is computed, given shapes and other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
-    """Equations of a model that belong together.
+    """A set of equations of a model, as `find` returns it.
 
     Attributes:
-        nodes: their names, in the order in which they run.
-        inputs: the values that a pattern's arguments stand for, in their order; for others what the equations read.
+        nodes: The names of the equations, in the order in which they run.
+        inputs: For a match of a pattern, the value bound to each argument of the pattern. For
+            other subgraphs, the values that the equations read.
     """
 
     nodes: tuple[str, ...]
@@ -37,14 +42,19 @@ class Subgraph:
 
 
 type _Pair = tuple[Atom, Atom, JaxprEqn | None, JaxprEqn | None]
-"""Atoms of the pattern and of the graph that should be the same, and the equations that read them."""
+"""An atom of the pattern, the atom of the graph that has to match it, and the equations that read
+each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A match so far: the graph's nodes for each of the pattern's, its value for each argument, and nodes looked through.
+    """A partial match.
 
-    A pattern's node may be several of the graph that compute the same.
+    Attributes:
+        nodes: The nodes of the graph that match each node of the pattern. There are several where
+            the graph computes a value more than once.
+        bound: The value bound to each argument of the pattern.
+        between: Broadcasting nodes of the graph between matched nodes.
     """
 
     nodes: dict[str, tuple[Node, ...]]
@@ -53,33 +63,46 @@ class _State:
 
 
 class PatternMatcher:
+    """A search for matches of a pattern in a model.
+
+    Args:
+        graph: The model.
+        pattern: The pattern, traced for arguments of some shapes.
+        allowed: The names of the nodes that may be part of a match.
+        like: The shapes and dtypes of the pattern's arguments; None if any shape matches.
+    """
+
     def __init__(
         self, graph: ModelGraph, pattern: ModelGraph, allowed: set[str], like: Sequence[Any] | None
     ) -> None:
-        self.graph, self.pattern, self.allowed = graph, pattern, allowed
-        self.shapes = (
-            {}
-            if like is None
-            else {v: each.shape for v, each in zip(pattern.args, like, strict=True)}
-        )
+        self.graph = graph
+        self.pattern = pattern
+        self.allowed = allowed
+        self.shapes = {}
+        if like is not None:
+            self.shapes = {var: aval.shape for var, aval in zip(pattern.args, like, strict=True)}
 
     def matches(self, result: Var) -> Iterator[Subgraph]:
-        """The subgraphs that compute `result` as the pattern does, with arguments before and after broadcasts."""
+        """Yield the subgraphs that compute `result` as the pattern does.
+
+        Each match is yielded with its arguments bound before broadcasts, then after them.
+        """
         for state in self._solve(
             [(self.pattern.outvars[0], result, None, None)], _State({}, {}, ())
         ):
             for through in (True, False):
-                found = self._subgraph(state, result, through)
-                if found is not None:
-                    yield found
+                subgraph = self._subgraph(state, result, through)
+                if subgraph is not None:
+                    yield subgraph
 
     def _solve(self, pairs: list[_Pair], state: _State) -> Iterator[_State]:
-        """Every way to match the pairs."""
+        """Yield every extension of `state` in which all `pairs` match."""
         if not pairs:
             yield state
             return
         (wanted, given, reader, other), *rest = pairs
-        left, right = look_through(self.pattern, wanted), look_through(self.graph, given)
+        left = look_through_broadcasts(self.pattern, wanted)
+        right = look_through_broadcasts(self.graph, given)
         source = left.source
         if isinstance(source, Literal) or source in self.pattern.constants:
             if self._same_constant(source, right.source):
@@ -91,8 +114,7 @@ class PatternMatcher:
                 source, (given, right.source)
             ):
                 return
-            known = state.bound.get(source, right)
-            if known.source is right.source:
+            if state.bound.get(source, right).source is right.source:
                 yield from self._solve(
                     rest, _State(state.nodes, {source: right, **state.bound}, state.between)
                 )
@@ -104,6 +126,7 @@ class PatternMatcher:
     def _solve_nodes(
         self, wanted: Var, given: BroadcastView, rest: list[_Pair], state: _State
     ) -> Iterator[_State]:
+        """Yield every extension of `state` in which the producers of both values match."""
         left = self.pattern.producer[wanted]
         right = self.graph.producer.get(given.source) if isinstance(given.source, Var) else None
         if (
@@ -114,11 +137,12 @@ class PatternMatcher:
             return
         if _position(left, wanted) != _position(right, given.source):
             return
-        between, known = state.between + given.nodes, state.nodes.get(left.name, ())
-        if right in known:
+        between = state.between + given.nodes
+        matched = state.nodes.get(left.name, ())
+        if right in matched:
             yield from self._solve(rest, _State(state.nodes, state.bound, between))
             return
-        after = _State({**state.nodes, left.name: (*known, right)}, state.bound, between)
+        after = _State({**state.nodes, left.name: (*matched, right)}, state.bound, between)
         as_written = list(left.eqn.invars)
         commutes = record_of(left.eqn).commutes
         for order in (as_written, as_written[::-1]) if commutes else (as_written,):
@@ -126,7 +150,10 @@ class PatternMatcher:
             yield from self._solve([(a, b, left.eqn, right.eqn) for a, b in operands] + rest, after)
 
     def _is_elementwise(self, atom: Atom) -> bool:
-        """Whether a value of the pattern is of its arguments element by element: it may then be computed before a broadcast."""
+        """Return whether a value of the pattern is an elementwise function of its arguments.
+
+        A model may compute such a value before a broadcast.
+        """
         if isinstance(atom, Literal):
             return True
         if atom in self.pattern.args:
@@ -139,7 +166,7 @@ class PatternMatcher:
         )
 
     def _is_like(self, argument: Var, values: Sequence[Atom]) -> bool:
-        """Whether one of `values` has the shape that is wanted of an argument, if any is."""
+        """Return whether one of `values` has the shape that `like` gives to an argument."""
         shape = self.shapes.get(argument)
         return shape is None or any(aval_of(value).shape == shape for value in values)
 
@@ -160,7 +187,13 @@ class PatternMatcher:
         )
 
     def _subgraph(self, state: _State, result: Var, through: bool) -> Subgraph | None:
-        """The match as it is, or None when a value inside is used outside; `through` has arguments looked through broadcasts."""
+        """Return a match as a subgraph, or None if a value inside is used outside.
+
+        Args:
+            state: The match.
+            result: Its result in the model.
+            through: Whether arguments are bound before broadcasts that NumPy's rules imply.
+        """
         own = {node.name for nodes in (*state.nodes.values(), state.between) for node in nodes}
         if not own <= self.allowed:
             return None
@@ -179,9 +212,10 @@ class PatternMatcher:
     def _input(
         self, bound: BroadcastView, shape: tuple[int, ...], own: set[str], through: bool
     ) -> Var:
-        """The value to bind, before broadcasts that NumPy's rules imply and nobody else uses; these join the match.
+        """Return the value to bind to an argument of the pattern, and add nodes behind it to `own`.
 
-        So do changes of shape after which it has no longer that of the pattern's argument.
+        Broadcasts that NumPy's rules imply join the match if nothing else uses them. So do nodes
+        after which the value no longer has `shape`, that of the argument.
         """
         values = [*(node.eqn.outvars[0] for node in bound.nodes), bound.source]
         if through and bound.nodes and bound.numpy_like:
@@ -195,38 +229,39 @@ class PatternMatcher:
         return value
 
     def _alone(self, nodes: Sequence[Node], own: set[str]) -> bool:
-        """Whether `nodes` may join a match and what they make is used in it only."""
+        """Return whether `nodes` may join a match, and only the match uses their results."""
         together = own | {node.name for node in nodes}
         members = [node for node in self.graph.nodes if node.name in together]
-        made = {var for node in nodes for var in node.eqn.outvars}
-        return together - own <= self.allowed and made.isdisjoint(self.graph.outputs_of(members))
+        results = {var for node in nodes for var in node.eqn.outvars}
+        outputs = self.graph.outputs_of(members)
+        return together - own <= self.allowed and results.isdisjoint(outputs)
 
 
 def _frame(atom: Atom, reader: JaxprEqn | None) -> Sequence[int]:
-    """The shape to which an operand is broadcast where it is read."""
+    """Return the shape to which `reader` broadcasts its operand `atom`."""
     if reader is not None and record_of(reader).fusion == "elementwise":
         return aval_of(reader.outvars[0]).shape
     return aval_of(atom).shape
 
 
 def _position(node: Node, var: Atom) -> int:
-    return next(position for position, each in enumerate(node.eqn.outvars) if each is var)
+    return next(position for position, result in enumerate(node.eqn.outvars) if result is var)
 
 
 def _same_operation(left: JaxprEqn, right: JaxprEqn) -> bool:
     if left.primitive is not right.primitive or len(left.invars) != len(right.invars):
         return False
-    # What works on each element alone may do so before a broadcast or after.
-    alike = record_of(left).fusion == "elementwise" or _sizes(left) == _sizes(right)
-    return alike and _meaning(left) == _meaning(right)
+    # An elementwise operation commutes with broadcasts, so that its shape may differ.
+    if record_of(left).fusion != "elementwise" and _result_sizes(left) != _result_sizes(right):
+        return False
+    return _defining_params(left) == _defining_params(right)
 
 
-def _sizes(eqn: JaxprEqn) -> list[list[int]]:
-    """The shapes of the results, without dims of size one."""
-    return [sizes(var) for var in eqn.outvars]
+def _result_sizes(eqn: JaxprEqn) -> list[list[int]]:
+    return [nontrivial_sizes(var) for var in eqn.outvars]
 
 
-def _meaning(eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters that say what is computed, in a form that compares."""
-    kept = {key: value for key, value in eqn.params.items() if key not in _FREE}
-    return {key: str(value) if hasattr(value, "eqns") else value for key, value in kept.items()}
+def _defining_params(eqn: JaxprEqn) -> dict[str, Any]:
+    """Return the parameters that define what is computed, with jaxprs as text, to compare them."""
+    params = {key: value for key, value in eqn.params.items() if key not in _FREE}
+    return {key: str(value) if hasattr(value, "eqns") else value for key, value in params.items()}

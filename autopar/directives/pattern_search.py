@@ -1,9 +1,10 @@
-"""Find the equations of a model that compute what a pattern computes.
+"""Search a model for the equations that compute what a pattern computes.
 
-A pattern is a function, traced for arguments of each shape that it may stand for; its equations are then matched backwards along
-data edges: operands of commutative primitives in either order, literals by value, functions with a derivative of their own as
-a whole. Broadcasts, dims of size one and casts to the same type are looked through, but where dims go must agree. No value
-inside a match may be used outside of it.
+A pattern is a function. It is traced for arguments of each shape that occurs in the model, and its
+equations are matched backwards along data dependences. Operands of commutative primitives match in
+either order, literals match by value, and functions with a derivative rule match as a whole. The
+matcher looks through broadcasts, dims of size one and casts to the same type, but the order of dims
+must agree. No value inside a match may be used outside of it.
 """
 
 import inspect
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
-from autopar.directives.broadcasts import sizes, source_dims
+from autopar.directives.broadcasts import nontrivial_sizes, source_dims
 from autopar.directives.definitions import DirectiveError
 from autopar.directives.model_graph import ModelGraph, Node, trace_model
 from autopar.directives.pattern_matcher import PatternMatcher, Subgraph
@@ -22,7 +23,7 @@ from autopar.ir.graph import Atom, aval_of
 from autopar.primitives import record_of
 
 _ORDERS = 8
-"""In how many orders of operands a match is looked at, at most, to choose one."""
+"""The number of operand orders of a match that are compared, at most, to choose one."""
 
 
 def find_pattern(
@@ -31,49 +32,58 @@ def find_pattern(
     pattern: Callable[..., Any],
     like: Sequence[Any] | None = None,
 ) -> list[Subgraph]:
-    """The places where `visible` nodes compute `pattern`, none of which overlap.
+    """Return the disjoint subgraphs of `visible` nodes that compute `pattern`.
 
     Args:
-        like: shapes and dtypes of the pattern's arguments; without them all have that of some value, and what broadcasts to it.
+        graph: The model.
+        visible: The nodes that may be part of a match.
+        pattern: A function of arrays.
+        like: The shapes and dtypes of its arguments. By default all arguments have the shape and
+            dtype of one value of the model, or a shape that broadcasts to it.
 
     Raises:
-        DirectiveError: the pattern can't be traced, or doesn't return one array that it has computed.
+        DirectiveError: The pattern can't be traced, or does not return one array that it computes.
     """
-    found: list[Subgraph] = []
+    subgraphs: list[Subgraph] = []
     taken: set[str] = set()
-    ways = _traced(graph, visible, pattern, like)
-    for node in (each for each in visible if each.eqn.outvars):
+    traces = _traces_by_result(graph, visible, pattern, like)
+    for node in visible:
+        if not node.eqn.outvars:
+            continue
         result = node.eqn.outvars[0]
-        for way in ways.get(_kind(result), ()):
-            matches = PatternMatcher(graph, way, {n.name for n in visible} - taken, like).matches(
+        for trace in traces.get(_kind(result), ()):
+            matches = PatternMatcher(graph, trace, {n.name for n in visible} - taken, like).matches(
                 result
             )
-            sound = (each for each in matches if _holds(graph, way, pattern, each, result))
-            match = max(
-                islice(sound, _ORDERS), key=lambda each: _agreement(pattern, each), default=None
+            valid = (match for match in matches if _holds(graph, trace, pattern, match, result))
+            best = max(
+                islice(valid, _ORDERS), key=lambda match: _agreement(pattern, match), default=None
             )
-            if match is not None:
-                found.append(match)
-                taken.update(match.nodes)
+            if best is not None:
+                subgraphs.append(best)
+                taken.update(best.nodes)
                 break
-    return found
+    return subgraphs
 
 
 type _Kind = tuple[tuple[int, ...], Any]
-"""Shape and dtype."""
+"""A shape and a dtype."""
 
 
 def _kind(atom: Atom) -> _Kind:
     return aval_of(atom).shape, aval_of(atom).dtype
 
 
-def _traced(
+def _traces_by_result(
     graph: ModelGraph,
     visible: Sequence[Node],
     pattern: Callable[..., Any],
     like: Sequence[Any] | None,
 ) -> dict[_Kind, list[ModelGraph]]:
-    """The pattern, by what it returns, for arguments `like` these, or all shaped as one of the values that are seen."""
+    """Return traces of the pattern by the shape and dtype of the result.
+
+    It is traced for arguments `like` these, or for arguments all shaped as a value in the model.
+    """
     if like is None:
         count = len(inspect.signature(pattern).parameters)
         values = [atom for node in visible for atom in (*node.eqn.outvars, *node.eqn.invars)]
@@ -82,26 +92,25 @@ def _traced(
         ]
     else:
         arguments = [like]
-    found: dict[_Kind, list[ModelGraph]] = {}
+    traces: dict[_Kind, list[ModelGraph]] = {}
     failures: list[Exception] = []
-    for each in arguments:
+    for avals in arguments:
         try:
-            way = _trace(pattern, each)
-        except Exception as error:  # whatever it is: the pattern may be for another shape
+            trace = _trace(pattern, avals)
+        # A pattern may raise anything for shapes that it is not meant for.
+        except Exception as error:
             failures.append(error)
             continue
-        found.setdefault(_kind(_checked(way).outvars[0]), []).append(way)
-    if failures and not found:
+        traces.setdefault(_kind(_checked(trace).outvars[0]), []).append(trace)
+    if failures and not traces:
         raise DirectiveError(
-            f"the pattern can't be traced with arguments all shaped as one of the model's values: {failures[0]}\n"
-            "Give their shapes by like="
+            "the pattern can't be traced with arguments all shaped as one of the model's values:"
+            f" {failures[0]}\nGive their shapes by like="
         ) from failures[0]
-    for (
-        kind,
-        several,
-    ) in found.items():  # arguments as the result is, first: that is what elementwise patterns mean
-        several.sort(key=lambda way: any(_kind(var) != kind for var in way.args))
-    return found
+    # Arguments shaped as the result come first, which is what elementwise patterns mean.
+    for kind, alternatives in traces.items():
+        alternatives.sort(key=lambda trace: any(_kind(var) != kind for var in trace.args))
+    return traces
 
 
 def _trace(pattern: Callable[..., Any], args: Sequence[Any]) -> ModelGraph:
@@ -109,36 +118,42 @@ def _trace(pattern: Callable[..., Any], args: Sequence[Any]) -> ModelGraph:
 
 
 def _holds(
-    graph: ModelGraph, way: ModelGraph, pattern: Callable[..., Any], match: Subgraph, result: Var
+    graph: ModelGraph, trace: ModelGraph, pattern: Callable[..., Any], match: Subgraph, result: Var
 ) -> bool:
-    """Whether the pattern computes `result` of the values that its arguments stand for.
+    """Return whether the pattern computes `result` from the values bound to its arguments.
 
-    These may be of lower rank than what it was traced for. Broadcasting makes up for that in what works on each element alone;
-    anything else, a sum over rows, must be given the same as when it was traced.
+    These may have a lower rank than the arguments for which the pattern was traced. Broadcasting
+    makes up for that in elementwise operations. The operands of any other operation, such as a sum
+    over rows, must have the same sizes as in the trace.
     """
+    avals = [jax.ShapeDtypeStruct(*_kind(graph.values[name])) for name in match.inputs]
     try:
-        again = _trace(
-            pattern, [jax.ShapeDtypeStruct(*_kind(graph.values[name])) for name in match.inputs]
-        )
-    except Exception:  # whatever it is: the pattern is not for such values
+        bound_trace = _trace(pattern, avals)
+    # A pattern may raise anything for shapes that it is not meant for.
+    except Exception:
         return False
-    return _kind(again.outvars[0]) == _kind(result) and _strict(again) == _strict(way)
+    return _kind(bound_trace.outvars[0]) == _kind(result) and _strict_operations(
+        bound_trace
+    ) == _strict_operations(trace)
 
 
 def _agreement(pattern: Callable[..., Any], match: Subgraph) -> int:
-    """How many arguments stand for a value of their name: where operands commute, `bias` is the parameter called so."""
+    """Return how many arguments are bound to a value of the same name.
+
+    Where operands commute, this binds an argument `bias` to the parameter `bias`.
+    """
     pairs = zip(inspect.signature(pattern).parameters, match.inputs, strict=False)
     return sum(name == value.rpartition("/")[2] for name, value in pairs)
 
 
-def _strict(way: ModelGraph) -> list[Any]:
-    """The operations that don't broadcast, and the sizes of their operands."""
+def _strict_operations(trace: ModelGraph) -> list[Any]:
+    """Return the operations that are not elementwise, and the sizes of their operands."""
     nodes = (
         node
-        for node in way.nodes
+        for node in trace.nodes
         if record_of(node.eqn).fusion != "elementwise" and source_dims(node.eqn) is None
     )
-    return [(node.name, [sizes(atom) for atom in node.eqn.invars]) for node in nodes]
+    return [(node.name, [nontrivial_sizes(atom) for atom in node.eqn.invars]) for node in nodes]
 
 
 def _checked(pattern: ModelGraph) -> ModelGraph:

@@ -1,4 +1,4 @@
-"""Intermediate representation of a placed model: equations, syncs, stage boundaries, and regions of these."""
+"""Intermediate representation of a placed model: equations, syncs, stage boundaries and regions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,15 @@ from autopar.ir.spec import Spec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedEquation:
-    """An equation of the module at `scope`, and where its operands are; a draw of random numbers may be `forked`, split so."""
+    """An equation and the layouts of its operands.
+
+    Attributes:
+        scope: The path of the module that the equation belongs to.
+        eqn: The equation.
+        operands: The layout of each operand.
+        forked: For a draw of random numbers of which each device draws its own shard, how the
+            result is split.
+    """
 
     scope: str
     eqn: JaxprEqn
@@ -26,7 +34,7 @@ class PlacedEquation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedSync:
-    """`result` is `source` after a sync; `name` is unique among those of a model."""
+    """A sync of one value: `result` is `source` after it. `name` is unique in the model."""
 
     sync: Sync
     name: str
@@ -38,12 +46,17 @@ class PlacedSync:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageBoundary:
-    """A pipeline stage ends here."""
+    """The end of a pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedRegion:
-    """A region: reads `inputs`, makes `outputs`. A replacement gets its inputs, in its own order, where `wanted` says."""
+    """A region that reads `inputs` and returns `outputs`.
+
+    Attributes:
+        wanted: For a replacement the layout of each input, and the layout that the replaced
+            equations read it in.
+    """
 
     region: Region
     items: "tuple[PlacedItem, ...]"
@@ -57,7 +70,7 @@ type PlacedItem = PlacedEquation | PlacedSync | StageBoundary | PlacedRegion
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedModel:
-    """What runs, and where its arguments and results are."""
+    """What runs, in order, and the layouts of arguments and results."""
 
     graph: ModelGraph
     items: tuple[PlacedItem, ...]
@@ -66,22 +79,27 @@ class PlacedModel:
     results: tuple[ValueLayout, ...]
 
 
-def closed(items: Sequence[PlacedItem], needed: set[Var]) -> tuple[PlacedItem, ...]:
-    """`items`, with what each region reads and makes; `needed` are the values used after them."""
-    found: list[PlacedItem] = []
+def close_regions(items: Sequence[PlacedItem], needed: set[Var]) -> tuple[PlacedItem, ...]:
+    """Return `items` with the inputs and outputs of each region, found by a liveness analysis.
+
+    Args:
+        items: The items in the order in which they run.
+        needed: The values that are used after them; extended by what the items read.
+    """
+    closed: list[PlacedItem] = []
     for item in reversed(items):
         if isinstance(item, PlacedRegion) and not isinstance(item.region, Replace):
-            outputs = tuple(var for var in _made(item.items) if var in needed)
-            inside = closed(item.items, set(outputs))
-            made = set(_made(inside))
-            inputs = tuple(var for var in dict.fromkeys(_read(inside)) if var not in made)
+            outputs = tuple(var for var in _defined(item.items) if var in needed)
+            inside = close_regions(item.items, set(outputs))
+            defined = set(_defined(inside))
+            inputs = tuple(var for var in dict.fromkeys(_read(inside)) if var not in defined)
             item = PlacedRegion(item.region, inside, inputs, outputs)
         needed.update(_read([item]))
-        found.append(item)
-    return tuple(reversed(found))
+        closed.append(item)
+    return tuple(reversed(closed))
 
 
-def _made(items: Iterable[PlacedItem]) -> Iterable[Var]:
+def _defined(items: Iterable[PlacedItem]) -> Iterable[Var]:
     for item in items:
         match item:
             case PlacedEquation(_, eqn):
@@ -89,7 +107,7 @@ def _made(items: Iterable[PlacedItem]) -> Iterable[Var]:
             case PlacedSync():
                 yield item.result
             case PlacedRegion():
-                yield from item.outputs or _made(item.items)
+                yield from item.outputs or _defined(item.items)
             case StageBoundary():
                 pass
             case _:

@@ -1,8 +1,9 @@
-"""Propagate directives through a model: the layout of every value, with syncs where they are needed.
+"""Layout propagation through a model: directives become layouts of all values, and syncs.
 
-A sync before a module, or on its gradients, applies to what the module reads from outside, for that module alone. One after a
-module applies to what the module hands out, or, where that is earlier, to a partial sum inside that something needs whole:
-the product of a linear layer is completed before its bias is added.
+A sync before a module, or on its gradients, applies to the values that the module reads from
+outside, for that module only. A sync after a module applies to the values that leave the module,
+or, where that is earlier, to a partial sum inside that an equation needs whole: the product of a
+linear layer is completed before its bias is added.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +22,8 @@ from autopar.directives.definitions import (
     Sync,
     describe,
 )
-from autopar.directives.equation_regions import Region, RegionNode
-from autopar.directives.model_graph import ModelGraph, Node, joined, within
+from autopar.directives.equation_regions import GraphItem, Region, RegionNode, nodes_in
+from autopar.directives.model_graph import ModelGraph, Node, join_path, within
 from autopar.directives.placed_model import (
     PlacedEquation,
     PlacedItem,
@@ -30,218 +31,257 @@ from autopar.directives.placed_model import (
     PlacedRegion,
     PlacedSync,
     StageBoundary,
-    closed,
+    close_regions,
 )
-from autopar.directives.rng_forking import splits
-from autopar.directives.syncs import NotApplicable, after
+from autopar.directives.rng_forking import draw_specs
+from autopar.directives.syncs import NotApplicableError, layout_after
 from autopar.directives.value_layouts import (
     EquationLayouts,
     LayoutError,
     ValueLayout,
-    follow,
     layout_of,
-    whole,
+    propagate,
+    whole_layout,
 )
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, axes_of
 
 
-def place(
-    graph: ModelGraph,
-    units: Sequence[Node | RegionNode],
-    shards: Sequence[Shard],
-    syncs: Sequence[Sync],
-    cuts: Sequence[CutPipelineStage],
-    draws: Sequence[Node],
-    mesh: LogicalMesh,
-    batch_axis: str | None = None,
-    lenient: bool = False,
-) -> PlacedModel:
-    """Follow every value of a model from its parameters to its results.
+@dataclass(frozen=True, slots=True)
+class LayoutDecisions:
+    """Everything that decides the layouts of a model.
 
-    Args:
-        draws: nodes whose random numbers devices draw for their own shards.
-        batch_axis: the mesh axis that the first dim of the model's other arguments is split over.
-        lenient: the schedule may leave things open, for somebody else to decide: no sync is missing.
-
-    Raises:
-        DirectiveError: a sync is missing or has nothing to do, or something can't be computed where it is.
-        SyncInside: a sync is due inside of what a function stands in for.
+    Attributes:
+        shards: Directives that split parameters.
+        syncs: Directives that communicate.
+        cuts: Directives that end pipeline stages.
+        mesh: The mesh over which values are split.
+        batch_axis: The mesh axis that splits the first dim of the arguments that are no parameters.
+        lenient: Whether syncs may be missing, because the planner adds communication. A value that
+            can't stay split is then taken whole.
     """
 
-    def placer(forked: Mapping[Var, Spec]) -> _Placer:
-        return _Placer(graph, shards, syncs, cuts, forked, mesh, batch_axis, lenient)
+    shards: Sequence[Shard]
+    syncs: Sequence[Sync]
+    cuts: Sequence[CutPipelineStage]
+    mesh: LogicalMesh
+    batch_axis: str | None = None
+    lenient: bool = False
 
-    first = placer({})
-    placed = first.place(units)
-    forked = splits(graph, draws, first.followed, mesh) if draws else {}
-    return placer(forked).place(units) if forked else placed
+
+def place_model(
+    graph: ModelGraph,
+    items: Sequence[GraphItem],
+    decisions: LayoutDecisions,
+    draws: Sequence[Node] = (),
+) -> PlacedModel:
+    """Return the model with the layout of every value, from its parameters to its results.
+
+    Args:
+        graph: The model.
+        items: Its nodes, arranged by region.
+        decisions: What decides the layouts.
+        draws: Nodes whose random numbers each device draws for its own shards.
+
+    Raises:
+        DirectiveError: A sync is missing or never applies, or an equation can't run on its
+            operands.
+        SyncInsideReplacement: A sync applies inside a replacement, which has to be inlined.
+    """
+    first = _Propagator(graph, decisions, {})
+    placed = first.place(items)
+    if draws:
+        forked = draw_specs(graph, draws, first.equation_layouts, decisions.mesh)
+        if forked:
+            return _Propagator(graph, decisions, forked).place(items)
+    return placed
 
 
 @dataclass
-class SyncInside(Exception):
-    """A sync is due inside of what a function stands in for."""
+class SyncInsideReplacement(Exception):
+    """A sync applies to a value inside the equations that `region` replaces."""
 
     region: Replace
 
 
 @dataclass
 class _Frame:
-    """A region that is being placed."""
+    """A region that is being placed.
+
+    Attributes:
+        opaque: Whether syncs of its inputs have to run before the region.
+        items: What the region contains so far.
+        defined: The values computed in it.
+        read: The value after syncs for each value that the region reads.
+        wanted: The layout in which each value is first read.
+    """
 
     opaque: bool
     items: list[PlacedItem] = field(default_factory=list)
-    made: set[Var] = field(default_factory=set)
+    defined: set[Var] = field(default_factory=set)
     read: dict[Var, Var] = field(default_factory=dict)
     wanted: dict[Var, ValueLayout] = field(default_factory=dict)
 
 
-class _Placer:
+class _Propagator:
+    """One pass over a model.
+
+    Attributes:
+        syncs: Sync directives by number.
+        leaving: The numbers of syncs after modules, the innermost module first.
+        entering: The numbers of the other syncs, the outermost module first.
+        home: The scope of the module in which each value is; None is outside the model.
+        unsynced: Values that no sync changes when they enter a module: parameters and constants.
+        latest: The value after a sync for each value that has left a module.
+        entered: The value after a sync for each value that has entered a module.
+        applied: The numbers of the syncs that applied to some value.
+        not_applicable: Why a sync did not apply to the last value that it met.
+        frames: The stack of regions around the current node; the first is the whole model.
+        cut_after: The names of the nodes after which a pipeline stage ends.
+    """
+
     def __init__(
-        self,
-        graph: ModelGraph,
-        shards: Sequence[Shard],
-        syncs: Sequence[Sync],
-        cuts: Sequence[CutPipelineStage],
-        forked: Mapping[Var, Spec],
-        mesh: LogicalMesh,
-        batch_axis: str | None,
-        lenient: bool,
+        self, graph: ModelGraph, decisions: LayoutDecisions, forked: Mapping[Var, Spec]
     ) -> None:
-        self.graph, self.forked, self.mesh, self.lenient = graph, forked, mesh, lenient
-        self.followed: dict[str, EquationLayouts] = {}
-        depth = sorted(
-            range(len(syncs)), key=lambda k: syncs[k].path.count("/") + bool(syncs[k].path)
-        )
-        self.syncs = dict(enumerate(syncs))
-        self.leaving = [
-            k for k in reversed(depth) if syncs[k].mode == "fwd_post"
-        ]  # the innermost module first
-        self.entering = [k for k in depth if syncs[k].mode != "fwd_post"]
-        self.layouts = {
-            var: _initial(graph, var, shards, mesh, batch_axis) for var in graph.value_names
-        }
+        self.graph = graph
+        self.forked = forked
+        self.mesh = decisions.mesh
+        self.lenient = decisions.lenient
+        self.equation_layouts: dict[str, EquationLayouts] = {}
+        self.syncs = dict(enumerate(decisions.syncs))
+        outermost_first = sorted(self.syncs, key=lambda k: _depth(self.syncs[k].path))
+        self.leaving = [k for k in reversed(outermost_first) if self.syncs[k].mode == "fwd_post"]
+        self.entering = [k for k in outermost_first if self.syncs[k].mode != "fwd_post"]
+        self.layouts = {var: _initial_layout(graph, var, decisions) for var in graph.value_names}
         self.home: dict[Var, str | None] = {v: node.scope for v, node in graph.producer.items()}
-        self.fixed = {*graph.params, *graph.constants}
+        self.unsynced = {*graph.params, *graph.constants}
         self.latest: dict[Var, Var] = {}
         self.entered: dict[tuple[int, Var], Var] = {}
         self.names = dict(graph.value_names)
-        self.done: set[int] = set()
-        self.passed: dict[int, str] = {}
+        self.applied: set[int] = set()
+        self.not_applicable: dict[int, str] = {}
         self.frames = [_Frame(opaque=False)]
-        self.cut_after = {[n.name for n in graph.nodes if n.within(cut.path)][-1] for cut in cuts}
+        self.cut_after = {
+            [node.name for node in graph.nodes if node.within(cut.path)][-1]
+            for cut in decisions.cuts
+        }
 
-    def place(self, units: Sequence[Node | RegionNode]) -> PlacedModel:
-        for unit in units:
-            self._unit(unit)
-            if self.cut_after.intersection(
-                node.name for node in (unit.nodes if isinstance(unit, RegionNode) else (unit,))
-            ):
+    def place(self, items: Sequence[GraphItem]) -> PlacedModel:
+        """Return the placed model; arguments and errors as for `place_model`."""
+        for item in items:
+            self._place_item(item)
+            if self.cut_after.intersection(node.name for node in nodes_in([item])):
                 self.frames[0].items.append(StageBoundary())
         outvars = tuple(self._read(atom, None) for atom in self.graph.outvars)
         results = tuple(layout_of(atom, self.layouts) for atom in outvars)
-        for atom, layout in zip(outvars, results, strict=True):
-            if not self.lenient:
+        if not self.lenient:
+            for atom, layout in zip(outvars, results, strict=True):
                 self._check_result(atom, layout)
         for k, sync in self.syncs.items():
-            if k not in self.done:
-                why = self.passed.get(k, "no value passes there")
+            if k not in self.applied:
+                reason = self.not_applicable.get(k, "no value passes there")
                 raise DirectiveError(
-                    f"{describe(sync)} of {sync.path or 'the model'} has nothing to do: {why}"
+                    f"{describe(sync)} of {sync.path or 'the model'} has nothing to do: {reason}"
                 )
-        items = closed(self.frames[0].items, {atom for atom in outvars if isinstance(atom, Var)})
+        used = {atom for atom in outvars if isinstance(atom, Var)}
         return PlacedModel(
             self.graph,
-            items,
+            close_regions(self.frames[0].items, used),
             tuple(self.layouts[var] for var in self.graph.invars),
             outvars,
             results,
         )
 
-    # -- what runs
+    # -- nodes and regions
 
-    def _unit(self, unit: Node | RegionNode) -> None:
-        match unit:
+    def _place_item(self, item: GraphItem) -> None:
+        match item:
             case Node():
-                self._compute(unit)
+                self._place_equation(item)
             case RegionNode(region, inside):
                 frame = _Frame(opaque=isinstance(region, Fuse | Replace))
                 self.frames.append(frame)
-                for each in inside:
-                    self._unit(each)
+                for inner in inside:
+                    self._place_item(inner)
                 self.frames.pop()
-                self.frames[-1].items.append(self._group(region, frame))
+                self.frames[-1].items.append(self._placed_region(region, frame))
             case _:
-                assert_never(unit)
+                assert_never(item)
 
-    def _group(self, region: Region, frame: _Frame) -> PlacedRegion:
-        """The region; what it reads and makes for others is told when everything is placed."""
+    def _placed_region(self, region: Region, frame: _Frame) -> PlacedRegion:
+        """Return the region; `close_regions` adds its inputs and outputs unless it is replaced."""
         if not isinstance(region, Replace):
             return PlacedRegion(region, tuple(frame.items), (), ())
         if any(isinstance(item, PlacedSync) for item in frame.items):
-            raise SyncInside(region)
+            raise SyncInsideReplacement(region)
         inputs = [frame.read[self.graph.values[name]] for name in region.inputs]
         wanted = tuple((self.layouts[var], frame.wanted[var]) for var in inputs)
         outputs = self.graph.outputs_of([self.graph.by_name[name] for name in region.nodes])
         return PlacedRegion(region, tuple(frame.items), tuple(inputs), tuple(outputs), wanted)
 
-    def _compute(self, node: Node) -> None:
+    def _place_equation(self, node: Node) -> None:
+        atoms, layouts, propagated = self._propagate(node)
+        for frame in self.frames:
+            operands = zip(node.eqn.invars, atoms, propagated.operands, strict=True)
+            for original, atom, layout in operands:
+                if isinstance(original, Var) and isinstance(atom, Var):
+                    frame.read.setdefault(original, atom)
+                    frame.wanted.setdefault(atom, layout)
+            frame.defined.update(node.eqn.outvars)
+        self.layouts.update(zip(node.eqn.outvars, propagated.results, strict=True))
+        forked = self.forked.get(node.eqn.outvars[0]) if node.eqn.outvars else None
+        if forked is not None:
+            self.layouts[node.eqn.outvars[0]] = ValueLayout(forked, varying=axes_of(forked))
+        eqn = node.eqn.replace(invars=atoms)
+        self.frames[-1].items.append(PlacedEquation(node.scope, eqn, tuple(layouts), forked))
+
+    def _propagate(self, node: Node) -> tuple[list[Atom], list[ValueLayout], EquationLayouts]:
+        """Return the operands of a node after syncs, their layouts, and the node's layouts."""
         atoms = [self._read(atom, node.scope) for atom in node.eqn.invars]
         layouts = [layout_of(atom, self.layouts) for atom in atoms]
         while True:
             try:
-                followed = self.followed[node.name] = follow(node.eqn, layouts, self.mesh)
-                break
+                propagated = propagate(node.eqn, layouts, self.mesh)
             except LayoutError as error:
-                atom = atoms[error.operand]
-                assert isinstance(atom, Var)
-                completed = self._complete(atom, node.scope) if error.partial else None
+                operand = atoms[error.operand]
+                assert isinstance(operand, Var)
+                completed = self._complete(operand, node.scope) if error.partial else None
                 if completed is not None:
-                    atoms = [completed if each is atom else each for each in atoms]
-                    layouts = [layout_of(each, self.layouts) for each in atoms]
+                    atoms = [completed if atom is operand else atom for atom in atoms]
+                    layouts = [layout_of(atom, self.layouts) for atom in atoms]
                 elif self.lenient:
-                    layouts[error.operand] = whole(aval_of(atom).ndim)
+                    layouts[error.operand] = whole_layout(aval_of(operand).ndim)
                 else:
-                    raise self._unplaceable(node, atom, error) from error
-        for frame in self.frames:
-            for original, atom, layout in zip(
-                node.eqn.invars, atoms, followed.operands, strict=True
-            ):
-                if isinstance(original, Var) and isinstance(atom, Var):
-                    frame.read.setdefault(original, atom)
-                    frame.wanted.setdefault(atom, layout)
-            frame.made.update(node.eqn.outvars)
-        self.layouts.update(zip(node.eqn.outvars, followed.results, strict=True))
-        forked = self.forked.get(node.eqn.outvars[0]) if node.eqn.outvars else None
-        if forked is not None:
-            self.layouts[node.eqn.outvars[0]] = ValueLayout(forked, varying=axes_of(forked))
-        self.frames[-1].items.append(
-            PlacedEquation(node.scope, node.eqn.replace(invars=atoms), tuple(layouts), forked)
-        )
+                    raise self._unplaceable(node, operand, error) from error
+            else:
+                self.equation_layouts[node.name] = propagated
+                return atoms, layouts, propagated
 
     # -- syncs
 
     def _read(self, atom: Atom, scope: str | None) -> Atom:
-        """`atom` as a module, or the world outside, sees it."""
+        """Return `atom` as a reader in `scope` sees it, after the syncs on the way there.
+
+        The scope None is outside the model.
+        """
         if isinstance(atom, Literal):
             return atom
         var = atom
         while var in self.latest:
             var = self.latest[var]
         for k in self.leaving:
-            if _inside(self.home.get(var), self.syncs[k].path) and not _inside(
-                scope, self.syncs[k].path
-            ):
+            path = self.syncs[k].path
+            if _inside(self.home.get(var), path) and not _inside(scope, path):
                 var = self._leave(k, var)
-        if var not in self.fixed:
+        if var not in self.unsynced:
             for k in self.entering:
-                if _inside(scope, self.syncs[k].path) and not _inside(
-                    self.home.get(var), self.syncs[k].path
-                ):
+                path = self.syncs[k].path
+                if _inside(scope, path) and not _inside(self.home.get(var), path):
                     var = self._enter(k, var)
         return var
 
     def _leave(self, k: int, var: Var) -> Var:
+        """Return `var` after it has left the module of sync `k`."""
         synced = self._sync(k, var)
         if synced is not var:
             self.latest[var] = synced
@@ -250,14 +290,19 @@ class _Placer:
         return synced
 
     def _enter(self, k: int, var: Var) -> Var:
+        """Return `var` after it has entered the module of sync `k`."""
         if (k, var) not in self.entered:
-            self.entered[k, var] = synced = self._sync(k, var)
+            synced = self._sync(k, var)
+            self.entered[k, var] = synced
             if synced is not var:
                 self.home[synced] = self.syncs[k].path
         return self.entered[k, var]
 
     def _complete(self, var: Var, scope: str) -> Var | None:
-        """A partial sum made whole by the sync of a module that both its maker and its reader are in."""
+        """Return a partial sum completed by the sync of a module that contains producer and reader.
+
+        None if there is no such sync.
+        """
         for k in self.leaving:
             path = self.syncs[k].path
             if _inside(self.home.get(var), path) and _inside(scope, path):
@@ -269,70 +314,78 @@ class _Placer:
         return None
 
     def _sync(self, k: int, var: Var) -> Var:
-        """`var` after a sync, or as it is when the sync is not for such values."""
-        sync, layout = self.syncs[k], self.layouts[var]
+        """Return `var` after sync `k`, or `var` itself if the sync does not apply to it."""
+        sync = self.syncs[k]
+        before = self.layouts[var]
         if self.mesh.sizes[sync.mesh_axis] == 1:
-            self.done.add(k)
+            self.applied.add(k)
             return var
         if not jnp.issubdtype(aval_of(var).dtype, jnp.inexact) and sync.mode == "bwd_post":
             return var
         try:
-            made = after(sync, layout)
-        except NotApplicable as error:
-            self.passed[k] = f"{self.names[var]} passes, but {error}"
+            after = layout_after(sync, before)
+        except NotApplicableError as error:
+            self.not_applicable[k] = f"{self.names[var]} passes, but {error}"
             return var
-        self._check_divides(sync, var, made)
+        self._check_divides(sync, var, after)
         result = Var(var.aval)
         name = f"{sync.path or 'model'}/{sync.mode}/{sync.mesh_axis}/{self.names[var]}"
-        self.names[result], self.layouts[result] = self.names[var], made
-        self.done.add(k)
+        self.names[result] = self.names[var]
+        self.layouts[result] = after
+        self.applied.add(k)
+        # The sync of an input of an opaque region runs before the region.
         level = len(self.frames) - 1
-        while self.frames[level].opaque and var not in self.frames[level].made:
+        while self.frames[level].opaque and var not in self.frames[level].defined:
             level -= 1
         for frame in self.frames[: level + 1]:
-            frame.made.add(result)
-        self.frames[level].items.append(PlacedSync(sync, name, var, result, layout, made))
+            frame.defined.add(result)
+        self.frames[level].items.append(PlacedSync(sync, name, var, result, before, after))
         return result
 
-    # -- what can go wrong
+    # -- errors
 
     def _check_divides(self, sync: Sync, var: Var, layout: ValueLayout) -> None:
         for dim, (size, axes) in enumerate(zip(aval_of(var).shape, layout.dims, strict=True)):
             if size % self.mesh.ways(axes):
                 raise DirectiveError(
-                    f"{describe(sync)} of {sync.path or 'the model'}: dim {dim} of {self.names[var]} has size {size}, which"
-                    f" {self.mesh.ways(axes)} devices can't split evenly"
+                    f"{describe(sync)} of {sync.path or 'the model'}: dim {dim} of"
+                    f" {self.names[var]} has size {size}, which {self.mesh.ways(axes)} devices"
+                    " can't split evenly"
                 )
 
     def _check_result(self, atom: Atom, layout: ValueLayout) -> None:
-        if incomplete := layout.partial or layout.largest:
-            raise DirectiveError(self._missing(atom, incomplete, "is handed out by the model"))
-        if extra := layout.varying - layout.split:
+        incomplete = layout.partial or layout.partial_max
+        if incomplete:
+            raise DirectiveError(self._missing_sync(atom, incomplete, "is returned by the model"))
+        extra = layout.varying - layout.split
+        if extra:
             raise DirectiveError(
-                f"{self._called(atom)}, a result of the model, is whole, but its gradients are split over {', '.join(sorted(extra))}: "
-                "the all_gather before it wants backward='scatter', or a bwd_post sync stands where nothing is split"
+                f"{self._name(atom)}, a result of the model, is whole, but its gradients are split"
+                f" over {', '.join(sorted(extra))}: the all_gather before it wants"
+                " backward='scatter', or a bwd_post sync stands where nothing is split"
             )
 
-    def _unplaceable(self, node: Node, atom: Var, error: LayoutError) -> DirectiveError:
+    def _unplaceable(self, node: Node, operand: Var, error: LayoutError) -> DirectiveError:
         if error.partial:
-            return DirectiveError(
-                self._missing(atom, error.partial, f"goes into {node.name}, which needs it whole")
-            )
+            use = f"goes into {node.name}, which needs it whole"
+            return DirectiveError(self._missing_sync(operand, error.partial, use))
         return DirectiveError(
-            f"{self._called(atom)}, which is {self.layouts[atom]}, goes into {node.name}: it {error.reason}.\n"
-            f"Gather it before ({_example(node.scope, 'fwd_pre', 'all_gather')}), or shard other parameters"
+            f"{self._name(operand)}, which is {self.layouts[operand]}, goes into {node.name}: it"
+            f" {error.reason}.\nGather it before ({_example(node.scope, 'fwd_pre', 'all_gather')}),"
+            " or shard other parameters"
         )
 
-    def _missing(self, atom: Atom, axes: Iterable[str], use: str) -> str:
+    def _missing_sync(self, atom: Atom, axes: Iterable[str], use: str) -> str:
         home = self.home.get(atom) if isinstance(atom, Var) else None
         axis = min(axes)
-        kind = "maximum" if isinstance(atom, Var) and axis in self.layouts[atom].largest else "sum"
+        is_max = isinstance(atom, Var) and axis in self.layouts[atom].partial_max
         return (
-            f"{self._called(atom)} is a partial {kind} over {axis!r} and {use}: a sync is missing.\n"
+            f"{self._name(atom)} is a partial {'maximum' if is_max else 'sum'} over {axis!r} and"
+            f" {use}: a sync is missing.\n"
             f"Add one: {_example(home or '', 'fwd_post', 'all_reduce', axis)}"
         )
 
-    def _called(self, atom: Atom) -> str:
+    def _name(self, atom: Atom) -> str:
         return self.names[atom] if isinstance(atom, Var) else str(atom)
 
 
@@ -341,24 +394,26 @@ def _example(path: str, mode: str, op: str, mesh_axis: str | None = None) -> str
     return f"{module}.sync({mode!r}, {op!r}" + (f", mesh_axis={mesh_axis!r})" if mesh_axis else ")")
 
 
+def _depth(path: str) -> int:
+    return path.count("/") + 1 if path else 0
+
+
 def _inside(scope: str | None, path: str) -> bool:
-    """Whether a module's scope is within `path`; None is outside of the whole model."""
+    """Return whether `scope` is within the module at `path`; None is outside the model."""
     return scope is not None and within(scope, path)
 
 
-def _initial(
-    graph: ModelGraph, var: Var, shards: Sequence[Shard], mesh: LogicalMesh, batch_axis: str | None
-) -> ValueLayout:
-    """Where a parameter or argument is (of anything else it is told later)."""
+def _initial_layout(graph: ModelGraph, var: Var, decisions: LayoutDecisions) -> ValueLayout:
+    """Return the layout of a parameter or argument; all other values are whole for now."""
+    mesh = decisions.mesh
+    batch_axis = decisions.batch_axis
     shape = aval_of(var).shape
     dims: list[tuple[str, ...]] = [()] * len(shape)
     if var in graph.params:
-        for each in shards:
-            if (
-                graph.params[var] == joined(each.path, each.param)
-                and mesh.sizes[each.mesh_axis] > 1
-            ):
-                dims[each.axis] = (each.mesh_axis,)
+        for shard in decisions.shards:
+            param = join_path(shard.path, shard.param)
+            if param == graph.params[var] and mesh.sizes[shard.mesh_axis] > 1:
+                dims[shard.axis] = (shard.mesh_axis,)
     elif var in graph.args and batch_axis is not None and shape and mesh.sizes[batch_axis] > 1:
         if shape[0] % mesh.sizes[batch_axis]:
             raise DirectiveError(
@@ -366,4 +421,4 @@ def _initial(
                 f" {mesh.sizes[batch_axis]} devices of {batch_axis!r}"
             )
         dims[0] = (batch_axis,)
-    return ValueLayout(tuple(dims), varying=frozenset(axis for axes in dims for axis in axes))
+    return ValueLayout(tuple(dims), varying=axes_of(tuple(dims)))

@@ -1,11 +1,13 @@
-"""What stands in for equations: functions, and modules as functions of their parameters.
+"""Replacements of equations: functions, and modules as functions of their parameters.
 
-A function may be for one device's shards, and is then called with them. A module is written for whole arrays, and so is a function in
-which a sync is due: these are traced, and their equations take the place of those that they replace, to be split like all others.
+With backend "manual" a function is called with the shards of a device. A module is written for
+whole arrays, and so is a function that replaces equations among which a sync applies. These are
+traced, and their equations are inlined in place of those that they replace, to be split like all
+others.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +16,8 @@ from flax import linen as nn
 from jax.extend.core import Var
 
 from autopar.directives.definitions import DirectiveError, Replace, describe
-from autopar.directives.equation_regions import RegionNode
-from autopar.directives.model_graph import ModelGraph, Node, joined, trace_at, within
+from autopar.directives.equation_regions import GraphItem, RegionNode, nodes_in
+from autopar.directives.model_graph import ModelGraph, Node, join_path, trace_in_scope, within
 from autopar.directives.nnx_scopes import call_unchanged
 from autopar.ir.graph import aval_of
 
@@ -23,14 +25,16 @@ type Functions = Mapping[str, Callable[..., Any]]
 
 
 class ModuleFunction:
-    """A module as a function of a dict of parameters and its inputs. It brings no parameters of its own."""
+    """A module as a function of (dict of parameters, *inputs), without parameters of its own."""
 
     def __init__(self, module: nn.Module | nnx.Module) -> None:
         self.module = module
-        self.__module__, self.__qualname__ = type(module).__module__, type(module).__qualname__
+        self.__module__ = type(module).__module__
+        self.__qualname__ = type(module).__qualname__
         self.__name__ = type(module).__name__
 
     def __call__(self, params: dict[str, Any], *inputs: Any) -> Any:
+        """Return the result of the module with the given parameters."""
         if isinstance(self.module, nn.Module):
             return self.module.apply({"params": params}, *inputs)
         graphdef, state = nnx.split(self.module)
@@ -41,18 +45,26 @@ class ModuleFunction:
 
 
 def as_function(new: Any) -> Callable[..., Any]:
-    """A replacement as a function; a module as one of its parameters and inputs."""
+    """Return a replacement as a function; a module becomes one of its parameters and inputs."""
     return ModuleFunction(new) if isinstance(new, nn.Module | nnx.Module) else new
 
 
-def call(
+def call_replacement(
     graph: ModelGraph, region: Replace, functions: Functions, values: Sequence[Any]
 ) -> list[Any]:
-    """What the user's function makes of the values called `region.inputs`. Raises DirectiveError where it fails.
+    """Return the results of a replacement.
 
-    A function that is given the parameters of `region.path` gets them first, as a dict.
+    Args:
+        graph: The model.
+        region: The directive.
+        functions: The user's functions by name.
+        values: The values named `region.inputs`.
+
+    Raises:
+        DirectiveError: The function raises an error, or returns another number of arrays than the
+            equations that it replaces.
     """
-    given = list(values)
+    args = list(values)
     if region.params_first:
         params: dict[str, Any] = {}
         rest = []
@@ -61,11 +73,11 @@ def call(
                 _insert(params, name.removeprefix(f"{region.path}/").split("/"), value)
             else:
                 rest.append(value)
-        given = [params, *rest]
+        args = [params, *rest]
     try:
-        results = jax.tree.leaves(functions[region.function](*given))
+        results = jax.tree.leaves(functions[region.function](*args))
     except (TypeError, ValueError, NameError, errors.FlaxError) as error:
-        shapes = ", ".join(_shapes(value) for value in given)
+        shapes = ", ".join(_shapes(value) for value in args)
         raise DirectiveError(
             f"{region.function}, in place of {region.name}, fails for ({shapes}): {error}\n"
             "A replacement brings no parameters of its own: it is given those of what it replaces"
@@ -73,78 +85,97 @@ def call(
     outputs = _outputs(graph, region)
     if len(results) != len(outputs):
         raise DirectiveError(
-            f"{region.function} returns {len(results)} arrays in place of {region.name}, which makes {len(outputs)}:"
-            f" {', '.join(graph.value_names[var] for var in outputs)}"
+            f"{region.function} returns {len(results)} arrays in place of {region.name}, which"
+            f" makes {len(outputs)}: {', '.join(graph.value_names[var] for var in outputs)}"
         )
     return results
 
 
-def check_whole(graph: ModelGraph, region: Replace, functions: Functions) -> None:
-    """Raise DirectiveError unless a replacement makes of whole arrays what it replaces does."""
-    made = jax.eval_shape(
-        lambda *values: call(graph, region, functions, values), *map(_aval, _inputs(graph, region))
+def check_replacement(graph: ModelGraph, region: Replace, functions: Functions) -> None:
+    """Raise DirectiveError unless a replacement returns whole arrays as its equations do.
+
+    Shapes and dtypes are compared; arguments as for `call_replacement`.
+    """
+    results = jax.eval_shape(
+        lambda *values: call_replacement(graph, region, functions, values),
+        *map(_aval, _inputs(graph, region)),
     )
-    for var, result in zip(_outputs(graph, region), made, strict=True):
-        wanted = aval_of(var)
-        if (result.shape, result.dtype) != (wanted.shape, wanted.dtype):
+    for var, result in zip(_outputs(graph, region), results, strict=True):
+        expected = aval_of(var)
+        if (result.shape, result.dtype) != (expected.shape, expected.dtype):
             raise DirectiveError(
-                f"{region.function}, in place of {region.name}, returns {result.dtype}{list(result.shape)} for"
-                f" {graph.value_names[var]}, which is {wanted.dtype}{list(wanted.shape)}"
+                f"{region.function}, in place of {region.name}, returns"
+                f" {result.dtype}{list(result.shape)} for {graph.value_names[var]}, which is"
+                f" {expected.dtype}{list(expected.shape)}"
             )
 
 
-def unfolded(
-    graph: ModelGraph, units: Sequence[Node | RegionNode], region: Replace, functions: Functions
-) -> tuple[ModelGraph, tuple[Node | RegionNode, ...]]:
-    """The model with the equations of a replacement in the place of those that it stands in for. Raises DirectiveError."""
-    check_whole(graph, region, functions)
-    scope = _common([graph.by_name[name].scope for name in region.nodes])
+def inline_replacement(
+    graph: ModelGraph, items: Sequence[GraphItem], region: Replace, functions: Functions
+) -> tuple[ModelGraph, tuple[GraphItem, ...]]:
+    """Return the model with the equations of a replacement instead of those that it replaces.
+
+    Args:
+        graph: The model.
+        items: Its nodes, arranged by region.
+        region: The replacement, one of the regions.
+        functions: The user's functions by name.
+
+    Returns:
+        The new model, and its nodes arranged by region.
+
+    Raises:
+        DirectiveError: The function is not one of whole arrays like the equations it replaces.
+    """
+    check_replacement(graph, region, functions)
+    scope = _common_prefix([graph.by_name[name].scope for name in region.nodes])
     taken = [node.name for node in graph.nodes]
-    traced, made, constants = trace_at(
-        lambda *values: call(graph, region, functions, values),
+    traced, results, constants = trace_in_scope(
+        lambda *values: call_replacement(graph, region, functions, values),
         _inputs(graph, region),
-        joined(scope, region.name),
+        join_path(scope, region.name),
         taken,
     )
-    names = dict(zip(made, _outputs(graph, region), strict=True))
+    # Each result is computed by a copy at the end, which gets the variable and the name of the
+    # replaced output, so that its readers stay as they are.
+    replaced = dict(zip(results, _outputs(graph, region), strict=True))
     nodes: list[Node] = []
-    for node in traced:  # what others read keeps its name, and is made by the copies at the end
+    for node in traced:
         result = node.eqn.outvars[0] if node.eqn.outvars else None
-        if result in names:
-            var = names[result]
+        if result in replaced:
+            var = replaced[result]
             node = Node(graph.value_names[var], scope, node.eqn.replace(outvars=[var]))
         nodes.append(node)
 
-    def swapped(unit: Node | RegionNode) -> list[Node | RegionNode]:
-        if not isinstance(unit, RegionNode):
-            return [unit]
-        if unit.region is region:
-            return list(nodes)
-        return [
-            RegionNode(unit.region, tuple(new for each in unit.inside for new in swapped(each)))
-        ]
+    def inlined(items: Sequence[GraphItem]) -> Iterator[GraphItem]:
+        for item in items:
+            if not isinstance(item, RegionNode):
+                yield item
+            elif item.region is region:
+                yield from nodes
+            else:
+                yield RegionNode(item.region, tuple(inlined(item.inside)))
 
-    after = tuple(new for unit in units for new in swapped(unit))
-    order = tuple(
-        node for unit in after for node in (unit.nodes if isinstance(unit, RegionNode) else (unit,))
+    new_items = tuple(inlined(items))
+    new_graph = dataclasses.replace(
+        graph, nodes=nodes_in(new_items), constants={**graph.constants, **constants}
     )
-    return dataclasses.replace(
-        graph, nodes=order, constants={**graph.constants, **constants}
-    ), after
+    return new_graph, new_items
 
 
-def unfolded_for_sync(
-    graph: ModelGraph, units: Sequence[Node | RegionNode], region: Replace, functions: Functions
-) -> tuple[ModelGraph, tuple[Node | RegionNode, ...]]:
-    """The same, for a function in which a sync is due."""
+def inline_replacement_for_sync(
+    graph: ModelGraph, items: Sequence[GraphItem], region: Replace, functions: Functions
+) -> tuple[ModelGraph, tuple[GraphItem, ...]]:
+    """Inline a replacement because a sync applies inside; like `inline_replacement`."""
     try:
-        return unfolded(graph, units, region, functions)
+        return inline_replacement(graph, items, region, functions)
     except DirectiveError as error:
         at = f"sch[{region.path!r}]" if region.path else "sch"
         raise DirectiveError(
-            f"{describe(region)}: a sync is due inside of what is replaced, so that the function must be one of whole arrays, and it is"
-            f" not: {error}\nReplace what is before or after the sync only: {at}.decompose(), and then"
-            f" {at}.replace(function, {at}.find({region.nodes[0]!r}))"
+            f"{describe(region)}: a sync is due inside of what is replaced, so that the function"
+            f" must be one of whole arrays, and it is not: {error}\nReplace what is before or after"
+            f" the sync only: {at}.decompose(), and then {at}.replace(function,"
+            f" {at}.find({region.nodes[0]!r}))"
         ) from error
 
 
@@ -160,14 +191,13 @@ def _aval(var: Var) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype)
 
 
-def _shapes(given: Any) -> str:
-    return str(jax.tree.map(lambda value: f"{value.dtype}{list(value.shape)}", given)).replace(
-        "'", ""
-    )
+def _shapes(tree: Any) -> str:
+    shapes = jax.tree.map(lambda value: f"{value.dtype}{list(value.shape)}", tree)
+    return str(shapes).replace("'", "")
 
 
-def _common(scopes: Sequence[str]) -> str:
-    """The module that all are in."""
+def _common_prefix(scopes: Sequence[str]) -> str:
+    """Return the path of the innermost module that contains all scopes."""
     first, *others = [scope.split("/") if scope else [] for scope in scopes]
     count = len(first)
     for other in others:
@@ -179,21 +209,24 @@ def _common(scopes: Sequence[str]) -> str:
 
 
 def common_module(names: Sequence[str]) -> str | None:
-    """The module in which all of some parameters are; None without any."""
-    return _common([name.rpartition("/")[0] for name in names]) if names else None
+    """Return the innermost module that contains all named parameters; None for no names."""
+    return _common_prefix([name.rpartition("/")[0] for name in names]) if names else None
 
 
 def _filled(path: Sequence[Any], variable: nnx.Variable, params: Any) -> nnx.Variable:
-    """A variable of a module with what it is given; others than parameters keep what they have."""
-    called = "/".join(map(str, path))
+    """Return `variable` with the value that `params` has at `path`.
+
+    Variables other than parameters keep their value if `params` has none.
+    """
+    name = "/".join(map(str, path))
     for part in path:
         params = params.get(str(part)) if isinstance(params, dict) else None
     if params is None:
         if isinstance(variable, nnx.Param):
-            raise ValueError(f"it needs a parameter {called}")
+            raise ValueError(f"it needs a parameter {name}")
         return variable
     if params.shape != variable.shape:
-        raise ValueError(f"its {called} has shape {variable.shape}, not {params.shape}")
+        raise ValueError(f"its {name} has shape {variable.shape}, not {params.shape}")
     return variable.replace(params)
 
 

@@ -1,7 +1,8 @@
-"""Random numbers that devices draw for their own shards: which draws these are, and how they are split.
+"""Random numbers that each device draws for its own shards: how the draws of `fork_rng` are split.
 
-A draw is whole by itself: a key and a shape. What uses it, a dropout of a split value, reads a part of it on each device. Here that
-is followed back to the draw, so that a device draws its part alone, from a key of its own.
+A draw of random numbers has a key and a shape, but no operand that is split: by itself it is whole
+on every device, and a dropout of a split value reads a part of it. A backward dataflow analysis
+finds how the readers of a draw split it, so that each device draws only its part, with its own key.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.directives.model_graph import ModelGraph, Node
-from autopar.directives.value_layouts import INNER, EquationLayouts, steps_of
+from autopar.directives.value_layouts import BODY_PARAM, EquationLayouts, propagate_jaxpr
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, replicated
 from autopar.primitives import op_factors
@@ -17,8 +18,8 @@ from autopar.primitives import op_factors
 DRAW = "random_bits"
 
 
-def draws_of(nodes: Iterable[Node]) -> list[Node]:
-    """The nodes that draw random numbers from a single key."""
+def random_draws(nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes that draw random numbers from a single key."""
     return [
         node
         for node in nodes
@@ -26,71 +27,77 @@ def draws_of(nodes: Iterable[Node]) -> list[Node]:
     ]
 
 
-def splits(
+def draw_specs(
     graph: ModelGraph,
     draws: Iterable[Node],
-    followed: Mapping[str, EquationLayouts],
+    layouts: Mapping[str, EquationLayouts],
     mesh: LogicalMesh,
 ) -> dict[Var, Spec]:
-    """How what reads the draws wants them split; left out are those that are wanted whole, or in more than one way.
+    """Return how the readers of each draw split it.
+
+    Draws that are read whole, or split in more than one way, are left out.
 
     Args:
-        followed: how each node takes its operands, by name, when draws are whole.
+        graph: The model.
+        draws: Nodes of `graph` that draw random numbers.
+        layouts: How each node takes its operands when draws are whole, by the name of the node.
+        mesh: The mesh over which values are split.
     """
     wanted: dict[Var, Spec] = {}
-    _wanted_before([(node.eqn, followed[node.name]) for node in graph.nodes], wanted, mesh)
-    made = (node.eqn.outvars[0] for node in draws)
-    return {var: wanted[var] for var in made if axes_of(wanted.get(var, ()))}
+    _propagate_backward([(node.eqn, layouts[node.name]) for node in graph.nodes], wanted, mesh)
+    results = (node.eqn.outvars[0] for node in draws)
+    return {var: wanted[var] for var in results if axes_of(wanted.get(var, ()))}
 
 
-def _wanted_before(
+def _propagate_backward(
     equations: Sequence[tuple[JaxprEqn, EquationLayouts]],
     wanted: dict[Var, Spec],
     mesh: LogicalMesh,
 ) -> None:
-    """Add how equations want what they read, given how their results are wanted: whole where they disagree."""
-    for eqn, followed in reversed(equations):
-        specs = _wanted_operands(eqn, followed, wanted, mesh)
+    """Add to `wanted` how equations read their operands: whole where two of them disagree."""
+    for eqn, layouts in reversed(equations):
+        specs = _operand_specs(eqn, layouts, wanted, mesh)
         for atom, spec in zip(eqn.invars, specs, strict=True):
             if isinstance(atom, Var) and wanted.setdefault(atom, spec) != spec:
                 wanted[atom] = replicated(len(spec))
 
 
-def _wanted_operands(
-    eqn: JaxprEqn, followed: EquationLayouts, wanted: Mapping[Var, Spec], mesh: LogicalMesh
+def _operand_specs(
+    eqn: JaxprEqn, layouts: EquationLayouts, wanted: Mapping[Var, Spec], mesh: LogicalMesh
 ) -> Iterable[Spec]:
-    """How an equation would take its operands if its results were split as they are wanted."""
+    """Return how an equation would read its operands if its results were split as `wanted`."""
     results = [
         wanted.get(var, result.dims)
-        for var, result in zip(eqn.outvars, followed.results, strict=True)
+        for var, result in zip(eqn.outvars, layouts.results, strict=True)
     ]
-    if eqn.primitive in INNER and results != [result.dims for result in followed.results]:
-        return _wanted_inside(eqn, followed, results, mesh)
-    for number, (spec, result) in enumerate(zip(results, followed.results, strict=True)):
-        if spec != result.dims and eqn.primitive.name != DRAW and eqn.primitive not in INNER:
+    current = [result.dims for result in layouts.results]
+    if eqn.primitive in BODY_PARAM and results != current:
+        return _inner_operand_specs(eqn, layouts, results, mesh)
+    for number, (spec, current_spec) in enumerate(zip(results, current, strict=True)):
+        if spec != current_spec and eqn.primitive.name != DRAW and eqn.primitive not in BODY_PARAM:
             factors = op_factors(eqn)
-            given = {
-                inside[0]: axes
-                for inside, axes in zip(factors.results[number], spec, strict=True)
-                if inside
+            axes_by_factor = {
+                dim_factors[0]: axes
+                for dim_factors, axes in zip(factors.results[number], spec, strict=True)
+                if dim_factors
             }
-            assignment = tuple(given.get(f, ()) for f in range(len(factors.sizes)))
+            assignment = tuple(axes_by_factor.get(f, ()) for f in range(len(factors.sizes)))
             if factors.result_spec(number, assignment) == spec and factors.allows(assignment, mesh):
                 return [factors.operand_spec(k, assignment) for k in range(len(eqn.invars))]
-    return [operand.dims for operand in followed.operands]
+    return [operand.dims for operand in layouts.operands]
 
 
-def _wanted_inside(
-    eqn: JaxprEqn, followed: EquationLayouts, results: Sequence[Spec], mesh: LogicalMesh
+def _inner_operand_specs(
+    eqn: JaxprEqn, layouts: EquationLayouts, results: Sequence[Spec], mesh: LogicalMesh
 ) -> list[Spec]:
-    """The same for what has a derivative of its own, or is called: through the equations inside."""
-    jaxpr = eqn.params[INNER[eqn.primitive]]
-    steps = steps_of(jaxpr, followed.operands, mesh)[0]
+    """Return `_operand_specs` of an equation with a body, by propagation through the body."""
+    jaxpr = eqn.params[BODY_PARAM[eqn.primitive]]
+    steps, _ = propagate_jaxpr(jaxpr, layouts.operands, mesh)
     wanted = {
         var: spec for var, spec in zip(jaxpr.outvars, results, strict=True) if isinstance(var, Var)
     }
-    _wanted_before(steps, wanted, mesh)
+    _propagate_backward(steps, wanted, mesh)
     return [
         wanted.get(var, operand.dims)
-        for var, operand in zip(jaxpr.invars, followed.operands, strict=True)
+        for var, operand in zip(jaxpr.invars, layouts.operands, strict=True)
     ]

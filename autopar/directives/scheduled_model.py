@@ -1,4 +1,4 @@
-"""`create_schedule`: a model with the schedule that is being written for it."""
+"""`create_schedule`: a model together with the directives that are written for it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -6,23 +6,28 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from autopar.devices import Devices, planned_mesh
 from autopar.directives import definitions as d
 from autopar.directives import nnx_scopes
-from autopar.directives.broadcasts import look_through
+from autopar.directives.broadcasts import look_through_broadcasts
 from autopar.directives.definitions import Directive, DirectiveError, DirectiveSchedule
-from autopar.directives.directive_checks import check
-from autopar.directives.equation_regions import Region, RegionNode, arrange
+from autopar.directives.directive_checks import check_directive
+from autopar.directives.equation_regions import GraphItem, Region, RegionNode, arrange_regions
 from autopar.directives.handle import Handle
-from autopar.directives.model_graph import Node, joined, trace_model, within
+from autopar.directives.model_graph import Node, join_path, trace_model, within
 from autopar.directives.module_tree import ModuleTree, classes_of
 from autopar.directives.pattern_matcher import Subgraph
 from autopar.directives.placed_model import PlacedModel
-from autopar.directives.propagation import SyncInside, place
-from autopar.directives.replacements import ModuleFunction, as_function, unfolded, unfolded_for_sync
-from autopar.directives.rng_forking import draws_of
+from autopar.directives.propagation import LayoutDecisions, SyncInsideReplacement, place_model
+from autopar.directives.replacements import (
+    ModuleFunction,
+    as_function,
+    inline_replacement,
+    inline_replacement_for_sync,
+)
+from autopar.directives.rng_forking import random_draws
 from autopar.ir.graph import Atom
 from autopar.ir.spec import AnyMesh, LogicalMesh
 from autopar.tracing.trace import abstract
@@ -37,23 +42,30 @@ def create_schedule(
     functions: dict[str, Callable[..., Any]] | None = None,
     updates: bool = False,
 ) -> "ModelSchedule":
-    """An empty schedule for a model, to which directives are added, or one that is replayed on it.
+    """Return a schedule for a model, to which directives are added.
 
     Args:
-        model: a linen or nnx module, or a function of (params, *args), whose `jax.named_scope`s can be indexed like modules.
-        params: what `model.apply` takes first, or `nnx.state(model)`; arrays or ShapeDtypeStructs. So are `example_args`, a sequence.
-        mesh: where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default. An abstract mesh is enough to plan
-            and to predict for a cluster that is not here: `jax.sharding.AbstractMesh((8,), ("x",))`.
-        schedule: directives to begin with.
-        functions: those that `schedule` names, and modules that it names.
-        updates: of an nnx module that changes its state when called: return what is no parameter as it is then beside the result.
+        model: A linen or nnx module, or a function of (params, *args), whose `jax.named_scope`s can
+            be indexed like modules.
+        params: The first argument of `model.apply`, or `nnx.state(model)`; arrays or
+            ShapeDtypeStructs.
+        example_args: The other arguments; arrays or ShapeDtypeStructs.
+        mesh: Where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default.
+            An abstract mesh, `jax.sharding.AbstractMesh((8,), ("x",))`, is enough to plan and to
+            predict for devices that this process does not have.
+        schedule: Directives to begin with.
+        functions: The functions and modules that `schedule` names.
+        updates: For an nnx module that changes its state when called: return (result, state that is
+            no parameter, after the call) instead of the result.
 
     Raises:
-        DirectiveError: a directive of `schedule` is not for this model; or an nnx module changes its state, and the change would be lost.
+        DirectiveError: A directive of `schedule` does not apply to this model; or an nnx module
+            changes its state, and the change would be lost.
     """
     if updates and not isinstance(model, nnx.Module):
         raise DirectiveError(
-            "updates=True is for nnx modules; others return what they change, linen's by apply(mutable=...)"
+            "updates=True is for nnx modules; others return what they change, linen's by"
+            " apply(mutable=...)"
         )
     params, args = jax.tree.map(abstract, (params, tuple(example_args)))
     match model:
@@ -63,20 +75,27 @@ def create_schedule(
             fun, classes = nnx_scopes.as_function(model, updates), nnx_scopes.classes(model)
         case _:
             fun, classes = model, classes_of(model, params, args)
-    made = ModelSchedule(fun, classes, params, args, planned_mesh(mesh))
-    made.functions.update(
+    empty = ModelSchedule(fun, classes, params, args, planned_mesh(mesh))
+    empty.functions.update(
         {name: as_function(function) for name, function in (functions or {}).items()}
     )
-    return made.replayed(schedule, made.args) if schedule is not None else made
+    return empty.replay(schedule, empty.args) if schedule is not None else empty
 
 
 class ModelSchedule(Handle):
-    """A model and the directives for it so far; a handle for the whole model. See `create_schedule`.
+    """A model and its directives so far; also a handle for the whole model.
+
+    `create_schedule` makes one.
 
     Attributes:
-        graph: the model's forward pass, for the example arguments.
-        modules: its tree.
-        functions: those that directives name.
+        fun: The model as a function of (params, *args).
+        classes: The classes of its modules by path.
+        params: Shapes and dtypes of the parameters.
+        args: Shapes and dtypes of the example arguments.
+        mesh: Where the model runs.
+        graph: The forward pass of the model for the example arguments.
+        modules: The module tree of the model.
+        functions: The functions that directives name.
     """
 
     def __init__(
@@ -88,23 +107,24 @@ class ModelSchedule(Handle):
         mesh: AnyMesh,
     ) -> None:
         super().__init__(self, ("",))
-        self.fun, self.classes, self.params, self.args, self.mesh = fun, classes, params, args, mesh
+        self.fun = fun
+        self.classes = classes
+        self.params = params
+        self.args = args
+        self.mesh = mesh
         self.functions: dict[str, Callable[..., Any]] = {}
         self._directives: list[Directive] = []
-        self.graph = trace_model(
-            fun,
-            self.params,
-            self.args,
-            root.__name__ if (root := classes.get("")) else None,
-            self._param_path,
-        )
+        root = classes[""].__name__ if "" in classes else None
+        self.graph = trace_model(fun, self.params, self.args, root, self._param_path)
         leaves = jax.tree.leaves(self.params)
-        self.modules = ModuleTree.of(
-            self.graph, classes, dict(zip(self.graph.params.values(), leaves, strict=True))
-        )
+        avals = dict(zip(self.graph.params.values(), leaves, strict=True))
+        self.modules = ModuleTree.of(self.graph, classes, avals)
 
     def _param_path(self, path: Any) -> str:
-        """`linear1/kernel`, without the collection that linen puts first and the `value` that nnx puts last."""
+        """Return the name of a parameter, such as `linear1/kernel`, from its key path.
+
+        The name lacks linen's collection at the beginning and nnx's `value` at the end.
+        """
         if isinstance(self.params, dict) and "params" in self.params:
             path = path[1:]
         elif isinstance(self.params, nnx.State):
@@ -118,22 +138,29 @@ class ModelSchedule(Handle):
 
     @property
     def logical_mesh(self) -> LogicalMesh:
+        """Axes and sizes of the mesh, without devices."""
         return LogicalMesh(self.mesh.axis_sizes, self.mesh.axis_names)
 
     # -- for handles
 
     def append(self, directive: Directive) -> None:
-        """Add a directive. Raises DirectiveError when it is not for this model or contradicts another."""
-        check(self, directive)
+        """Add a directive.
+
+        Raises:
+            DirectiveError: The directive does not apply to this model or contradicts another one.
+        """
+        check_directive(self, directive)
         self._directives.append(directive)
 
     def mesh_axis(self, name: str | None) -> str:
+        """Return `name`, or the last axis of the mesh for None."""
         return self.mesh.axis_names[-1] if name is None else name
 
-    def name_of(self, function: Callable[..., Any]) -> str:
-        """What directives call a function of the user."""
+    def register_function(self, function: Callable[..., Any]) -> str:
+        """Add a function of the user to `functions`, and return the name that directives use."""
         base = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
-        name, number = base, 1
+        name = base
+        number = 1
         while self.functions.get(name, function) is not function:
             number += 1
             name = f"{base}:{number}"
@@ -141,166 +168,190 @@ class ModelSchedule(Handle):
         return name
 
     def of_kind[T](self, kind: type[T]) -> list[T]:
-        """The directives of a kind."""
-        return [each for each in self._directives if isinstance(each, kind)]
+        """Return the directives of a class."""
+        return [directive for directive in self._directives if isinstance(directive, kind)]
 
-    def claimed(self) -> set[str]:
-        """Nodes that are fused or replaced already."""
-        return {
-            name
-            for each in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace))
-            for name in each.nodes
-        }
+    def claimed_nodes(self) -> set[str]:
+        """Return the names of the nodes that are fused or replaced already."""
+        directives = (*self.of_kind(d.Fuse), *self.of_kind(d.Replace))
+        return {name for directive in directives for name in directive.nodes}
 
-    def visible(self, paths: Sequence[str]) -> list[Node]:
-        """The nodes of modules that `find` sees."""
-        hidden, claimed = self._hidden(), self.claimed()
-        nodes = [
-            n for n in self.graph.nodes if any(n.within(p) for p in paths) and n.name not in claimed
-        ]
+    def visible_nodes(self, paths: Sequence[str]) -> list[Node]:
+        """Return the nodes in the modules at `paths` that `find` sees."""
+        hidden = self._hidden_modules()
+        claimed = self.claimed_nodes()
+        nodes = [node for node in self.nodes_of(*paths) if node.name not in claimed]
         for trace in self.of_kind(d.Trace):
             if not trace.flatten:
                 nodes = [n for n in nodes if n.scope == trace.path or not n.within(trace.path)]
         return [node for node in nodes if not any(node.within(path) for path in hidden)]
 
-    def shows(self, path: str) -> bool:
-        """Whether `find` sees a module: it is inside none that is one thing."""
+    def is_visible(self, path: str) -> bool:
+        """Return whether `find` sees the module at `path`, which no module around it hides."""
         parent = path.rpartition("/")[0]
-        closed = [each.path for each in self.of_kind(d.Trace) if not each.flatten]
-        return not any(within(parent, each) for each in self._hidden()) and not any(
-            parent != each and within(parent, each) for each in closed
-        )
+        if any(within(parent, hidden) for hidden in self._hidden_modules()):
+            return False
+        not_flat = [trace.path for trace in self.of_kind(d.Trace) if not trace.flatten]
+        return not any(parent != module and within(parent, module) for module in not_flat)
 
-    def _hidden(self) -> set[str]:
-        """The modules that are one thing."""
+    def _hidden_modules(self) -> set[str]:
+        """Return the modules that `find` sees as one: linear ones, and leaves of a trace."""
         hidden = {path for path, module in self.modules.by_path.items() if module.is_linear}
-        hidden -= {each.path for each in self.of_kind(d.Decompose)}
+        hidden -= {directive.path for directive in self.of_kind(d.Decompose)}
         return hidden.union(
-            joined(t.path, leaf) for t in self.of_kind(d.Trace) for leaf in t.leaf_modules
+            join_path(trace.path, leaf)
+            for trace in self.of_kind(d.Trace)
+            for leaf in trace.leaf_modules
         )
 
-    def region(self, nodes: Sequence[Node]) -> Subgraph:
-        names = (self.graph.value_names[var] for var in self.graph.inputs_of(nodes))
-        return Subgraph(tuple(node.name for node in nodes), tuple(names))
+    def subgraph_of(self, nodes: Sequence[Node]) -> Subgraph:
+        """Return nodes as a subgraph, with the values that they read as inputs."""
+        inputs = (self.graph.value_names[var] for var in self.graph.inputs_of(nodes))
+        return Subgraph(tuple(node.name for node in nodes), tuple(inputs))
 
-    def reads(self, names: Sequence[str]) -> d.Reads:
-        """What each of some nodes reads, for each operand the names that the value has as it is and behind broadcasts.
+    def operand_names(self, names: Sequence[str]) -> d.Reads:
+        """Return the operands of each named node, by all names that lead to the same value.
 
-        Which of these there are depends on the batch, where that may be one. So may numbers, which are left out.
+        These are the name of the operand itself and those behind broadcasts, because whether there
+        is a broadcast may depend on whether the batch size is one. Literals are left out: they may
+        depend on the batch size, too.
         """
-        operands = (map(self._aliases, self.graph.by_name[name].eqn.invars) for name in names)
-        return tuple(tuple(aliases for aliases in each if aliases) for each in operands)
+        nodes = [self.graph.by_name[name] for name in names]
+        operands = (map(self._aliases, node.eqn.invars) for node in nodes)
+        return tuple(tuple(filter(None, aliases)) for aliases in operands)
 
     def _aliases(self, atom: Atom) -> tuple[str, ...]:
-        seen = look_through(self.graph, atom)
-        names = self.graph.value_names
-        return (
-            (*(node.name for node in seen.nodes), names[seen.source])
-            if isinstance(seen.source, Var)
-            else ()
-        )
+        view = look_through_broadcasts(self.graph, atom)
+        if not isinstance(view.source, Var):
+            return ()
+        return (*(node.name for node in view.nodes), self.graph.value_names[view.source])
 
-    def module(self, *paths: str) -> Subgraph:
-        """All equations of a module, or of several."""
-        return self.region(self.nodes_of(*paths))
+    def module_subgraph(self, *paths: str) -> Subgraph:
+        """Return all equations of the modules at `paths` as one subgraph."""
+        return self.subgraph_of(self.nodes_of(*paths))
 
     def nodes_of(self, *paths: str) -> list[Node]:
-        """The equations of modules and of what is inside them."""
+        """Return all nodes in the modules at `paths`."""
         return [node for node in self.graph.nodes if any(node.within(path) for path in paths)]
 
-    # -- what runs
+    # -- for `build`
 
-    def units(self) -> tuple[Node | RegionNode, ...]:
-        """The equations, in regions."""
-        regions: list[tuple[Region, frozenset[str]]] = [
-            (each, each.nodes) for each in self.graph.recomputed
-        ]
-        regions += [
-            (each, frozenset(self.module(each.path).nodes)) for each in self.of_kind(d.Checkpoint)
-        ]
-        regions += [
-            (each, frozenset(each.nodes))
-            for each in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace))
-        ]
-        return arrange(self.graph, regions)
+    def arranged_nodes(self) -> tuple[GraphItem, ...]:
+        """Return the nodes, grouped into regions by the directives."""
+        regions: list[tuple[Region, frozenset[str]]] = []
+        for remat in self.graph.remat_regions:
+            regions.append((remat, remat.nodes))
+        for checkpoint in self.of_kind(d.Checkpoint):
+            regions.append((checkpoint, frozenset(self.module_subgraph(checkpoint.path).nodes)))
+        for directive in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace)):
+            regions.append((directive, frozenset(directive.nodes)))
+        return arrange_regions(self.graph, regions)
 
-    def placed(self, batch_axis: str | None = None, lenient: bool = False) -> PlacedModel:
-        """Every value where the directives put it; see `place`. Raises DirectiveError where they don't fit together."""
-        graph, units = self.graph, self.units()
+    def place(self, batch_axis: str | None = None, lenient: bool = False) -> PlacedModel:
+        """Return the model with the layout of every value.
+
+        Args:
+            batch_axis: The mesh axis that splits the first dim of the arguments.
+            lenient: Whether syncs may be missing, because the planner adds communication.
+
+        Raises:
+            DirectiveError: The directives do not fit together.
+        """
+        graph = self.graph
+        items = self.arranged_nodes()
         for region in self.of_kind(d.Replace):
             if isinstance(self.functions[region.function], ModuleFunction):
-                graph, units = unfolded(graph, units, region, self.functions)
+                graph, items = inline_replacement(graph, items, region, self.functions)
+        decisions = LayoutDecisions(
+            self.of_kind(d.Shard),
+            self.of_kind(d.Sync),
+            self.of_kind(d.CutPipelineStage),
+            self.logical_mesh,
+            batch_axis,
+            lenient,
+        )
+        forked = random_draws(self.nodes_of(*(rng.path for rng in self.of_kind(d.ForkRng))))
         while True:
+            draws = [node for node in forked if node.name in graph.by_name]
             try:
-                return place(
-                    graph,
-                    units,
-                    self.of_kind(d.Shard),
-                    self.of_kind(d.Sync),
-                    self.of_kind(d.CutPipelineStage),
-                    [node for node in self._forked() if node.name in graph.by_name],
-                    self.logical_mesh,
-                    batch_axis,
-                    lenient,
-                )
-            except SyncInside as inside:
-                graph, units = unfolded_for_sync(graph, units, inside.region, self.functions)
-
-    def _forked(self) -> list[Node]:
-        """What draws random numbers that each device draws for its own shards."""
-        return draws_of(self.nodes_of(*(each.path for each in self.of_kind(d.ForkRng))))
+                return place_model(graph, items, decisions, draws)
+            except SyncInsideReplacement as inside:
+                region = inside.region
+                graph, items = inline_replacement_for_sync(graph, items, region, self.functions)
 
     def for_args(self, args: Sequence[Any]) -> "ModelSchedule":
-        """The same schedule for arguments of other shapes."""
+        """Return the same schedule for arguments of the shapes of `args`."""
         avals = jax.tree.map(abstract, tuple(args))
         if avals == self.args:
             return self
-        return self.replayed(self.schedule, avals)
+        return self.replay(self.schedule, avals)
 
-    def on(self, mesh: AnyMesh) -> "ModelSchedule":
-        """The same schedule on other devices. Raises DirectiveError unless the mesh has the axes that the schedule is for."""
+    def on_mesh(self, mesh: AnyMesh) -> "ModelSchedule":
+        """Return the same schedule on other devices.
+
+        Raises:
+            DirectiveError: `mesh` does not have the axes and sizes of the schedule's mesh.
+        """
         if dict(mesh.shape) != dict(self.mesh.shape):
             raise DirectiveError(
-                f"the schedule is for a mesh of axes {dict(self.mesh.shape)}, not {dict(mesh.shape)}"
+                f"the schedule is for a mesh of axes {dict(self.mesh.shape)}, not"
+                f" {dict(mesh.shape)}"
             )
-        return self.replayed(self.schedule, self.args, mesh)
+        return self.replay(self.schedule, self.args, mesh)
 
-    def replayed(
+    def replay(
         self, schedule: DirectiveSchedule, args: tuple[Any, ...], mesh: AnyMesh | None = None
     ) -> "ModelSchedule":
-        """Another schedule for the same model, for arguments of the given shapes, on the same mesh unless another is given."""
-        made = ModelSchedule(self.fun, self.classes, self.params, args, mesh or self.mesh)
-        made.functions.update(self.functions)
-        for directive in schedule.directives:
-            made.append(directive)
-        return made
+        """Return another schedule for the same model.
 
-    def lines(self, paths: Sequence[str]) -> Iterator[str]:
-        """The equations of modules that are seen, those of a hidden module or a region in one line."""
-        seen = {node.name for node in self.visible(("",))}
-        names, shown = self.graph.value_names, set[str]()
-        for unit in self._fused_or_not(self.units()):
-            nodes = unit.nodes if isinstance(unit, RegionNode) else (unit,)
+        Args:
+            schedule: The directives.
+            args: Shapes and dtypes of the model's arguments.
+            mesh: Where to run; the same mesh by default.
+
+        Raises:
+            DirectiveError: A directive does not apply to the model.
+        """
+        replayed = ModelSchedule(self.fun, self.classes, self.params, args, mesh or self.mesh)
+        replayed.functions.update(self.functions)
+        for directive in schedule.directives:
+            replayed.append(directive)
+        return replayed
+
+    # -- as text
+
+    def equation_lines(self, paths: Sequence[str]) -> Iterator[str]:
+        """Yield the visible equations of the modules at `paths` as text.
+
+        A module whose equations are hidden, and a region that runs as one function, is one line.
+        """
+        visible = {node.name for node in self.visible_nodes(("",))}
+        names = self.graph.value_names
+        hidden_scopes: set[str] = set()
+        for item in self._without_remat(self.arranged_nodes()):
+            nodes = item.nodes if isinstance(item, RegionNode) else (item,)
             if not any(node.within(path) for node in nodes for path in paths):
                 continue
-            if isinstance(unit, RegionNode) and isinstance(unit.region, d.Fuse | d.Replace):
-                inputs = [names[var] for var in self.graph.inputs_of(nodes)]
-                yield f"{names[self.graph.outputs_of(nodes)[0]]} = {unit.region.name}({', '.join(inputs)})"
+            if isinstance(item, RegionNode) and isinstance(item.region, d.Fuse | d.Replace):
+                inputs = ", ".join(names[var] for var in self.graph.inputs_of(nodes))
+                result = names[self.graph.outputs_of(nodes)[0]]
+                yield f"{result} = {item.region.name}({inputs})"
                 continue
             for node in nodes:
-                if node.name in seen:
-                    yield f"{node.name} = {node.eqn.primitive.name}({', '.join(map(self._name, node.eqn.invars))})"
-                elif node.scope not in shown:
-                    shown.add(node.scope)
+                if node.name in visible:
+                    operands = ", ".join(map(self._operand_text, node.eqn.invars))
+                    yield f"{node.name} = {node.eqn.primitive.name}({operands})"
+                elif node.scope not in hidden_scopes:
+                    hidden_scopes.add(node.scope)
                     yield f"{node.scope or 'model'}(...)"
 
-    def _fused_or_not(self, units: Sequence[Node | RegionNode]) -> Iterator[Node | RegionNode]:
-        """Equations, and those that run as one function, also where they are recomputed."""
-        for unit in units:
-            if isinstance(unit, RegionNode) and not isinstance(unit.region, d.Fuse | d.Replace):
-                yield from self._fused_or_not(unit.inside)
+    def _without_remat(self, items: Sequence[GraphItem]) -> Iterator[GraphItem]:
+        """Yield nodes and regions that run as one function; recomputed regions are expanded."""
+        for item in items:
+            if isinstance(item, RegionNode) and not isinstance(item.region, d.Fuse | d.Replace):
+                yield from self._without_remat(item.inside)
             else:
-                yield unit
+                yield item
 
-    def _name(self, atom: Any) -> str:
-        return str(atom.val) if hasattr(atom, "val") else self.graph.value_names[atom]
+    def _operand_text(self, atom: Atom) -> str:
+        return str(atom.val) if isinstance(atom, Literal) else self.graph.value_names[atom]

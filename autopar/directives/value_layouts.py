@@ -1,7 +1,9 @@
-"""Where the values of a scheduled model are: split, whole, or a partial sum on each device; and how equations carry that on.
+"""Layouts of the values of a scheduled model, and their propagation through equations.
 
-What an equation does to dims is told by the planner's rule table (`autopar.primitives`); here a sharding is not chosen but
-followed from operands to results. Nothing is ever moved: what would need moving is an error that a directive must mend.
+A layout says whether a value is split, whole, or a partial sum on each device. The planner's rules
+(`autopar.primitives`) say how the dims of an equation correspond. Here no sharding is chosen:
+layouts propagate from operands to results. No value is resharded either: where an equation would
+need that, propagation fails, and a directive has to resolve it.
 """
 
 from collections.abc import Sequence
@@ -22,56 +24,61 @@ from autopar.primitives import op_factors, record_of
 from autopar.primitives.factors import OpFactors
 from autopar.primitives.linearity import is_linear
 
-INNER = {
+BODY_PARAM = {
     jit_p: "jaxpr",
     custom_jvp_call_p: "call_jaxpr",
     custom_vjp_call_p: "call_jaxpr",
     remat_p: "jaxpr",
 }
-"""Primitives that are as their body is."""
+"""Primitives that compute what a body computes, with the parameter that is the body."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
-    """Where a value is.
+    """How a value is laid out over the devices.
 
     Attributes:
-        dims: for each dim the mesh axes it is split over.
-        partial: mesh axes along which what devices hold has yet to be added up.
-        largest: mesh axes along which the largest of what devices hold has yet to be taken.
-        varying: mesh axes along which the devices' values are, to JAX's types (`jax.typeof(x).manual_axis_type`), values of their own, so that
-            their gradients are too. Of a whole value: gradients are partial.
+        dims: For each dim the mesh axes over which it is split.
+        partial: Mesh axes over which the devices' values have yet to be summed.
+        partial_max: Mesh axes over which the maximum of the devices' values has yet to be taken.
+        varying: Mesh axes along which the devices' values differ according to JAX's types
+            (`jax.typeof(x).manual_axis_type`). Gradients then differ along these axes too; the
+            gradients of a whole value are partial sums.
     """
 
     dims: Spec
     partial: frozenset[str] = frozenset()
     varying: frozenset[str] = frozenset()
-    largest: frozenset[str] = frozenset()
+    partial_max: frozenset[str] = frozenset()
 
     @property
     def split(self) -> frozenset[str]:
+        """The mesh axes over which some dim is split."""
         return axes_of(self.dims)
 
     def __str__(self) -> str:
         words = [f"split as {partition_spec(self.dims)}" if self.split else "whole"]
         if self.partial:
             words.append(f"a partial sum over {', '.join(sorted(self.partial))}")
-        if self.largest:
-            words.append(f"a partial maximum over {', '.join(sorted(self.largest))}")
+        if self.partial_max:
+            words.append(f"a partial maximum over {', '.join(sorted(self.partial_max))}")
         return " and ".join(words if self.split or len(words) == 1 else words[1:])
 
 
-def whole(rank: int) -> ValueLayout:
+def whole_layout(rank: int) -> ValueLayout:
+    """Return the layout of a value of which each device has all of it."""
     return ValueLayout(((),) * rank)
 
 
 @dataclass
 class LayoutError(Exception):
-    """An equation can't run on what its operands are.
+    """An equation can't run on operands of the given layouts.
 
     Attributes:
-        operand: which operand it is about.
-        partial: the mesh axes over which it is a partial sum, or maximum, but must not be; empty when something else is wrong.
+        operand: The number of the operand at fault.
+        reason: What is wrong with it, as the end of a sentence about the operand.
+        partial: The mesh axes over which it is a partial sum or maximum, but must not be; empty
+            when something else is wrong.
     """
 
     operand: int
@@ -81,95 +88,114 @@ class LayoutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EquationLayouts:
-    """An equation on shards: how it takes its operands, and where its results are then."""
+    """The layouts in which an equation takes its operands and returns its results."""
 
     operands: tuple[ValueLayout, ...]
     results: tuple[ValueLayout, ...]
 
 
-def follow(eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh) -> EquationLayouts:
-    """Where the results of `eqn` are when its operands are as `layouts` say.
+def propagate(eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh) -> EquationLayouts:
+    """Return the layouts of the results of `eqn`, given those of its operands.
 
-    An operand that is whole is sliced by each device where the others are split. Raises LayoutError.
+    Where another operand is split, an operand that is whole is taken split: each device slices it.
+
+    Raises:
+        LayoutError: The equation can't run on these operands.
     """
-    for k, each in enumerate(layouts):
-        if each.largest:
+    for k, layout in enumerate(layouts):
+        if layout.partial_max:
             raise LayoutError(
-                k, f"is a partial maximum, and {eqn.primitive.name} needs it whole", each.largest
+                k,
+                f"is a partial maximum, and {eqn.primitive.name} needs it whole",
+                layout.partial_max,
             )
-    if eqn.primitive in INNER:
-        return EquationLayouts(tuple(layouts), tuple(_follow_inside(eqn, layouts, mesh)))
-    summed = _carried_partial(eqn, layouts)
+    if eqn.primitive in BODY_PARAM:
+        return EquationLayouts(tuple(layouts), tuple(_propagate_body(eqn, layouts, mesh)))
+    operand_partial = _propagated_partial(eqn, layouts)
     factors = op_factors(eqn)
     assignment = _assignment(factors, layouts, mesh)
     specs = [factors.operand_spec(k, assignment) for k in range(len(layouts))]
-    varying = frozenset().union(*(each.varying for each in layouts), *map(axes_of, specs))
-    partial = summed | frozenset(factors.partial_axes(assignment))
-    largest: frozenset[str] = frozenset()
+    varying = frozenset().union(*(layout.varying for layout in layouts), *map(axes_of, specs))
+    partial = operand_partial | frozenset(factors.partial_axes(assignment))
+    partial_max: frozenset[str] = frozenset()
     for kind, axes in zip(factors.kinds, assignment, strict=True):
         if kind in ("max", "min") and axes:
             if eqn.primitive is not reduce_max_p:
                 raise LayoutError(
                     0, f"is split along a dim of which {eqn.primitive.name} takes the {kind}imum"
                 )
-            largest = largest.union(axes)
-    partial -= largest
+            partial_max = partial_max.union(axes)
+    partial -= partial_max
     operands = (
-        ValueLayout(spec, each.partial, varying) for spec, each in zip(specs, layouts, strict=True)
+        ValueLayout(spec, layout.partial, varying)
+        for spec, layout in zip(specs, layouts, strict=True)
     )
     results = (
-        ValueLayout(factors.result_spec(r, assignment), partial, varying, largest)
-        for r in range(len(eqn.outvars))
+        ValueLayout(factors.result_spec(number, assignment), partial, varying, partial_max)
+        for number in range(len(eqn.outvars))
     )
     return EquationLayouts(tuple(operands), tuple(results))
 
 
-def follow_jaxpr(
+def jaxpr_result_layouts(
     jaxpr: Jaxpr, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> list[ValueLayout]:
-    """Where the results of `jaxpr` are; partial sums inside must not arise."""
-    return steps_of(jaxpr, layouts, mesh)[1]
+    """Return the layouts of the results of `jaxpr`, given those of its inputs.
+
+    Raises:
+        LayoutError: An equation can't run, e.g. on a partial sum that arises inside.
+    """
+    return propagate_jaxpr(jaxpr, layouts, mesh)[1]
 
 
-def steps_of(
+def propagate_jaxpr(
     jaxpr: Jaxpr, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> tuple[list[tuple[JaxprEqn, EquationLayouts]], list[ValueLayout]]:
-    """The equations of `jaxpr` on shards, and where its results are."""
+    """Return each equation of `jaxpr` with its layouts, and the layouts of the results.
+
+    Raises:
+        LayoutError: An equation can't run on its operands.
+    """
     env = dict(zip(jaxpr.invars, layouts, strict=True))
-    env.update((var, whole(aval_of(var).ndim)) for var in jaxpr.constvars)
+    env.update((var, whole_layout(aval_of(var).ndim)) for var in jaxpr.constvars)
     steps: list[tuple[JaxprEqn, EquationLayouts]] = []
     for eqn in jaxpr.eqns:
-        steps.append((eqn, follow(eqn, [layout_of(a, env) for a in eqn.invars], mesh)))
-        env.update(zip(eqn.outvars, steps[-1][1].results, strict=True))
+        eqn_layouts = propagate(eqn, [layout_of(atom, env) for atom in eqn.invars], mesh)
+        steps.append((eqn, eqn_layouts))
+        env.update(zip(eqn.outvars, eqn_layouts.results, strict=True))
     return steps, [layout_of(atom, env) for atom in jaxpr.outvars]
 
 
 def layout_of(atom: Atom, env: dict[Var, ValueLayout]) -> ValueLayout:
-    """The layout of `atom`; literals are whole."""
-    return whole(aval_of(atom).ndim) if isinstance(atom, Literal) else env[atom]
+    """Return the layout of `atom`; literals are whole."""
+    return whole_layout(aval_of(atom).ndim) if isinstance(atom, Literal) else env[atom]
 
 
-def _follow_inside(
+def _propagate_body(
     eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> list[ValueLayout]:
-    """The results of a function that is called; what is partial must be completed before."""
-    for k, each in enumerate(layouts):
-        if each.partial:
+    """Return the layouts of the results of an equation with a body."""
+    for k, layout in enumerate(layouts):
+        if layout.partial:
             raise LayoutError(
-                k, f"is a partial sum, and {eqn.primitive.name} needs it whole", each.partial
+                k, f"is a partial sum, and {eqn.primitive.name} needs it whole", layout.partial
             )
     try:
-        return follow_jaxpr(eqn.params[INNER[eqn.primitive]], layouts, mesh)
+        return jaxpr_result_layouts(eqn.params[BODY_PARAM[eqn.primitive]], layouts, mesh)
     except LayoutError as error:
-        split = next(k for k, each in enumerate(layouts) if each.split)
+        split = next(k for k, layout in enumerate(layouts) if layout.split)
         raise LayoutError(
             split, f"can't be split in {eqn.primitive.name}: something inside {error.reason}"
         ) from error
 
 
-def _carried_partial(eqn: JaxprEqn, layouts: Sequence[ValueLayout]) -> frozenset[str]:
-    """The mesh axes over which results are partial sums because operands are; refused where that isn't linear."""
-    axes = {k: each.partial for k, each in enumerate(layouts) if each.partial}
+def _propagated_partial(eqn: JaxprEqn, layouts: Sequence[ValueLayout]) -> frozenset[str]:
+    """Return the mesh axes over which results are partial sums because operands are.
+
+    Raises:
+        LayoutError: The equation is not linear in the operands that are partial sums.
+    """
+    axes = {k: layout.partial for k, layout in enumerate(layouts) if layout.partial}
     if not axes:
         return frozenset()
     (first, partial), *_ = axes.items()
@@ -194,36 +220,42 @@ def _carried_partial(eqn: JaxprEqn, layouts: Sequence[ValueLayout]) -> frozenset
 def _assignment(
     factors: OpFactors, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each factor, as the operands have them."""
-    chosen: dict[int, tuple[str, ...]] = {}
-    used: dict[str, int] = {}
+    """Return the mesh axes of each factor, as the layouts of the operands imply them.
+
+    Raises:
+        LayoutError: Operands disagree, or the equation can't be split like this.
+    """
+    axes_by_factor: dict[int, tuple[str, ...]] = {}
+    factor_by_axis: dict[str, int] = {}
     for k, (dims, layout) in enumerate(zip(factors.operands, layouts, strict=True)):
-        for dim, (inside, axes) in enumerate(zip(dims, layout.dims, strict=True)):
+        for dim, (dim_factors, axes) in enumerate(zip(dims, layout.dims, strict=True)):
             if not axes:
                 continue
-            if not inside or factors.kinds[inside[0]] == "whole":
+            if not dim_factors or factors.kinds[dim_factors[0]] == "whole":
                 raise LayoutError(k, f"is split along dim {dim}, which must be whole here")
-            if chosen.setdefault(inside[0], axes) != axes:
+            factor = dim_factors[0]
+            if axes_by_factor.setdefault(factor, axes) != axes:
                 raise LayoutError(
                     k,
-                    f"is split over {axes} along dim {dim}, another operand over {chosen[inside[0]]}",
+                    f"is split over {axes} along dim {dim}, another operand over"
+                    f" {axes_by_factor[factor]}",
                 )
-            if any(used.setdefault(axis, inside[0]) != inside[0] for axis in axes):
+            if any(factor_by_axis.setdefault(axis, factor) != factor for axis in axes):
                 raise LayoutError(
                     k, f"is split over {axes} along dim {dim}, another operand along another dim"
                 )
     for k, layout in enumerate(layouts):
-        if not layout.partial.isdisjoint(used):
+        if not layout.partial.isdisjoint(factor_by_axis):
             raise LayoutError(
                 k,
                 "is a partial sum, and another operand is split over the same axis",
                 layout.partial,
             )
-    assignment = tuple(chosen.get(f, ()) for f in range(len(factors.sizes)))
+    assignment = tuple(axes_by_factor.get(f, ()) for f in range(len(factors.sizes)))
     if not factors.allows(assignment, mesh):
-        sizes = {factors.sizes[f]: axes for f, axes in chosen.items()}
+        sizes = {factors.sizes[f]: axes for f, axes in axes_by_factor.items()}
         raise LayoutError(
-            next(k for k, each in enumerate(layouts) if each.split),
+            next(k for k, layout in enumerate(layouts) if layout.split),
             f"can't stay split: {sizes} don't fit",
         )
     return assignment

@@ -1,4 +1,7 @@
-"""`Verify`: that a scheduled model computes what the model does, and when not, which directive is to blame."""
+"""Numerical verification of a scheduled model against the model on one device.
+
+If results differ, the directive at fault is found by leaving out one directive after another.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,38 +29,44 @@ from autopar.tracing.trace import abstract
 
 _LOSS = "the loss"
 _FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""What runs once is to compile fast."""
+"""Compiler options for functions that run once: compile time matters, run time does not."""
 
 type Loss = Callable[[Any], jax.Array]
 
 
 class VerificationError(AssertionError):
-    """The scheduled model computes something else than the model."""
+    """The scheduled model computes other values than the model."""
 
 
 @dataclass
 class Verify:
-    """Checks that a loss of the scheduled model, and its every gradient, are those of the model on one device.
+    """A comparison of the loss and all gradients of a scheduled model with the unscheduled model.
 
-    As a context, it checks the schedule that there is at the end:
+    As a context manager, it checks the schedule at the end:
 
         with Verify(sch, example_inputs):
             sch["linear1"].shard("kernel", axis=1)
             ...
 
-    What is checked is what runs: with backend "auto" the loss and its gradients are a step that is planned, by the method that `build`
-    gives. Stages of a pipeline are left out of it, and so is `fork_rng`: shards that draw their own numbers can't give the model's.
+    It runs what `build` returns. With backend "auto" the loss and its gradients are planned as a
+    step. Pipeline stages are left out, and so is `fork_rng`, with which random numbers differ from
+    the model's.
 
     Attributes:
-        model: the schedule.
-        example_inputs: the model's arguments, as values.
-        params: values of the parameters; drawn at random by default.
-        loss: from the model's result to a number; by default a sum with random weights of all that it returns.
-        rtol: largest difference, relative to the largest number in the array; of the default loss, to the norm of what it adds up.
+        model: The schedule.
+        example_inputs: Values of the model's arguments.
+        params: Values of the parameters; random by default.
+        loss: A function from the model's result to a scalar. The default is a sum of everything
+            that the model returns, with random weights.
+        rtol: The largest difference, relative to the largest number in the array. For the default
+            loss it is relative to the norm of the summands.
+        backend: As for `build`.
+        batch_axis: As for `build`.
 
     Raises:
-        VerificationError: at the end, naming what differs and the directive at fault.
-        DirectiveError: the schedule can't be built.
+        VerificationError: Results differ. The message names the worst one and the directive at
+            fault.
+        DirectiveError: The schedule can't be built.
     """
 
     model: ModelSchedule
@@ -67,7 +76,7 @@ class Verify:
     rtol: float = 1e-4
     backend: Backend = "manual"
     batch_axis: str | None = None
-    _size: float = field(default=0.0, init=False, repr=False)
+    _loss_scale: float = field(default=0.0, init=False, repr=False)
 
     def __enter__(self) -> Self:
         return self
@@ -77,22 +86,26 @@ class Verify:
             self.check()
 
     def check(self) -> None:
-        """Compare the schedule as it is now."""
-        given = self.model.schedule.directives
-        schedule = DirectiveSchedule(
-            tuple(each for each in given if not isinstance(each, CutPipelineStage | ForkRng))
+        """Compare the schedule as it is now; errors as for the class."""
+        directives = tuple(
+            directive
+            for directive in self.model.schedule.directives
+            if not isinstance(directive, CutPipelineStage | ForkRng)
         )
+        schedule = DirectiveSchedule(directives)
         params = _random(self.model.params) if self.params is None else self.params
-        wanted, self._size = self._values(self.model.fun, params, _compiled)
-        if strange := [name for name, value in wanted.items() if not np.isfinite(value).all()]:
+        expected, self._loss_scale = self._values(self.model.fun, params, _compiled)
+        not_finite = [name for name, value in expected.items() if not np.isfinite(value).all()]
+        if not_finite:
             raise DirectiveError(
-                f"{strange[0]} of the model itself, without the schedule, is not finite: nothing can be compared with it. Give params= "
-                "(those drawn at random may be negative where variances are meant), or other example_inputs"
+                f"{not_finite[0]} of the model itself, without the schedule, is not finite: nothing"
+                " can be compared with it. Give params= (those drawn at random may be negative"
+                " where variances are meant), or other example_inputs"
             )
-        worst = self._worst(schedule, params, wanted)
+        worst = self._worst_difference(schedule, params, expected)
         if worst is None:
             return
-        directive = self._culprit(schedule, params, wanted)
+        directive = self._culprit(schedule, params, expected)
         blamed = (
             f"{describe(directive)} of {directive.path or 'the model'}"
             if directive
@@ -106,63 +119,74 @@ class Verify:
         params: Any,
         run: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> tuple[dict[str, np.ndarray], float]:
-        """The loss, and the gradients of all parameters and inputs that have any, by name; computed by `run` of them.
+        """Return loss and gradients by name, and the norm of the summands of the loss.
 
-        And how large the numbers are that were added up to the loss.
+        Gradients are those of all floating-point parameters and inputs.
+
+        Args:
+            fun: The model.
+            params: Values of its parameters.
+            run: A transformation like `jax.jit` with which the loss and its gradients run.
         """
         args = tuple(self.example_inputs)
 
         def loss(smooth: Any, rest: Any) -> tuple[jax.Array, jax.Array]:
-            given = jax.tree.map(
+            inputs = jax.tree.map(
                 lambda a, b: b if a is None else a, smooth, rest, is_leaf=lambda x: x is None
             )
-            result = fun(*given)
-            return _weighted(result) if self.loss is None else (self.loss(result), jnp.zeros(()))
+            result = fun(*inputs)
+            if self.loss is None:
+                return _weighted_sum(result)
+            return self.loss(result), jnp.zeros(())
 
-        smooth, rest = _parted((params, *args))
-        (value, size), gradients = run(jax.value_and_grad(loss, has_aux=True))(smooth, rest)
+        smooth, rest = _split_by_smoothness((params, *args))
+        (value, scale), gradients = run(jax.value_and_grad(loss, has_aux=True))(smooth, rest)
         leaves, _ = jax.tree.flatten_with_path(gradients)
         named = {f"the gradient of {self._name(path)}": np.asarray(leaf) for path, leaf in leaves}
-        return {_LOSS: np.asarray(value), **named}, float(size)
+        return {_LOSS: np.asarray(value), **named}, float(scale)
 
     def _name(self, path: Any) -> str:
         inner = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-        return (
-            inner
-            if path[0].idx == 0
-            else f"argument {path[0].idx - 1}" + (f", {inner}" if inner else "")
-        )
+        number = path[0].idx
+        if number == 0:
+            return inner
+        return f"argument {number - 1}" + (f", {inner}" if inner else "")
 
-    def _worst(
-        self, schedule: DirectiveSchedule, params: Any, wanted: dict[str, np.ndarray]
+    def _worst_difference(
+        self, schedule: DirectiveSchedule, params: Any, expected: dict[str, np.ndarray]
     ) -> str | None:
-        """What a schedule gets most wrong, in words; None when all is well. Raises DirectiveError if it can't be built."""
-        model = self.model.replayed(schedule, jax.tree.map(abstract, tuple(self.example_inputs)))
+        """Return the largest difference as text, or None if all differences are within `rtol`.
+
+        Raises:
+            DirectiveError: The schedule can't be built.
+        """
+        model = self.model.replay(schedule, jax.tree.map(abstract, tuple(self.example_inputs)))
         built = build(model, self.backend, self.batch_axis)
-        found, _ = self._values(
-            built.apply, params, _compiled if self.backend != "auto" else partial(_planned, built)
-        )
-        # Gradients that are zero but for rounding are compared with the others; a loss, with the numbers that may cancel in it.
-        floor = 1e-2 * max(_largest(value) for name, value in wanted.items() if name != _LOSS)
+        run = _compiled if self.backend != "auto" else partial(_planned, built)
+        values, _ = self._values(built.apply, params, run)
+        # A gradient may be zero except for rounding; it is compared with the scale of the others.
+        # Summands of a loss may cancel; it is compared with their norm.
+        floor = 1e-2 * max(_max_abs(value) for name, value in expected.items() if name != _LOSS)
         differences = {
-            name: _difference(found[name], value, self._size if name == _LOSS else floor)
-            for name, value in wanted.items()
+            name: _difference(values[name], value, self._loss_scale if name == _LOSS else floor)
+            for name, value in expected.items()
         }
-        name = max(differences, key=lambda name: differences[name])
+        name = max(differences, key=differences.__getitem__)
         if differences[name] <= self.rtol:
             return None
         return f"{name} differs by {differences[name]:.2g} of its largest value"
 
     def _culprit(
-        self, schedule: DirectiveSchedule, params: Any, wanted: dict[str, np.ndarray]
+        self, schedule: DirectiveSchedule, params: Any, expected: dict[str, np.ndarray]
     ) -> Directive | None:
-        """The directive without which, or with a plain all_reduce instead of which, all would be well."""
-        for directive, others in _alternatives(schedule):
+        """Return the directive without which results agree; see `_alternatives`."""
+        for directive, alternative in _alternatives(schedule):
             try:
-                if self._worst(others, params, wanted) is None:
+                if self._worst_difference(alternative, params, expected) is None:
                     return directive
             except DirectiveError:
-                continue  # what is left does not fit together: no answer
+                # The other directives need this one, so that leaving it out shows nothing.
+                continue
         return None
 
 
@@ -177,17 +201,19 @@ def _planned(built: BuiltModel, step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _alternatives(schedule: DirectiveSchedule) -> Iterator[tuple[Directive, DirectiveSchedule]]:
-    given = schedule.directives
-    # What runs functions of the user is tried first.
-    for k, directive in sorted(enumerate(given), key=lambda each: not _has_function(each[1])):
+    """Yield each directive with the schedule without it.
+
+    A sync is also yielded with the schedule that has a plain all_reduce in its place. Directives
+    that run functions of the user come first.
+    """
+    directives = list(enumerate(schedule.directives))
+    for k, directive in sorted(directives, key=lambda entry: not _has_function(entry[1])):
+        before = schedule.directives[:k]
+        after = schedule.directives[k + 1 :]
         if isinstance(directive, Sync) and directive.op != "all_reduce":
-            yield (
-                directive,
-                DirectiveSchedule(
-                    (*given[:k], replace(directive, op="all_reduce", axis=None), *given[k + 1 :])
-                ),
-            )
-        yield directive, DirectiveSchedule((*given[:k], *given[k + 1 :]))
+            all_reduce = replace(directive, op="all_reduce", axis=None)
+            yield directive, DirectiveSchedule((*before, all_reduce, *after))
+        yield directive, DirectiveSchedule((*before, *after))
 
 
 def _has_function(directive: Directive) -> bool:
@@ -195,51 +221,55 @@ def _has_function(directive: Directive) -> bool:
 
 
 def _random(avals: Any) -> Any:
-    """Parameters to compare with: small, so that nothing saturates, and each different from all others."""
-    draw = np.random.default_rng(0)
+    """Return random parameters, scaled by fan-in so that no activation function saturates."""
+    rng = np.random.default_rng(0)
 
     def values(aval: Any) -> Any:
         if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
             return jnp.zeros(aval.shape, aval.dtype)
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
             return np.zeros(aval.shape, aval.dtype)
-        return (draw.standard_normal(aval.shape) / max(1, *aval.shape[:1]) ** 0.5).astype(
-            aval.dtype
-        )
+        scale = max(1, *aval.shape[:1]) ** 0.5
+        return (rng.standard_normal(aval.shape) / scale).astype(aval.dtype)
 
     return jax.tree.map(values, avals)
 
 
-def _weighted(result: Any) -> tuple[jax.Array, jax.Array]:
-    """A sum of everything, with weights that no mistake leaves unchanged; and the norm of what was added up."""
-    draw = np.random.default_rng(1)
+def _weighted_sum(result: Any) -> tuple[jax.Array, jax.Array]:
+    """Return a sum of all floating-point results with random weights, and the norm of its summands.
+
+    With random weights, an error such as a permutation changes the sum.
+    """
+    rng = np.random.default_rng(1)
     leaves = [leaf for leaf in jax.tree.leaves(result) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    terms = [draw.standard_normal(leaf.shape).astype(leaf.dtype) * leaf for leaf in leaves]
+    terms = [rng.standard_normal(leaf.shape).astype(leaf.dtype) * leaf for leaf in leaves]
     squares = sum(
-        (jnp.sum(jnp.square(jax.lax.stop_gradient(jnp.abs(each)))) for each in terms), jnp.zeros(())
+        (jnp.sum(jnp.square(jax.lax.stop_gradient(jnp.abs(term)))) for term in terms), jnp.zeros(())
     )
     return sum(map(jnp.sum, terms), jnp.zeros(())), jnp.sqrt(squares)
 
 
-def _parted(tree: Any) -> tuple[Any, Any]:
-    """What has gradients and what has none, each with None in the place of the other."""
-    smooth = jax.tree.map(
-        lambda x: x if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else None, tree
-    )
-    return smooth, jax.tree.map(
-        lambda x: None if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else x, tree
-    )
+def _split_by_smoothness(tree: Any) -> tuple[Any, Any]:
+    """Return the leaves that have gradients, and the others, as trees with None elsewhere."""
+
+    def has_gradient(x: Any) -> bool:
+        return bool(jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact))
+
+    smooth = jax.tree.map(lambda x: x if has_gradient(x) else None, tree)
+    rest = jax.tree.map(lambda x: None if has_gradient(x) else x, tree)
+    return smooth, rest
 
 
-def _difference(found: np.ndarray, wanted: np.ndarray, floor: float) -> float:
-    """The largest difference, relative to the largest number or to `floor`; infinite when something is not finite."""
-    difference = _largest(found.astype(np.float64) - wanted)
-    return (
-        difference / (max(_largest(wanted), floor) or 1.0)
-        if np.isfinite(difference)
-        else float("inf")
-    )
+def _difference(value: np.ndarray, expected: np.ndarray, floor: float) -> float:
+    """Return the largest difference, relative to the largest number but at least to `floor`.
+
+    Infinite if a number is not finite.
+    """
+    difference = _max_abs(value.astype(np.float64) - expected)
+    if not np.isfinite(difference):
+        return float("inf")
+    return difference / (max(_max_abs(expected), floor) or 1.0)
 
 
-def _largest(values: np.ndarray) -> float:
+def _max_abs(values: np.ndarray) -> float:
     return float(np.max(np.abs(values), initial=0.0))

@@ -1,6 +1,7 @@
-"""Programs for many devices written by hand, inside `jax.shard_map`: what their authors need beside JAX itself.
+"""Helpers for SPMD programs that are written by hand inside `jax.shard_map`.
 
-All of it is for `check_vma=True`, shard_map's default, under which JAX knows along which mesh axes a value differs.
+They require `check_vma=True`, the default of shard_map, with which JAX's types say along which mesh
+axes a value varies.
 """
 
 from autopar.manual.argument_shardings import shardings

@@ -1,4 +1,4 @@
-"""Where the arguments of a step written by hand go."""
+"""Shardings of the arguments of a hand-written step."""
 
 from typing import Any
 
@@ -9,15 +9,16 @@ from autopar.ir.spec import misfit
 
 
 def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
-    """The sharding of each array of `args`, after a check that its dims can be split so.
+    """Return the sharding of each array of `args`, and check that it divides the array evenly.
 
     Args:
-        specs: a pytree of PartitionSpecs, of the structure of `args`.
-        args: a pytree of arrays or ShapeDtypeStructs.
+        mesh: The mesh.
+        specs: A pytree of PartitionSpecs with the structure of `args`.
+        args: A pytree of arrays or ShapeDtypeStructs.
 
     Raises:
-        ValueError: a spec names an axis that the mesh doesn't have, or has more entries than the array has dims, or splits a dim
-            that the devices along its axes don't divide. It says which array of `args` that is.
+        ValueError: A spec names an axis that is not in the mesh, has more entries than its array
+            has dims, or does not divide a dim evenly. The message names the array.
     """
 
     def sharding(path: Any, x: Any, spec: PartitionSpec) -> NamedSharding:

@@ -1,9 +1,11 @@
-"""Gradients inside `jax.shard_map` that can't come out N times too large.
+"""Data-parallel gradients inside `jax.shard_map`.
 
-The trap: each device has the same parameters and its own part of the batch. JAX sees that the parameters are the same everywhere,
-so the gradient of the device's own loss is already summed over the N devices, and the `pmean` that everyone knows from `jax.pmap`
-averages N equal sums: N times the gradient, and nothing complains. Here what is differentiated is the mean loss of all devices,
-one number for the whole mesh, and then JAX's rules give the gradient of every parameter, whether replicated or sharded.
+If each device has the same parameters and its own part of the batch, it is easy to get gradients
+that are N times too large on N devices. JAX's types say that the parameters are replicated, so the
+gradient of the local loss is already summed over the devices, and the `pmean` that `jax.pmap`
+requires averages N equal sums. Here the mean loss over all devices is differentiated, one number
+for the whole mesh. JAX's rules then give the right gradient of every parameter, replicated or
+sharded.
 """
 
 from collections.abc import Callable
@@ -22,19 +24,24 @@ def value_and_grad(
     *,
     axis: AxisName,
 ) -> Callable[..., Any]:
-    """As `jax.value_and_grad`, of the mean of `fun` over the devices along `axis`. To be called inside `jax.shard_map`.
+    """Return `jax.value_and_grad` of the mean of `fun` over the devices along `axis`.
 
-    Value and gradients are those of the whole batch if `fun` is a mean over as many examples on each device. A parameter that is
-    replicated gets the same gradient on every device, synchronised once however often it is used; of one that is sharded, each
-    device gets the gradient of its shard.
+    Call the result inside `jax.shard_map`. Value and gradients are those of the whole batch if
+    `fun` is a mean over equally many examples on each device. A replicated parameter gets the same
+    gradient on every device, with one all_reduce regardless of how often it is used. For a sharded
+    parameter each device gets the gradient of its shard.
 
     Args:
-        fun: gives the loss of this device, a scalar; with `has_aux` also values that are passed on as they are.
-        axis: the mesh axes over which the batch is split, () for none.
+        fun: A function that returns the scalar loss of this device; with `has_aux` a pair of the
+            loss and values that are returned unchanged.
+        argnums: As for `jax.value_and_grad`.
+        has_aux: As for `jax.value_and_grad`.
+        axis: The mesh axes over which the batch is split; () for none.
 
     Raises:
-        ValueError: the loss differs along another mesh axis: a sum or mean over it is missing in `fun`; or shard_map was told
-            `check_vma=False`, without which gradients of replicated parameters would lack their sum.
+        ValueError: The loss varies along another mesh axis, over which `fun` must sum or average;
+            or shard_map has `check_vma=False`, with which JAX does not sum the gradients of
+            replicated parameters.
     """
     names = (axis,) if isinstance(axis, str) else tuple(axis)
 
@@ -42,18 +49,21 @@ def value_and_grad(
         _check_types_are_tracked(names)
         result = fun(*args)
         loss, aux = result if has_aux else (result, None)
-        if missing := _varying(loss) - set(names):
+        missing = _varying(loss) - set(names)
+        if missing:
             raise ValueError(
-                f"the loss differs along the mesh axis {', '.join(sorted(missing))}, but is to be averaged over "
-                f"{', '.join(names) or 'none'} only; sum or average it inside the function (a forward all_reduce is missing), "
-                "or name the axis if the batch is split over it"
+                f"the loss differs along the mesh axis {', '.join(sorted(missing))}, but is to be"
+                f" averaged over {', '.join(names) or 'none'} only; sum or average it inside the"
+                " function (a forward all_reduce is missing), or name the axis if the batch is"
+                " split over it"
             )
         differs = tuple(name for name in names if name in _varying(loss))
         loss = jax.lax.pmean(loss, differs) if differs else loss
         return (loss, aux) if has_aux else loss
 
     def call(*args: Any) -> Any:
-        # One cast at the start is one all_reduce per parameter at the end; without it there is one per use.
+        # The transpose of this cast is the all_reduce of the gradient. Without it, JAX inserts a
+        # cast, and so an all_reduce, at every use of a parameter.
         chosen = {argnums} if isinstance(argnums, int) else set(argnums)
         cast = partial(jax.tree.map, partial(_vary, names))
         return jax.value_and_grad(
@@ -66,18 +76,22 @@ def value_and_grad(
 
 
 def _vary(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """`x`, from here on free to differ along `names`."""
+    """Return `x` typed as varying along `names`."""
     missing = tuple(name for name in names if name not in _varying(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _varying(x: Any) -> frozenset[str]:
-    """The mesh axes along which `x` may differ (the attributes have no public name; seen in JAX 0.11.2)."""
+    """Return the mesh axes along which `x` may vary.
+
+    The attributes have no public name; seen in JAX 0.11.2.
+    """
     return jax.typeof(x).mat.varying
 
 
 def _check_types_are_tracked(names: tuple[str, ...]) -> None:
     if names and not _varying(jax.lax.axis_index(names)):
         raise ValueError(
-            "value_and_grad needs jax.shard_map with check_vma=True, its default; given check_vma=False"
+            "value_and_grad needs jax.shard_map with check_vma=True, its default; given"
+            " check_vma=False"
         )

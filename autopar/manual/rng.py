@@ -6,8 +6,9 @@ from autopar.manual.named_collectives import AxisName
 
 
 def fold_rng_over_axis(key: jax.Array, axis: AxisName) -> jax.Array:
-    """A key of its own for each device along `axis`, and the same one along all other mesh axes.
+    """Return a key that differs between the devices along `axis`, for dropout on shards.
 
-    For dropout on shards, say. To be called inside `jax.shard_map`; along the axis, device i gets `jax.random.fold_in(key, i)`.
+    Call it inside `jax.shard_map`. Device i along `axis` gets `jax.random.fold_in(key, i)`; the key
+    is the same along all other mesh axes.
     """
     return jax.random.fold_in(key, jax.lax.axis_index(axis))

@@ -1,4 +1,4 @@
-"""Schedules of model families, after those that come with Slapo; each works on any Flax module of that shape, whatever its names.
+"""Schedules of model families, after those of Slapo, for Flax modules with any module names.
 
 sch = autopar.create_schedule(model, params, [tokens], mesh=(2, 4))
 schedule_gpt(sch, Knobs(batch_axis="x", sequence_parallel=True))

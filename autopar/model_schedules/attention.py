@@ -1,7 +1,9 @@
-"""Attention block by block, in plain JAX: runs on shards, compiles for any device, and its memory grows with the length, not its square.
+"""FlashAttention in plain JAX: runs on shards and compiles for any device.
 
-The algorithm is FlashAttention's (Dao et al., arXiv 2205.14135): softmax by running maxima and sums (equations in section 3.1), weights
-computed again from the logarithm of their sum in the backward pass. A kernel for the devices at hand is faster; it takes the same place.
+Its memory grows with the length, not with its square. The algorithm is that of Dao et al. (arXiv
+2205.14135): softmax by running maxima and sums (equations in section 3.1), and recomputation of the
+weights from the logarithm of their sum in the backward pass. A kernel written for a device is
+faster; a schedule can use one instead.
 """
 
 from functools import partial
@@ -12,28 +14,36 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCK = 512
-"""Keys that are attended to at a time."""
+"""The number of keys in a block."""
 
 
 def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Attention as models that call JAX's write it."""
+    """Return JAX's softmax attention, as many models call it.
+
+    Query, key, value and result have shape (batch, length, heads, features).
+    """
     return jax.nn.dot_product_attention(query, key, value)
 
 
 def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """The same where a position attends to itself and those before it."""
+    """Return `attention` in which a position attends to itself and earlier positions."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
 def flash_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, causal: bool = False, block: int = BLOCK
 ) -> jax.Array:
-    """Softmax attention, scaled by the square root of the features, without its scores ever being there as a whole.
+    """Return softmax attention, with scores that exist for one block of keys at a time.
+
+    Scores are divided by the square root of the number of features. Query, key, value and result
+    have shape (batch, length, heads, features).
 
     Args:
-        query, key, value: (batch, length, heads, features).
-        causal: a position attends to itself and those before it.
-        block: keys at a time; the largest divisor of the length up to it is taken.
+        query: The queries.
+        key: The keys.
+        value: The values.
+        causal: Whether a position attends only to itself and earlier positions.
+        block: The largest number of keys in a block. The number used divides the length.
     """
     length = key.shape[1]
     size = next(size for size in range(min(block, length), 0, -1) if length % size == 0)
@@ -41,7 +51,7 @@ def flash_attention(
 
 
 def causal_flash_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """The same where a position attends to itself and those before it."""
+    """Return `flash_attention` in which a position attends to itself and earlier positions."""
     return flash_attention(query, key, value, causal=True)
 
 
@@ -53,7 +63,8 @@ def _attention(
 
 
 type _Running = tuple[jax.Array, jax.Array, jax.Array]
-"""Of the keys so far: weighted values, the largest score, and the sum of the weights, relative to the largest."""
+"""The softmax of the blocks so far: weighted values, largest score, and sum of the weights. Weights
+are relative to the largest score."""
 
 
 def _forward(
@@ -73,46 +84,46 @@ def _forward(
         return mixed, top, total
 
     blocks = _blocks(size, key, value)
-    state, rest = attend(*(each[0] for each in blocks)), tuple(each[1:] for each in blocks)
+    first = attend(*(array[0] for array in blocks))
+    rest = tuple(array[1:] for array in blocks)
     (mixed, top, total), _ = lax.scan(
-        lambda state, block: (merge(state, attend(*block)), None), state, rest
+        lambda running, block: (merge(running, attend(*block)), None), first, rest
     )
     result = jnp.moveaxis(mixed / total, 1, 2).astype(query.dtype)
     return result, (query, key, value, result, top + jnp.log(total))
 
 
 def _backward(
-    causal: bool, size: int, kept: Any, cotangent: jax.Array
+    causal: bool, size: int, residuals: Any, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    query, key, value, result, log_total = kept
+    query, key, value, result, log_total = residuals
     scale = query.shape[-1] ** -0.5
     inner = jnp.einsum("bqhd,bqhd->bhq", cotangent, result, preferred_element_type=jnp.float32)[
         ..., None
     ]
 
-    def step(of_query: jax.Array, block: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def step(d_query: jax.Array, block: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         keys, values, start = block
         weights = jnp.exp(_scores(query, keys, start, causal) - log_total)
-        of_value = jnp.einsum("bhqk,bqhd->bkhd", weights.astype(cotangent.dtype), cotangent)
-        of_weights = jnp.einsum(
+        d_values = jnp.einsum("bhqk,bqhd->bkhd", weights.astype(cotangent.dtype), cotangent)
+        d_weights = jnp.einsum(
             "bqhd,bkhd->bhqk", cotangent, values, preferred_element_type=jnp.float32
         )
-        of_scores = (weights * (of_weights - inner) * scale).astype(query.dtype)
-        of_query += jnp.einsum(
-            "bhqk,bkhd->bqhd", of_scores, keys, preferred_element_type=jnp.float32
-        )
-        return of_query, (jnp.einsum("bhqk,bqhd->bkhd", of_scores, query), of_value)
+        d_scores = (weights * (d_weights - inner) * scale).astype(query.dtype)
+        d_query += jnp.einsum("bhqk,bkhd->bqhd", d_scores, keys, preferred_element_type=jnp.float32)
+        d_keys = jnp.einsum("bhqk,bqhd->bkhd", d_scores, query)
+        return d_query, (d_keys, d_values)
 
-    of_query, parts = lax.scan(step, jnp.zeros_like(query, jnp.float32), _blocks(size, key, value))
-    of_key, of_value = (jnp.moveaxis(part, 0, 1).reshape(key.shape) for part in parts)
-    return of_query.astype(query.dtype), of_key.astype(key.dtype), of_value.astype(value.dtype)
+    d_query, blocks = lax.scan(step, jnp.zeros_like(query, jnp.float32), _blocks(size, key, value))
+    d_key, d_value = (jnp.moveaxis(block, 0, 1).reshape(key.shape) for block in blocks)
+    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype)
 
 
 _attention.defvjp(_forward, _backward)
 
 
 def _scores(query: jax.Array, keys: jax.Array, start: jax.Array, causal: bool) -> jax.Array:
-    """(batch, heads, queries, keys of a block), in float32."""
+    """Return the scores of a block of keys, (batch, heads, queries, keys), in float32."""
     scores = (
         jnp.einsum("bqhd,bkhd->bhqk", query, keys, preferred_element_type=jnp.float32)
         * query.shape[-1] ** -0.5
@@ -124,10 +135,10 @@ def _scores(query: jax.Array, keys: jax.Array, start: jax.Array, causal: bool) -
 
 
 def _blocks(size: int, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values as (blocks, batch, size, heads, features), and where each block starts."""
+    """Return keys and values as (blocks, batch, size, heads, features), and the block starts."""
     batch, length, *rest = key.shape
     keys, values = (
-        jnp.moveaxis(each.reshape(batch, length // size, size, *rest), 1, 0)
-        for each in (key, value)
+        jnp.moveaxis(array.reshape(batch, length // size, size, *rest), 1, 0)
+        for array in (key, value)
     )
     return keys, values, jnp.arange(0, length, size)

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., 2019): norms after the sums, and logits of masked tokens through the embedding, with a bias."""
+"""BERT (Devlin et al., 2019): tied logits of masked tokens with a bias, norms after sums."""
 
 from dataclasses import replace
 
@@ -14,5 +14,9 @@ BERT = replace(GPT, attend=attention, flash=flash_attention, head_bias="bias")
 def schedule_bert(
     sch: ModelSchedule, knobs: Knobs | None = None, names: TransformerNames = BERT
 ) -> None:
-    """Add the directives for a BERT. What is between the last block and the logits stays whole, or split by tokens."""
+    """Add the directives for a BERT.
+
+    Layers between the last block and the logits stay whole, or split by tokens with sequence
+    parallelism.
+    """
     schedule_transformer(sch, knobs or Knobs(), names)

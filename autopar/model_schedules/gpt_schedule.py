@@ -1,4 +1,4 @@
-"""GPT (Radford et al., 2019): logits through the embedding; queries, keys and values in one product."""
+"""GPT (Radford et al., 2019): tied logits, and one product for queries, keys and values."""
 
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import causal_attention, causal_flash_attention
@@ -23,5 +23,8 @@ GPT = TransformerNames(
 def schedule_gpt(
     sch: ModelSchedule, knobs: Knobs | None = None, names: TransformerNames = GPT
 ) -> None:
-    """Add the directives for a GPT. Columns of `qkv` are by head: of each head first the query, then key and value."""
+    """Add the directives for a GPT.
+
+    The columns of `qkv` must be ordered by head: for each head query, then key, then value.
+    """
     schedule_transformer(sch, knobs or Knobs(), names)

@@ -1,20 +1,27 @@
-"""What one chooses about a shipped schedule."""
+"""Options of the shipped schedules."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """How much of what a shipped schedule does. On a mesh axis of one device the directives about it do nothing.
+    """Options of a shipped schedule.
+
+    Directives over a mesh axis of one device have no effect.
 
     Attributes:
-        tensor_axis: the mesh axis over which layers are split; the last one by default. Its size is the degree.
-        batch_axis: the mesh axis over which the batch is split, if any; `autopar.build` is told the same.
-        sequence_parallel: between split layers the tokens are split, too (Korthikanti et al., arXiv 2205.05198).
-        vocabulary_parallel: embedding and logits are split by tokens of the vocabulary.
-        flash_attention: attention is computed block by block, its scores never kept.
-        checkpoint_ratio: the part of the blocks, from the first on, that are computed again in the backward pass.
-        pipeline_stages: runs of blocks that become stages of a pipeline, for `autopar.build(backend="auto")`.
+        tensor_axis: The mesh axis over which layers are split; the last one by default. Its size is
+            the degree of tensor parallelism.
+        batch_axis: The mesh axis over which the batch is split, if any. `autopar.build` takes the
+            same axis.
+        sequence_parallel: Whether activations between split layers are split by tokens (Korthikanti
+            et al., arXiv 2205.05198).
+        vocabulary_parallel: Whether embedding and logits are split by tokens of the vocabulary.
+        flash_attention: Whether attention is computed block by block, without storing its scores.
+        checkpoint_ratio: The fraction of the blocks, starting with the first one, that the backward
+            pass recomputes.
+        pipeline_stages: The number of pipeline stages, each a run of blocks, for
+            `autopar.build(backend="auto")`.
     """
 
     tensor_axis: str | None = None

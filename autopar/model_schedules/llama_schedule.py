@@ -1,4 +1,4 @@
-"""Decoders like LLaMA (Touvron et al., 2023): no biases, gated feed-forward layers, a head of its own."""
+"""LLaMA (Touvron et al., 2023): no biases, gated feed-forward layers, and untied logits."""
 
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import causal_attention, causal_flash_attention
@@ -23,5 +23,9 @@ LLAMA = TransformerNames(
 def schedule_llama(
     sch: ModelSchedule, knobs: Knobs | None = None, names: TransformerNames = LLAMA
 ) -> None:
-    """Add the directives for a decoder like LLaMA. Heads that share keys stay together: no more devices than keys."""
+    """Add the directives for a decoder like LLaMA.
+
+    Query heads that share a key head stay on one device, so the tensor axis can't have more devices
+    than there are key heads.
+    """
     schedule_transformer(sch, knobs or Knobs(), names)

@@ -1,4 +1,7 @@
-"""The parts that schedules of transformers are made of. Each takes the schedule to add to, the knobs, and where the model has what."""
+"""The parts of transformer schedules.
+
+Each function adds directives to a schedule, given options and the names of the model's modules.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,21 +9,24 @@ from dataclasses import dataclass
 import jax
 
 from autopar.directives.definitions import DirectiveError
-from autopar.directives.model_graph import joined
+from autopar.directives.model_graph import join_path
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.knobs import Knobs
 
 type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""From queries, keys and values, (batch, length, heads, features), to what is attended to, of the same shape."""
+"""A function from query, key and value, (batch, length, heads, features), to attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnRowLayer:
-    """A module in which products by column meet in one by row: attention or feed-forward.
+    """Column-parallel products followed by a row-parallel one: attention or feed-forward.
 
     Attributes:
-        path: in a block; "" where the products are the block's own. columns, row: in the layer. The kernels of columns are split
-            along their second dim, those of rows along their first, be it of features or of heads.
+        path: The path of the layer in a block; "" if the products are in the block itself.
+        columns: The paths of the column-parallel products in the layer. Their kernels are split
+            along the second dim, of features or of heads.
+        row: The path of the row-parallel product in the layer. Its kernel is split along the first
+            dim.
     """
 
     path: str
@@ -30,16 +36,22 @@ class ColumnRowLayer:
 
 @dataclass(frozen=True, slots=True)
 class TransformerNames:
-    """Where a transformer has what. For a model of other names: `dataclasses.replace(LLAMA, blocks="layers_*")`.
+    """The names of the modules of a transformer.
+
+    For a model with other names, use `dataclasses.replace(LLAMA, blocks="layers_*")`.
 
     Attributes:
-        blocks: a glob.
-        embedding: the module that looks up tokens.
-        head: the module that makes logits: the embedding where they are tied.
-        head_bias: a parameter of the model itself that is added to the logits.
-        loss: where the schedule is for a loss, the `jax.named_scope` in which cross-entropy is computed from the logits.
-        attend: what attention computes between its projections, written as the model does; to be found by.
-        flash: what stands in for it, such as a kernel for the devices at hand.
+        blocks: A glob that matches the blocks.
+        attention: The attention layer of a block.
+        feed_forward: The feed-forward layer of a block.
+        embedding: The module that embeds tokens.
+        head: The module that computes logits: the embedding if they are tied.
+        attend: A pattern for `find`: a function that computes what the model computes between the
+            projections of attention, in the same way.
+        flash: The function that replaces it, such as a kernel for the device.
+        head_bias: A parameter of the model itself that is added to the logits.
+        loss: For a schedule of a loss, the `jax.named_scope` in which cross-entropy is computed
+            from the logits.
     """
 
     blocks: str
@@ -54,7 +66,7 @@ class TransformerNames:
 
 
 def schedule_transformer(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) -> None:
-    """All parts, as the knobs say."""
+    """Add the directives of all parts that the options enable."""
     for layer in (names.attention, names.feed_forward):
         split_layer(sch, knobs, names, layer)
     if knobs.vocabulary_parallel:
@@ -72,15 +84,18 @@ def schedule_transformer(sch: ModelSchedule, knobs: Knobs, names: TransformerNam
 def split_layer(
     sch: ModelSchedule, knobs: Knobs, names: TransformerNames, layer: ColumnRowLayer
 ) -> None:
-    """Megatron-LM's tensor parallelism (Shoeybi et al., arXiv 1909.08053): in by column, out by row, one collective at either end.
+    """Add Megatron-LM's tensor parallelism of a layer (Shoeybi et al., arXiv 1909.08053).
 
-    With sequence parallelism that gathers tokens before and scatters sums after, which takes as long as two all_reduces.
+    The forward pass has one all_reduce after the layer, the backward pass one before it. With
+    sequence parallelism, tokens are gathered before the layer, and sums are scattered after it,
+    which takes as long as the all_reduces.
     """
-    axis, path = knobs.tensor_axis, joined(names.blocks, layer.path)
-    columns = [joined(path, column) for column in layer.columns]
+    axis = knobs.tensor_axis
+    path = join_path(names.blocks, layer.path)
+    columns = [join_path(path, column) for column in layer.columns]
     for column in columns:
         _shard(sch, column, 1, axis)
-    row = sch[joined(path, layer.row)].shard("kernel", axis=0, mesh_axis=axis)
+    row = sch[join_path(path, layer.row)].shard("kernel", axis=0, mesh_axis=axis)
     entries = [sch[entry] for entry in ([path] if layer.path else columns)]
     if knobs.sequence_parallel:
         for entry in entries:
@@ -93,10 +108,11 @@ def split_layer(
 
 
 def split_vocabulary(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) -> None:
-    """Embedding and logits by tokens (as above): what is looked up in parts is added up, logits stay in parts.
+    """Split embedding and logits by tokens of the vocabulary (Megatron-LM, as for `split_layer`).
 
-    So they do in the loss, if that is scheduled: of each position the largest logit, the sum of exponentials and the logit of the label
-    are put together.
+    An all_reduce sums the embeddings, and logits stay split. If the schedule is of a loss, the loss
+    combines the largest logit of each position, the sum of exponentials, and the logit of the label
+    over the devices.
     """
     axis = knobs.tensor_axis
     embedding = sch[names.embedding].shard("embedding", axis=0, mesh_axis=axis)
@@ -114,7 +130,10 @@ def split_vocabulary(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) 
 
 
 def split_sequence(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) -> None:
-    """What is between split layers, by tokens: from the embedding, or where that is whole the first block, to the logits."""
+    """Split activations between layers by tokens, from the first block to the logits.
+
+    With `vocabulary_parallel` they are split from the embedding on.
+    """
     axis = knobs.tensor_axis
     if knobs.vocabulary_parallel:
         sch[names.head].sync("fwd_pre", "all_gather", axis=1, mesh_axis=axis)
@@ -124,26 +143,36 @@ def split_sequence(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) ->
 
 
 def replace_attention(sch: ModelSchedule, names: TransformerNames) -> None:
-    """Queries, keys and values go into `names.flash`. Raises DirectiveError where the model does not attend as `names.attend` says."""
-    found = sch[joined(names.blocks, names.attention.path)].find(names.attend)
-    if not found:
+    """Replace attention by `names.flash`.
+
+    Raises:
+        DirectiveError: The model does not compute attention as `names.attend` does.
+    """
+    attentions = sch[join_path(names.blocks, names.attention.path)].find(names.attend)
+    if not attentions:
         raise DirectiveError(
-            "flash_attention: the model's attention is not what names.attend computes; give a function of query, key and value,"
-            " (batch, length, heads, features), that computes what the model does between its projections, and as it does"
+            "flash_attention: the model's attention is not what names.attend computes; give a"
+            " function of query, key and value, (batch, length, heads, features), with the"
+            " operations that the model has between its projections"
         )
-    sch.replace(names.flash, found)
+    sch.replace(names.flash, attentions)
 
 
 def checkpoint_blocks(sch: ModelSchedule, knobs: Knobs, blocks: str) -> None:
-    """The first blocks are computed again in the backward pass."""
+    """Recompute the first `checkpoint_ratio` of the blocks in the backward pass."""
     paths = sch[blocks].paths
     for path in paths[: round(knobs.checkpoint_ratio * len(paths))]:
         sch[path].checkpoint()
 
 
 def cut_stages(sch: ModelSchedule, knobs: Knobs, blocks: str) -> None:
-    """Stages with as many blocks each, as far as possible. Raises DirectiveError for more stages than blocks."""
-    paths, stages = sch[blocks].paths, knobs.pipeline_stages
+    """Cut pipeline stages of equally many blocks, or as equal as possible.
+
+    Raises:
+        DirectiveError: There are more stages than blocks.
+    """
+    paths = sch[blocks].paths
+    stages = knobs.pipeline_stages
     if stages > len(paths):
         raise DirectiveError(
             f"pipeline_stages is {stages}, but the model has {len(paths)} blocks, at {blocks!r}"
@@ -153,7 +182,7 @@ def cut_stages(sch: ModelSchedule, knobs: Knobs, blocks: str) -> None:
 
 
 def _shard(sch: ModelSchedule, pattern: str, axis: int, mesh_axis: str | None) -> None:
-    """Kernels along a dim, and biases, where there are any, along with them."""
+    """Split kernels along dim `axis`, and their biases, if any, along their only dim."""
     for path in sch[pattern].paths:
         module = sch[path].shard("kernel", axis=axis, mesh_axis=mesh_axis)
         if "bias" in sch.modules.by_path[path].params:

@@ -1,4 +1,4 @@
-"""Wide-ResNet (Zagoruyko and Komodakis, 2016) and other residual networks of bottlenecks with batch normalisation."""
+"""Wide-ResNet (Zagoruyko and Komodakis, 2016) and other bottleneck ResNets with batch norm."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from autopar.model_schedules.transformer_schedule import checkpoint_blocks, cut_
 
 @dataclass(frozen=True, slots=True)
 class ResNetNames:
-    """Where a residual network has what, those in a block relative to it.
+    """The names of the modules of a residual network.
 
     Attributes:
-        blocks: a glob.
-        convolutions: the first, the wide one, and the last of a block.
-        norms: those after the first and after the wide convolution.
-        batch_norms: globs of every batch normalisation of the model.
+        blocks: A glob that matches the blocks.
+        convolutions: The first, the wide, and the last convolution of a block, in the block.
+        norms: The norms after the first and the wide convolution, in the block.
+        batch_norms: Globs that match every batch normalisation of the model.
     """
 
     blocks: str
@@ -38,15 +38,24 @@ def schedule_wide_resnet(
 ) -> None:
     """Add the directives for a residual network, a function of ({"params", "batch_stats"}, images).
 
-    The first two convolutions of a block are split by the channels that they make, with the norms after them, the last by those that
-    it takes: in between the few channels of the first are gathered, at the end sums are added up. With `knobs.batch_axis` means and
-    variances are those of the whole batch. Raises DirectiveError for knobs of transformers.
+    The first two convolutions of a block and the norms after them are split by output channels, the
+    last convolution by input channels. The few channels of the first convolution are gathered
+    before the wide one, and an all_reduce completes the sums of the last one. With
+    `knobs.batch_axis`, means and variances are those of the whole batch.
+
+    Args:
+        sch: The schedule to which directives are added.
+        knobs: Options.
+        names: The names of the model's modules.
+
+    Raises:
+        DirectiveError: An option is one of transformers only.
     """
     knobs = knobs or Knobs()
     if knobs.sequence_parallel or knobs.vocabulary_parallel or knobs.flash_attention:
         raise DirectiveError(
-            f"{knobs}: a residual network has no tokens and no attention; leave sequence_parallel, vocabulary_parallel and"
-            " flash_attention out"
+            f"{knobs}: a residual network has no tokens and no attention; leave sequence_parallel,"
+            " vocabulary_parallel and flash_attention out"
         )
     split_channels(sch, knobs.tensor_axis, names)
     if knobs.batch_axis is not None:
@@ -57,7 +66,7 @@ def schedule_wide_resnet(
 
 
 def split_channels(sch: ModelSchedule, axis: str | None, names: ResNetNames) -> None:
-    """The convolutions of each block; kernels are (height, width, channels in, channels out)."""
+    """Split the convolutions of each block; kernels are (height, width, inputs, outputs)."""
     first, wide, last = names.convolutions
     for convolution in (first, wide):
         sch[names.blocks][convolution].shard("kernel", axis=3, mesh_axis=axis)

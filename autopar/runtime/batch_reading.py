@@ -1,4 +1,4 @@
-"""Reading batches with a user's function: which examples form a batch, and which of them one process takes."""
+"""Reading of batches with a user's function: the rows of each batch that one process reads."""
 
 import traceback
 from collections import deque
@@ -11,26 +11,30 @@ import numpy as np
 from jax.sharding import Sharding
 
 type Reads = Callable[[int, int, int], Iterable[Any]]
-"""`(start, end, batch_size)` to batches of the examples from `start` to before `end`."""
+"""The user's function: `(start, end, batch_size)` to batches of the examples in [start, end)."""
 
 type Rows = tuple[int, int]
-"""The first row of a batch and the one after the last."""
+"""A range of rows of a batch: its first row, and the row after its last."""
 
 _END = object()
 
 
 class DataLoaderError(ValueError):
-    """A batch could not be had: the function that reads it failed or ended, or it is not what the step takes.
+    """The user's function failed or ended too early, or a batch is not what the step expects.
 
-    Nothing else has happened: the workers and what they hold are still there.
+    Workers and their arrays are not affected.
 
     Attributes:
-        host: the number of the host where it was read; None: in this process.
+        cause: the message without the host.
+        host: number of the host that read the batch; None for this process.
+        address: address of the host.
     """
 
     def __init__(self, cause: str, host: int | None = None, address: str = "") -> None:
         super().__init__(cause, host, address)
-        self.cause, self.host, self.address = cause, host, address
+        self.cause = cause
+        self.host = host
+        self.address = address
 
     def __str__(self) -> str:
         return (
@@ -40,51 +44,59 @@ class DataLoaderError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a batch is.
+    """The structure and types of a batch.
 
     Attributes:
-        avals: its arrays, in the order of `jax.tree.leaves`.
-        paths: where each is in the batch.
+        avals: types of its arrays, in the order of `jax.tree.leaves`.
+        paths: path of each array in the batch.
     """
 
     avals: tuple[jax.ShapeDtypeStruct, ...]
     paths: tuple[str, ...]
 
-    def leaves(self, batch: Any, what: str, rows: int | None = None) -> list[Any]:
-        """The arrays of a batch, or of some rows of one, which may also be a flat sequence of them; `what` names it in errors.
+    def leaves(self, batch: Any, name: str, rows: int | None = None) -> list[Any]:
+        """Return the arrays of a batch.
+
+        Args:
+            batch: a batch, or some rows of one; or a flat sequence of its arrays.
+            name: a description of the batch for errors.
+            rows: number of rows, if there are not as many as in a batch.
 
         Raises:
-            DataLoaderError: it has another structure, or an array another shape or dtype.
+            DataLoaderError: the structure, a shape or a dtype differs.
         """
-        found = jax.tree.leaves_with_path(batch)
-        paths = tuple(jax.tree_util.keystr(path) for path, _ in found)
+        leaves = jax.tree.leaves_with_path(batch)
+        paths = tuple(jax.tree_util.keystr(path) for path, _ in leaves)
         if paths not in (self.paths, tuple(f"[{i}]" for i in range(len(self.paths)))):
             raise DataLoaderError(
-                f"{what} has arrays at {', '.join(paths) or 'no place'}, expected them at {', '.join(self.paths)}, as the placement"
-                " specs, or a flat tuple of them in this order"
+                f"{name} has arrays at {', '.join(paths) or 'no place'}, expected them at"
+                f" {', '.join(self.paths)}, as the placement specs, or a flat tuple of them in this"
+                " order"
             )
-        return [self._leaf(i, leaf, what, rows) for i, (_, leaf) in enumerate(found)]
+        return [self._leaf(i, leaf, name, rows) for i, (_, leaf) in enumerate(leaves)]
 
-    def _leaf(self, i: int, leaf: Any, what: str, rows: int | None) -> Any:
+    def _leaf(self, i: int, leaf: Any, name: str, rows: int | None) -> Any:
         aval = self.avals[i]
         shape = aval.shape if rows is None else (rows, *aval.shape[1:])
         value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         fits = value.dtype == aval.dtype or jax.dtypes.canonicalize_dtype(value.dtype) == aval.dtype
         if value.shape != shape or not fits:
             raise DataLoaderError(
-                f"{what} has {value.dtype}{list(value.shape)} at {self.paths[i] or 'its only place'}, expected"
-                f" {aval.dtype}{list(shape)}"
+                f"{name} has {value.dtype}{list(value.shape)} at"
+                f" {self.paths[i] or 'its only place'}, expected {aval.dtype}{list(shape)}"
             )
         return value if value.dtype == aval.dtype else value.astype(aval.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Equal batches of consecutive examples: batch k has the `batch_size` examples from k * `batch_size`.
+    """Equal batches of consecutive examples. Batch k starts at example k * `batch_size`.
 
     Attributes:
         read: the user's function.
-        count: how many there are; batch k + `count` is batch k again.
+        batch_size: number of examples of a batch.
+        count: number of batches; batch k + `count` is batch k again.
+        form: structure and types of a batch.
     """
 
     read: Reads
@@ -94,66 +106,74 @@ class Batches:
 
 
 class Reader:
-    """Reads what one process takes of batches, and no other rows.
+    """Reads the rows of batches that one process needs.
 
-    One that takes whole batches has the user's function called once for all that follow, one that takes some rows once for each range
-    of rows of each batch.
+    A process that needs whole batches calls the user's function once for all batches. A process
+    that needs some rows calls it once for each range of rows of each batch.
+
+    Attributes:
+        rows: the ranges of rows.
     """
 
-    def __init__(self, batches: Batches, wanted: Mapping[int, Sharding]) -> None:
-        """Nothing is read yet.
+    def __init__(self, batches: Batches, shardings: Mapping[int, Sharding]) -> None:
+        """Find out which rows to read.
 
         Args:
-            wanted: numbers of the arrays of a batch of which this process has devices, and their shardings.
+            batches: the batches.
+            shardings: by number, the shardings of the arrays of a batch that have shards in this
+                process.
         """
-        self._batches, self._wanted = batches, wanted
-        self.rows = _ranges(
-            _bounds(index[0], batches.batch_size)
-            for i, sharding in wanted.items()
+        self._batches = batches
+        self._shardings = shardings
+        indices = (
+            index
+            for i, sharding in shardings.items()
             for index in sharding.addressable_devices_indices_map(
                 batches.form.avals[i].shape
             ).values()
-            if index is not None
         )
-        self._open: tuple[int, Iterator[Any]] | None = (
-            None  # the number of the batch that comes next
+        self.rows = _ranges(
+            _bounds(index[0], batches.batch_size) for index in indices if index is not None
         )
+        # An iterator of whole batches, and the number of the batch that it yields next.
+        self._open: tuple[int, Iterator[Any]] | None = None
 
     def read(self, step: int) -> dict[int, jax.Array]:
-        """The arrays of batch `step`, on the devices.
+        """Return the arrays of the batch of a step by number, on the devices.
 
         Raises:
-            DataLoaderError: the user's function failed, ended, or gave something else.
+            DataLoaderError: the user's function failed, ended or returned something else.
         """
         number = step % self._batches.count
         parts = {rows: self._part(number, rows) for rows in self.rows}
-        return {i: self._placed(i, sharding, parts) for i, sharding in self._wanted.items()}
+        return {i: self._placed(i, sharding, parts) for i, sharding in self._shardings.items()}
 
     def _part(self, number: int, rows: Rows) -> list[np.ndarray]:
-        """Some rows of a batch."""
-        size, count = self._batches.batch_size, self._batches.count
+        """Return a range of rows of a batch."""
+        size = self._batches.batch_size
+        count = self._batches.count
         num_rows = rows[1] - rows[0]
-        end = count * size if num_rows == size else number * size + rows[1]
+        first = number * size + rows[0]
+        is_whole = num_rows == size
+        name = f"batch {number}, examples {first} to {first + num_rows - 1},"
+        iterator = None
         if self._open is not None and self._open[0] == number:
-            iterator, self._open = self._open[1], None
-        else:
-            iterator = None
-        what = (
-            f"batch {number}, examples {number * size + rows[0]} to {number * size + rows[1] - 1},"
-        )
+            iterator = self._open[1]
+            self._open = None
         try:
             if iterator is None:
-                iterator = iter(self._batches.read(number * size + rows[0], end, num_rows))
+                end = count * size if is_whole else first + num_rows
+                iterator = iter(self._batches.read(first, end, num_rows))
             batch = next(iterator, _END)
         except Exception as error:
-            failed = DataLoaderError(f"{what} could not be read: {type(error).__name__}: {error}")
-            failed.add_note("".join(traceback.format_exception(error)))
-            raise failed from error
+            failure = DataLoaderError(f"{name} could not be read: {type(error).__name__}: {error}")
+            failure.add_note("".join(traceback.format_exception(error)))
+            raise failure from error
         if batch is _END:
-            raise DataLoaderError(f"{what} is missing: the function that reads it has ended before")
-        if num_rows == size and number + 1 < count:
+            raise DataLoaderError(f"{name} is missing: the function that reads it has ended before")
+        if is_whole and number + 1 < count:
             self._open = number + 1, iterator
-        return [np.asarray(leaf) for leaf in self._batches.form.leaves(batch, what, num_rows)]
+        return [np.asarray(leaf) for leaf in self._batches.form.leaves(batch, name, num_rows)]
 
     def _placed(
         self, i: int, sharding: Sharding, parts: Mapping[Rows, Sequence[np.ndarray]]
@@ -177,18 +197,18 @@ def _bounds(index: slice, size: int) -> Rows:
 
 
 def _ranges(rows: Iterable[Rows]) -> tuple[Rows, ...]:
-    """The same rows in as few ranges as there can be."""
-    found: list[Rows] = []
+    """Return the same rows in as few ranges as possible."""
+    ranges: list[Rows] = []
     for start, stop in sorted(set(rows)):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(ranges[-1][1], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            ranges.append((start, stop))
+    return tuple(ranges)
 
 
 def ahead[T](items: Iterator[T], count: int) -> Iterator[T]:
-    """The items, each given when `count` more have been begun."""
+    """Yield the items of an iterator, which is advanced `count` items further."""
     waiting: deque[T] = deque()
     for item in items:
         waiting.append(item)

@@ -67,7 +67,7 @@ class CreateStateExecutable:
         return jax.tree.unflatten(self.step.out_tree, [outputs[o] for o in range(len(outputs))])
 
     def get_output_placement_specs(self) -> Any:
-        """Return a pytree like the state, with the `PlacementSpec` of the training step for each array."""
+        """Return a pytree like the state, with the training step's `PlacementSpec`s."""
         specs = jax.tree.leaves(self.train_step.get_input_placement_specs())
         return jax.tree.unflatten(self.step.out_tree, specs[: len(self.step.jaxpr.outvars)])
 

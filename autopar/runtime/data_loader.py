@@ -1,4 +1,7 @@
-"""Batches for training, some ahead of the step: made by this process, or read by each worker as far as it needs them."""
+"""Data loaders: batches placed for a step while earlier steps run.
+
+`DataLoader` places batches of this process; `MeshDriverDataLoader` lets each worker read its rows.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -14,14 +17,15 @@ from autopar.runtime.batch_reading import Batches, Form, Reads, ahead
 from autopar.runtime.local_backend import backend
 
 type Source = Iterable[Any] | Callable[[int], Iterable[Any]]
-"""Batches, or a function of k that gives those from batch k on."""
+"""Batches, or a function from k to the batches from batch k on."""
 
 
 class _Loader:
-    """What loaders have in common: where batches go, and how many are on their way."""
+    """The places of batches, and the number of batches that are placed ahead."""
 
     def __init__(self, placement_specs: Any, prefetch_size: int) -> None:
-        self._specs, self._tree = _specs(placement_specs), jax.tree.structure(placement_specs)
+        self._specs = _specs(placement_specs)
+        self._tree = jax.tree.structure(placement_specs)
         paths = tuple(
             jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(placement_specs)
         )
@@ -30,23 +34,25 @@ class _Loader:
 
     @property
     def batch(self) -> Any:
-        """A batch as ShapeDtypeStructs."""
+        """A pytree like a batch, of ShapeDtypeStructs."""
         return jax.tree.unflatten(self._tree, self._form.avals)
 
     def placed(self, placement_specs: Any) -> Self:
-        """The same batches, put where another plan wants them.
+        """Return a loader of the same batches for another plan.
+
+        Args:
+            placement_specs: a pytree like a batch, from an executable of the other plan.
 
         Raises:
-            TypeError, ValueError: these are no placement specs of such batches.
+            TypeError: a leaf is not a PlacementSpec.
+            ValueError: the specs have another structure, shape or dtype.
         """
-        other, specs = copy(self), _specs(placement_specs)
-        if (
-            tuple(spec.aval for spec in specs) != self._form.avals
-            or jax.tree.structure(placement_specs) != self._tree
-        ):
-            raise ValueError(
-                f"placement specs of {jax.tree.map(lambda spec: spec.aval, placement_specs)}, expected them of {self.batch}"
-            )
+        other = copy(self)
+        specs = _specs(placement_specs)
+        is_same = tuple(spec.aval for spec in specs) == self._form.avals
+        if not is_same or jax.tree.structure(placement_specs) != self._tree:
+            avals = jax.tree.map(lambda spec: spec.aval, placement_specs)
+            raise ValueError(f"placement specs of {avals}, expected them of {self.batch}")
         other._specs = specs
         return other
 
@@ -54,28 +60,32 @@ class _Loader:
         return self.from_step(0)
 
     def from_step(self, step: int) -> Iterator[Any]:
-        """The batches from number `step` on, where the step wants them."""
+        """Yield the batches from number `step` on, placed for the step."""
         raise NotImplementedError
 
 
 class DataLoader(_Loader):
-    """Batches that this process makes, put where the step wants them while it runs.
+    """Places batches of this process for a step, while earlier steps run.
 
-    What it gives are JAX arrays; `DistributedArray`s if steps run on other hosts, to which it sends them.
+    It yields JAX arrays. If steps run on other hosts, it sends the batches there and yields
+    `DistributedArray`s.
     """
 
     def __init__(self, input_iter: Source, placement_specs: Any, prefetch_size: int = 1) -> None:
-        """Nothing is made yet.
+        """Create a loader without reading any batch.
 
         Args:
-            input_iter: batches, in any iterable; they are not to be changed afterwards. An iterator can be gone through only once; give
-                a function, which is called with the number of the first batch that is wanted, to begin anywhere without making what
-                comes before.
-            placement_specs: a pytree like a batch: `executable.get_input_placement_specs()[1]`, if batches are argument 1.
-            prefetch_size: how many batches to put there ahead.
+            input_iter: an iterable of batches, which must not be modified afterwards. An iterator
+                can be used only once. A function from k to the batches from batch k on can start
+                anywhere without producing the batches before.
+            placement_specs: a pytree like a batch: `executable.get_input_placement_specs()[1]`, if
+                the batch is argument 1 of the step.
+            prefetch_size: number of batches to place ahead.
 
         Raises:
-            TypeError, ValueError: that is not what was given.
+            TypeError: `input_iter` is neither an iterable nor a function, or a leaf of
+                `placement_specs` is not a PlacementSpec.
+            ValueError: `placement_specs` is empty, or `prefetch_size` is negative.
         """
         if not isinstance(input_iter, Iterable) and not callable(input_iter):
             raise TypeError(
@@ -85,28 +95,28 @@ class DataLoader(_Loader):
         self._source = _once(input_iter) if isinstance(input_iter, Iterator) else input_iter
 
     def __len__(self) -> int:
-        """How many batches there are, if what gives them knows."""
+        """Return the number of batches, if `input_iter` has a length."""
         return len(self._source)  # pyright: ignore[reportArgumentType]
 
     def from_step(self, step: int) -> Iterator[Any]:
-        """The batches from number `step` on, where the step wants them.
+        """Yield the batches from number `step` on, placed for the step, in their own structure.
 
-        Each has the structure that it was given. An iterable's first `step` batches are made, but not put anywhere.
+        If `input_iter` is not a function, its first `step` batches are produced but not placed.
 
         Raises:
-            ValueError: an iterator has been gone through before.
-            DataLoaderError: when it comes to a batch that is not as the placement specs say.
+            ValueError: an iterator has been used before.
+            DataLoaderError: while iterating, if a batch does not match the placement specs.
         """
-        batches = enumerate(self._from(step), step)
+        batches = enumerate(self._batches_from(step), step)
         return ahead(itertools.starmap(self._placed_by(), batches), self._prefetch)
 
-    def _from(self, step: int) -> Iterable[Any]:
+    def _batches_from(self, step: int) -> Iterable[Any]:
         if not isinstance(self._source, Iterable):
             return self._source(_count(step, "step"))
         return itertools.islice(self._source, _count(step, "step"), None)
 
     def _placed_by(self) -> Callable[[int, Any], Any]:
-        """What puts batch k where the step wants it."""
+        """Return a function that places the batch of a number."""
         put = backend().put(self._specs)
 
         def placed(number: int, batch: Any) -> Any:
@@ -119,15 +129,17 @@ class DataLoader(_Loader):
 
 
 class MeshDriverDataLoader(_Loader):
-    """Batches that the workers read, each only the rows that its devices take, while the steps before run.
+    """Lets each worker read the rows of batches that its devices store, while earlier steps run.
 
-    Batch k has the `batch_size` examples from number k * `batch_size`, whatever the plan and however many hosts; what is left at
-    the end and makes no whole batch is left out. If steps run in this process, it reads, in a thread.
+    Batch k has the `batch_size` examples from example k * `batch_size` on, for every plan and every
+    number of hosts. Examples at the end that do not fill a batch are skipped. If steps run in this
+    process, a thread of this process reads.
 
-    A function written for Alpa runs here, but it is asked for other examples. There each worker reads one range of all examples, so
-    that which of them meet in a batch depends on the number of hosts; here it is asked for its rows of each batch, one range after the
-    other. So what takes long and is the same every time, opening a file for instance, is best kept: in an attribute of a callable
-    object or a `functools.cache` of an imported module.
+    A function written for Alpa works, but is called with other ranges. In Alpa each worker reads
+    one range of all examples, so the examples of a batch depend on the number of hosts. Here each
+    worker reads its rows of each batch, range after range. So cache slow work that all calls share,
+    such as opening a file, in an attribute of a callable object or with `functools.cache` in an
+    imported module.
     """
 
     def __init__(
@@ -139,84 +151,93 @@ class MeshDriverDataLoader(_Loader):
         prefetch_size: int = 1,
         repeat: bool = False,
     ) -> None:
-        """Nothing is read yet.
+        """Create a loader without reading any batch.
 
         Args:
-            batch_size: examples of a batch.
-            num_samples: how many examples there are.
-            input_iter_func: `(start, end, batch_size)` to an iterable of batches of `batch_size` of the examples from `start` to
-                before `end`, in order: pytrees like `placement_specs`, or flat tuples of their arrays. A worker that takes whole
-                batches calls it once, for all that follow, and any other for the rows that it takes of each batch: with their
-                number for `batch_size`, of which it takes one. Batches are not to be changed afterwards. The function is sent to the
-                workers with everything that it closes over, and called in a thread of theirs.
-            placement_specs: a pytree like a batch: `executable.get_input_placement_specs()[1]`, if batches are argument 1.
-            prefetch_size: how many batches to read and put there ahead.
+            batch_size: number of examples of a batch.
+            num_samples: number of examples.
+            input_iter_func: a function of `(start, end, batch_size)`. It returns an iterable of
+                batches of `batch_size` examples each, from the examples in [start, end) in order:
+                pytrees like `placement_specs`, or flat tuples of their arrays, which must not be
+                modified afterwards. A worker that needs whole batches calls it once for all
+                batches; other workers call it once for each range of rows that they need, with the
+                number of rows as `batch_size`, and read one batch of that. The function is
+                pickled with everything that it closes over, and called in a thread of the worker.
+            placement_specs: a pytree like a batch: `executable.get_input_placement_specs()[1]`, if
+                the batch is argument 1 of the step.
+            prefetch_size: number of batches to read and place ahead.
             repeat: whether the first batch follows the last.
 
         Raises:
-            TypeError, ValueError: that is not what was given.
+            TypeError: `input_iter_func` can't be called, or a leaf of `placement_specs` is not a
+                PlacementSpec.
+            ValueError: there is no whole batch, or a placement spec has no batch of this size.
         """
         if not callable(input_iter_func):
             raise TypeError(
-                f"input_iter_func is {input_iter_func!r}, expected a function of start, end, batch_size"
+                f"input_iter_func is {input_iter_func!r}, expected a function of start, end,"
+                " batch_size"
             )
-        batch_size, num_samples = (
-            checked("batch_size", batch_size, integer()),
-            checked("num_samples", num_samples, integer()),
-        )
+        batch_size = checked("batch_size", batch_size, integer())
+        num_samples = checked("num_samples", num_samples, integer())
         if batch_size > num_samples:
             raise ValueError(f"batch_size={batch_size}, expected 1 to num_samples={num_samples}")
         super().__init__(placement_specs, prefetch_size)
         for aval, path in zip(self._form.avals, self._form.paths, strict=True):
             if is_key(aval.dtype):
                 raise ValueError(
-                    f"the step takes random keys at {path}, which DataLoader can bring, but not this loader"
+                    f"the step takes random keys at {path}, which DataLoader can bring, but not"
+                    " this loader"
                 )
             if aval.shape[:1] != (batch_size,):
                 raise ValueError(
-                    f"the step takes an array of shape {aval.shape} at {path}, expected batch_size={batch_size} rows"
+                    f"the step takes an array of shape {aval.shape} at {path}, expected"
+                    f" batch_size={batch_size} rows"
                 )
         self._batches = Batches(input_iter_func, batch_size, num_samples // batch_size, self._form)
         self._repeat = checked("repeat", repeat, FLAG)
 
     def __len__(self) -> int:
-        """How many batches the examples make up, once."""
+        """Return the number of batches, without repetition."""
         return self._batches.count
 
     def from_step(self, step: int) -> Iterator[Any]:
-        """The batches from number `step` on, where the step wants them, in the structure of the placement specs.
+        """Yield the batches from number `step` on, placed for the step, like the placement specs.
 
-        Nothing before is read. With `repeat` batches are numbered on beyond `len`, without end. An iterator that is dropped, or
-        closed, reads no more.
+        Earlier batches are not read. With `repeat`, numbers continue beyond `len` without end. An
+        iterator that is closed or garbage reads no further batches.
 
         Raises:
             ValueError: there is no such batch.
-            DataLoaderError: when it comes to a batch that can't be read; from the next on, `from_step` gives them again.
+            DataLoaderError: while iterating, if a batch can't be read; call `from_step` again to
+                continue at any batch.
         """
         if not self._repeat and _count(step, "step") > len(self):
             raise ValueError(
-                f"step={step}, but there are {len(self)} batches; repeat=True begins with the first again"
+                f"step={step}, but there are {len(self)} batches; repeat=True begins with the first"
+                " again"
             )
         steps = (
             itertools.count(_count(step, "step")) if self._repeat else iter(range(step, len(self)))
         )
-        found = backend().read(self._batches, self._specs, steps, self._prefetch)
-        return (jax.tree.unflatten(self._tree, arrays) for arrays in found)
+        batches = backend().read(self._batches, self._specs, steps, self._prefetch)
+        return (jax.tree.unflatten(self._tree, arrays) for arrays in batches)
 
 
 def _once(batches: Iterator[Any]) -> Callable[[int], Iterator[Any]]:
-    """The batches of an iterator from number k on, which can be had once."""
-    left = [batches]
+    """Return a function from k to the batches of an iterator from batch k on, to be called once."""
+    unused = [batches]
 
-    def given(step: int) -> Iterator[Any]:
-        if not left:
+    def batches_from(step: int) -> Iterator[Any]:
+        if not unused:
             raise ValueError(
-                "the batches of an iterator can't be had again: give DataLoader an iterable that is none, a list for instance,"
-                " or a function that gives the batches from number k on"
+                "the batches of an iterator can't be read again: give DataLoader an iterable that"
+                " is not an iterator, a list for instance, or a function from k to the batches from"
+                " number k on"
             )
-        return itertools.islice(left.pop(), step, None)
+        return itertools.islice(unused.pop(), step, None)
 
-    return given
+    return batches_from
 
 
 def _specs(placement_specs: Any) -> list[PlacementSpec]:
@@ -224,8 +245,8 @@ def _specs(placement_specs: Any) -> list[PlacementSpec]:
     for leaf in leaves:
         if not isinstance(leaf, PlacementSpec):
             raise TypeError(
-                f"placement_specs has {leaf!r} in it, expected PlacementSpecs: executable.get_input_placement_specs()[1] is a pytree"
-                " of them"
+                f"placement_specs has {leaf!r} in it, expected PlacementSpecs:"
+                " executable.get_input_placement_specs()[1] is a pytree of them"
             )
     if not leaves:
         raise ValueError(

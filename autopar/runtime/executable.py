@@ -1,4 +1,4 @@
-"""The executable of a planned step: what `parallelize` compiles, wherever it runs."""
+"""The executable of a planned step, which `parallelize` compiles."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,10 @@ class Executable(ABC):
 
     Attributes:
         planned: the traced step and its plan.
-        description: its job.
-        tasks: what its stages run, by task.
-        in_shardings, out_shardings: pytrees like the arguments and the result.
+        description: the step's job, and the types and places of its inputs and outputs.
+        tasks: the compiled form of each task of a stage.
+        in_shardings: a pytree like the arguments with their shardings.
+        out_shardings: a pytree like the result with its shardings.
         plan_seconds: seconds of tracing and planning.
         compile_seconds: seconds of compiling.
     """
@@ -53,76 +54,76 @@ class Executable(ABC):
 
     @property
     def step(self) -> StepGraph:
-        """What was traced."""
+        """The traced step."""
         return self.planned.step
 
     @property
     def plan(self) -> Plan:
-        """How it runs."""
+        """The plan that the step runs by."""
         return self.planned.plan
 
     @property
     def program(self) -> Program:
-        """The plan as instructions."""
+        """The plan as instructions for each mesh."""
         return self.planned.program
 
     # -- running
 
     @abstractmethod
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
-        """Return `args` on the devices, as the plan wants them; what is in place already is not copied."""
+        """Return `args` on the devices, sharded as the plan says; placed arrays are not copied."""
 
     @abstractmethod
     def __call__(self, *args: Any) -> Any:
-        """Run the step on arguments that are where the plan wants them.
+        """Run the step on arguments that are sharded as the plan says.
 
         Raises:
-            ValueError: they are elsewhere, or of another structure.
+            ValueError: an argument is elsewhere, or the arguments have another structure.
         """
 
     @abstractmethod
     def sync(self) -> None:
-        """Wait until the devices have nothing left to do."""
+        """Wait until the devices are idle."""
 
-    # -- what it is
+    # -- placement
 
     @abstractmethod
     def _device_ids(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Return what `PlacementSpec` calls the devices that have these numbers in the plan."""
+        """Return the ids in `PlacementSpec` of devices that the plan numbers so."""
 
     def get_input_placement_specs(self) -> Any:
         """Return a tuple like the arguments, with a `PlacementSpec` for every array."""
         avals = jax.tree.leaves(self.step.in_avals)
-        return jax.tree.unflatten(
-            self.step.in_tree, map(self._placement, avals, self.description.inputs)
-        )
+        specs = map(self._placement, avals, self.description.inputs)
+        return jax.tree.unflatten(self.step.in_tree, specs)
 
     def get_output_placement_specs(self) -> Any:
         """Return a pytree like the result, with a `PlacementSpec` for every array."""
-        atoms = self.step.jaxpr.outvars
-        made = [
-            self._placement(
-                jax.ShapeDtypeStruct(each.aval.shape, aval.dtype, weak_type=aval.weak_type), each
-            )
-            for each, aval in zip(self._output_arrays, map(aval_of, atoms), strict=True)
-        ]
-        return jax.tree.unflatten(self.step.out_tree, made)
+        specs = []
+        for array, atom in zip(self._output_arrays, self.step.jaxpr.outvars, strict=True):
+            aval = aval_of(atom)
+            shape = array.aval.shape
+            struct = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+            specs.append(self._placement(struct, array))
+        return jax.tree.unflatten(self.step.out_tree, specs)
 
     @cached_property
     def _output_arrays(self) -> list[Array]:
-        """What and where the outputs are; constants count as copies on the first mesh."""
+        """Type and place of each output; constants are replicated over the first mesh."""
         mesh = mesh_of(self.plan.stages[0])
         return [
-            each
-            if isinstance(each, Array)
-            else Array.of(f"out{o}", jax.typeof(each), mesh, ((),) * np.ndim(each))
-            for o, each in enumerate(self.description.outputs)
+            output
+            if isinstance(output, Array)
+            else Array.of(f"out{o}", jax.typeof(output), mesh, ((),) * np.ndim(output))
+            for o, output in enumerate(self.description.outputs)
         ]
 
     def _placement(self, aval: Any, array: Array) -> report.PlacementSpec:
         mesh = array.place.mesh
         number = self.description.job.meshes.index(mesh.devices)
         return report.placed(aval, array.sharding, number, self._device_ids(mesh.devices))
+
+    # -- description
 
     def get_stage_execution_info(self) -> list[report.StageInfo]:
         """Return for every stage its layers, devices and tasks, with the work of each."""
@@ -131,19 +132,21 @@ class Executable(ABC):
     @property
     @abstractmethod
     def platform(self) -> str:
-        """The platform of its devices, "cpu" or "gpu"."""
+        """The platform of the devices: "cpu", or "gpu" in this process and "cuda" elsewhere."""
 
     @abstractmethod
     def _text(self, task: Task, status: report.TaskStatus) -> str:
         """Return the program of a task."""
 
     def get_hlo_text(self, status: report.Status = "optimized", stage: int | None = None) -> str:
-        """Return the program at one stage of its compilation.
+        """Return the program after one stage of its compilation.
 
         Args:
-            status: "traced": the step as it was written; "annotated" with the plan's shardings, "partitioned" for one device, or
-                "optimized" as it runs: the program of each task, under a line `// task 0F` where there are several.
-            stage: only those of one stage.
+            status: "traced" for the step as the user wrote it, "annotated" with the plan's
+                shardings, "partitioned" for one device, or "optimized" as it runs. Except for
+                "traced", the text has a line `// task 0F` before the program of each task, if
+                there are several tasks.
+            stage: return only the tasks of this stage.
 
         Raises:
             ValueError: there is no such stage or status.
@@ -169,35 +172,48 @@ class Executable(ABC):
         )
 
     def dump_debug_info(self, folder: str | Path, name: str | None = None) -> tuple[Path, ...]:
-        """Write plan, reasons, placements, reshardings, programs and memory to `folder`; see `autopar.report.DEBUG_FILES`."""
+        """Write plan, reasons, placements, reshardings, programs and memory to files.
+
+        Args:
+            folder: the directory of the files.
+            name: the first part of their names; by default the step's name.
+
+        Returns:
+            The paths of the files, which `autopar.report.DEBUG_FILES` describes.
+        """
         return report.dump_debug_info(self, folder, name)
 
-    # -- what it needs
+    # -- memory
 
     @abstractmethod
     def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
-        """Return the bytes on one device for each task, by the compiler's buffer assignment."""
+        """Return for each task its bytes on one device, by XLA's buffer assignment."""
 
     @property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """For each mesh the bytes on one device when it is fullest, by the compiler's buffer assignment for each task."""
+        """For each mesh its peak bytes on one device, by XLA's buffer assignment of each task."""
         memory = MeshMemory(self.planned)
         for task, used in self.get_stage_allocation_size().items():
             memory.add_task(task, used)
         return memory.peaks(memory.levels(self.program))
 
     def get_total_allocation_size(self) -> int:
-        """Return the bytes that the fullest device needs to run the step."""
+        """Return the bytes that a step needs on the device that needs most."""
         return max(used.total for used in self.memory)
 
-    # -- how long it takes
+    # -- time
 
     def simulate(
         self,
         cluster: AnyCluster | str | Path,
         **options: Unpack[ProgramOptions],
     ) -> Timeline:
-        """Return the timeline of a step on a cluster that need not exist; see `autopar.simulate`."""
+        """Return the timeline of a step on a cluster that need not exist.
+
+        Args:
+            cluster: the cluster: a description, the name of a shipped one, or the path of a file.
+            **options: `donate_argnums` and `fidelity` of `autopar.compile_step`.
+        """
         cluster = any_cluster(cluster)
         return simulate_program(program_of(self, cluster, **options), cluster)
 
@@ -208,19 +224,35 @@ class Executable(ABC):
         tokens: int = 0,
         **options: Unpack[ProgramOptions],
     ) -> Prediction:
-        """Predict the time and memory of a step on a cluster that need not exist; see `autopar.predict`."""
-        cluster, tokens = any_cluster(cluster), checked("tokens", tokens, integer(0))
+        """Predict the time and memory of a step on a cluster that need not exist.
+
+        Args:
+            cluster: the cluster: a description, the name of a shipped one, or the path of a file.
+            tokens: number of tokens in the batch, for the throughput.
+            **options: `donate_argnums` and `fidelity` of `autopar.compile_step`.
+        """
+        cluster = any_cluster(cluster)
+        tokens = checked("tokens", tokens, integer(0))
         timeline = self.simulate(cluster, **options)
         return prediction_of(timeline, cluster, tokens=tokens)
 
     @abstractmethod
     def _dummy_inputs(self) -> list[Any]:
-        """Return zeros for every input, where the step takes them."""
+        """Return zeros for every input, where the step reads them."""
 
     def profile_with_dummy_inputs(
         self, warmup: int = 1, number: int = 3, repeat: int = 3
     ) -> np.ndarray:
-        """Return the seconds of a step on zeros, `repeat` times the mean over `number` steps; shape (repeat,)."""
+        """Measure the seconds of a step on zeros.
+
+        Args:
+            warmup: number of steps before the first measurement.
+            number: number of steps in a measurement.
+            repeat: number of measurements.
+
+        Returns:
+            Array of shape (repeat,): for each measurement the mean seconds of a step.
+        """
         leaves = self._dummy_inputs()
 
         def run() -> None:
@@ -232,7 +264,7 @@ class Executable(ABC):
 
     @abstractmethod
     def execution_timeline(self) -> Timeline:
-        """Run a step on zeros with every instruction timed, and return it in the form of a simulated step."""
+        """Run a step on zeros with every instruction timed, and return its timeline."""
 
     def dump_stage_execution_trace(self, file: str | Path) -> Timeline:
         """Write `execution_timeline` to a file for Perfetto, and return it."""

@@ -1,4 +1,4 @@
-"""Compare the first step of a plan with the same step on one device."""
+"""Validation of a plan: its first step is compared with the same step on one device."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,22 +20,25 @@ from autopar.runtime.local_executable import LocalExecutable
 
 
 class FirstStepError(RuntimeError):
-    """The first step of a plan has other results than the same step on one device."""
+    """The first step of a plan and the same step on one device have different results."""
 
 
 def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[Any]) -> Any:
     """Run a step as planned and on one device, compare the results, and return the planned ones.
 
-    Both run on copies: `args` stay as they are, also where the step reuses their memory. Results may differ as far as rounding
-    explains: by a third of the square root of the coarsest machine epsilon in the step, relative to the largest number of an array, and
-    by ten times what changes on one device when the last bits of the arguments do.
+    Both runs use copies, so `args` stay valid even if the step donates them. The tolerance of an
+    array is a third of the square root of the coarsest machine epsilon in the step, relative to the
+    array's largest number, plus ten times the change on one device when the arguments change by a
+    few units in the last place.
 
     Args:
-        fun: the step as a function of `args`, which are the arguments that are not static.
+        fun: the step as a function of `args`.
+        executable: the planned step, or the planned function that creates a state.
+        args: the arguments that are not static.
 
     Raises:
-        FirstStepError: a result differs by more. It names that result, and the first equation that differs, where the step runs without
-            microbatches and stages.
+        FirstStepError: a result differs by more than its tolerance. The error names the result,
+            and the first equation that differs if the step has no microbatches and no stages.
         ValueError: the step runs on other hosts.
     """
     compiled = (
@@ -43,70 +46,81 @@ def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[
     )
     if not isinstance(compiled, LocalExecutable):
         raise ValueError(
-            "check='first step' compares steps of this process; leave it out on other hosts (autopar.init(cluster='ray'))"
+            "check='first step' compares steps of this process; leave it out on other hosts"
+            " (autopar.init(cluster='ray'))"
         )
     step = executable.step
     leaves, tree = jax.tree.flatten(tuple(args))
-    given = list(map(_copy, leaves))
-    perturbed = list(map(_perturbed, given, range(len(given))))
-    placed = executable.shard_args(*jax.tree.unflatten(tree, map(_copy, given)))
+    copies = list(map(_copy, leaves))
+    perturbed = list(map(_perturbed, copies, range(len(copies))))
+    placed = executable.shard_args(*jax.tree.unflatten(tree, map(_copy, copies)))
     results = jax.block_until_ready(executable(*placed))
-    whole = jax.jit(fun)
-    expected, noisy = (
-        jax.tree.leaves(whole(*jax.tree.unflatten(tree, each))) for each in (given, perturbed)
-    )
+    on_one_device = jax.jit(fun)
+    expected = jax.tree.leaves(on_one_device(*jax.tree.unflatten(tree, copies)))
+    noisy = jax.tree.leaves(on_one_device(*jax.tree.unflatten(tree, perturbed)))
     compare = _Comparison(step)
     for path, *values in zip(
         step.out_paths, jax.tree.leaves(results), expected, noisy, strict=True
     ):
-        if difference := compare(*values):
+        difference = compare(*values)
+        if difference:
+            result = f"result/{path}".removesuffix("/")
+            inside = _first_equation(executable, copies, perturbed, compare)
             raise FirstStepError(
-                f"the first step of {step.name} gives something else than one device: {f'result/{path}'.removesuffix('/')}"
-                f" {difference}{_first_equation(executable, given, perturbed, compare)}. Another method or mesh shape may be right;"
-                " check=None runs the plan as it is"
+                f"the first step of {step.name} gives something else than one device: {result}"
+                f" {difference}{inside}. Another method or mesh shape may be right; check=None runs"
+                " the plan as it is"
             )
     return results
 
 
 def _first_equation(
-    executable: Any, given: Sequence[Any], perturbed: Sequence[Any], compare: "_Comparison"
+    executable: Any, args: Sequence[Any], perturbed: Sequence[Any], compare: "_Comparison"
 ) -> str:
-    """Describe the first equation whose result differs; "" if there is none, or if it can't be found."""
+    """Describe the first equation whose result differs; "" if there is none or it is unknown."""
     step = executable.step
     if not isinstance(executable, LocalExecutable) or step.microbatching is not None:
         return ""
     (stage,), (mesh,) = executable.plan.stages, executable.meshes
     lowering = StageLowering(executable.planned.graphs[0], [stage], mesh)
     shardings = [NamedSharding(mesh, partition_spec(value.spec)) for value in stage.inputs]
-    planned = jax.jit(partial(_values, step, lowering.run_eqns), in_shardings=shardings)(*given)
+    planned = jax.jit(partial(_values, step, lowering.run_eqns), in_shardings=shardings)(*args)
     whole = jax.jit(partial(_values, step, partial(evaluate, before=as_is, after=as_is)))
-    expected, noisy = whole(*given), whole(*perturbed)
+    expected = whole(*args)
+    noisy = whole(*perturbed)
     for number, values in planned.items():
         eqn = step.jaxpr.eqns[number]
-        for r, each in enumerate(zip(values, expected[number], noisy[number], strict=True)):
-            if difference := compare(*each):
+        compared = zip(eqn.outvars, values, expected[number], noisy[number], strict=True)
+        for var, *versions in compared:
+            difference = compare(*versions)
+            if difference:
                 name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
-                shape = aval_of(eqn.outvars[r]).str_short()
-                return f"; the first value inside that differs is that of {name} ({source_line(eqn)}), {shape}, which {difference}"
+                return (
+                    f"; the first value inside that differs is that of {name}"
+                    f" ({source_line(eqn)}), {aval_of(var).str_short()}, which {difference}"
+                )
     return ""
 
 
 def _values(step: StepGraph, run_eqns: Callable[..., None], *leaves: Any) -> dict[int, list[Any]]:
-    """Return what the equations of a step make, by their numbers, without what they make inside of loops and branches."""
+    """Return the results of a step's equations by number, except those inside loops or branches."""
     env = dict(
         zip((*step.jaxpr.invars, *step.jaxpr.constvars), (*leaves, *step.jaxpr.consts), strict=True)
     )
     run_eqns(enumerate(step.jaxpr.eqns), env)
-    made = enumerate(step.jaxpr.eqns)
     return {
-        n: [env[var] for var in eqn.outvars]
-        for n, eqn in made
+        number: [env[var] for var in eqn.outvars]
+        for number, eqn in enumerate(step.jaxpr.eqns)
         if all(var in env for var in eqn.outvars)
     }
 
 
 class _Comparison:
-    """Compares a value with that of one device, and describes the difference where rounding does not explain it."""
+    """Compares a value with the one of one device; describes the difference if it is too large.
+
+    Attributes:
+        tolerance: the tolerance relative to the largest number of an array.
+    """
 
     def __init__(self, step: StepGraph) -> None:
         avals = [aval_of(atom) for eqn in step.jaxpr.eqns for atom in (*eqn.invars, *eqn.outvars)]
@@ -117,18 +131,18 @@ class _Comparison:
         self.tolerance = max(epsilons, default=0.0) ** 0.5 / 3
 
     def __call__(self, value: Any, expected: Any, noisy: Any) -> str:
-        found, wanted, other = map(_numbers, (value, expected, noisy))
-        if found.shape != wanted.shape:
-            return f"has shape {found.shape} instead of {wanted.shape}"
+        actual, wanted, other = map(_numbers, (value, expected, noisy))
+        if actual.shape != wanted.shape:
+            return f"has shape {actual.shape} instead of {wanted.shape}"
         finite = np.isfinite(wanted) & np.isfinite(other)
         same = (
-            (found == wanted)
-            | (np.isnan(found) & np.isnan(wanted))
+            (actual == wanted)
+            | (np.isnan(actual) & np.isnan(wanted))
             | (np.isfinite(wanted) & ~np.isfinite(other))
         )
-        if not np.all(same | (finite & np.isfinite(found))):
-            return f"is {found[~same][0]} where it should be {wanted[~same][0]}"
-        gaps = np.abs(np.subtract(found, wanted, where=finite, out=np.zeros_like(wanted)))
+        if not np.all(same | (finite & np.isfinite(actual))):
+            return f"is {actual[~same][0]} where it should be {wanted[~same][0]}"
+        gaps = np.abs(np.subtract(actual, wanted, where=finite, out=np.zeros_like(wanted)))
         noise = np.abs(np.subtract(other, wanted, where=finite, out=np.zeros_like(wanted)))
         largest = float(np.abs(wanted[finite]).max(initial=0.0))
         exact = not jnp.issubdtype(expected.dtype, jnp.inexact)

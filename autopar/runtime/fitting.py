@@ -1,4 +1,4 @@
-"""Plan again with a smaller memory budget where the compiled step exceeds the budget, although its plan did not."""
+"""Fitting compiled steps to the memory budget, by planning again with a smaller one."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,16 @@ from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import MemoryUse
 
 ROUNDS = 4
-"""The most plans that are compiled for one step."""
+"""Maximum number of plans that are compiled for one step."""
 
 
 def budget_of(memory_budget: float | None, cluster: AnyCluster, platform: str) -> float | None:
-    """Return the bytes of one device that a compiled step may use, or None where there is no such limit.
+    """Return the bytes of one device that a compiled step may use, or None if there is no limit.
 
-    A budget that the method is given is a limit everywhere. Without one, a GPU has its memory less its reserve.
+    Args:
+        memory_budget: the method's budget; it holds on every platform.
+        cluster: its devices' memory less their reserve is the limit of GPUs without a budget.
+        platform: the platform of the devices.
     """
     if memory_budget is not None:
         return memory_budget
@@ -33,16 +36,18 @@ def compiled_within[E: Executable](
 ) -> E:
     """Plan and compile a step so that XLA's buffer assignment is within the budget.
 
-    The planner estimates what XLA will need. Where that turns out to be more than the budget, the step is planned again with
-    an estimate that is lower by the excess. Such a plan says so in its warnings.
+    The planner estimates the memory that XLA will need. If the compiled step needs more than the
+    budget, the step is planned again with an estimate that is lower by the excess, and the plan
+    has a warning.
 
     Args:
         budget: bytes of one device; None for no limit.
-        plan_within: traces the step and plans it within so many bytes; None stands for what the method says.
+        plan_within: traces and plans the step within a number of bytes; None for the method's own
+            budget.
         compiled: compiles a plan.
 
     Raises:
-        MemoryBudgetError: no plan that was compiled fits.
+        MemoryBudgetError: no plan that was compiled is within the budget.
     """
     planned = plan_within(None)
     executable = compiled(planned)
@@ -58,25 +63,26 @@ def compiled_within[E: Executable](
         except (MemoryBudgetError, NoStagesError):
             break
         warning = (
-            f"planned within {allowed / 1e9:.3g} GB per device: XLA's program for a plan within the budget of"
-            f" {budget / 1e9:.3g} GB needs {used.total / 1e9:.3g} GB"
+            f"planned within {allowed / 1e9:.3g} GB per device: XLA's program for a plan within the"
+            f" budget of {budget / 1e9:.3g} GB needs {used.total / 1e9:.3g} GB"
         )
         plan = planned.plan.model_copy(update={"warnings": (*planned.plan.warnings, warning)})
         planned = PlannedStep(planned.step, plan)
         del executable  # frees its memory on the devices
         executable = compiled(planned)
         used = _fullest(executable)
-        least = min(least, used, key=lambda each: each.total)
+        least = min(least, used, key=lambda memory: memory.total)
     if used.total <= budget:
         return executable
     error = MemoryBudgetError(budget, least.total, planned.step.name)
     error.add_note(
         f"Of the plans that were compiled, the smallest needs {least.total / 1e9:.3g} GB, of which"
-        f" {(least.outputs - least.aliased) / 1e9:.3g} GB are outputs that take the place of no input (see donate_argnums)"
+        f" {(least.outputs - least.aliased) / 1e9:.3g} GB are outputs that take the place of no"
+        " input (see donate_argnums)"
     )
     raise error
 
 
 def _fullest(executable: Executable) -> MemoryUse:
     """Return the memory of the device that needs most."""
-    return max(executable.memory, key=lambda each: each.total)
+    return max(executable.memory, key=lambda memory: memory.total)

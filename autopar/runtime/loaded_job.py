@@ -1,6 +1,6 @@
-"""A job loaded where it runs: its programs compiled, its deliveries prepared, and how arguments are cut and results joined.
+"""A job loaded on devices: compiled programs, prepared deliveries, and inputs and outputs.
 
-The same for the devices of this process and for a worker that has some of the devices of a job.
+The same class serves the devices of this process and a worker that has some of a job's devices.
 """
 
 from collections import defaultdict
@@ -20,40 +20,43 @@ from autopar.microbatch.batch_rows import cut_rows, join_rows
 from simulator.program import Free, Instruction, Recv, Run, Send
 
 type Values = dict[str, jax.Array]
-"""The values that a mesh has, by name (`autopar.lowering.instructions.Names`)."""
+"""The values on a mesh by name (`autopar.lowering.instructions.Names`)."""
 
 
 class Carrier(Protocol):
-    """Carries the value of one delivery, once in each step."""
+    """Transfers the value of one delivery from mesh to mesh, once in each step."""
 
     def send(self, value: jax.Array, tag: int, is_used_up: bool) -> None:
-        """Let the receivers have the value.
+        """Make the value available to the receivers.
 
         Args:
-            tag: tells it from everything else that is under way.
-            is_used_up: whether the memory of the value may be used for something else before it is received.
+            value: the value on the sending mesh.
+            tag: distinguishes the transfer from all others that are in flight.
+            is_used_up: whether the memory of the value may be reused before it is received.
         """
         ...
 
     def receive(self, tag: int) -> jax.Array:
-        """Return the value on the mesh that receives it."""
+        """Return the value on the receiving mesh."""
         ...
 
     def wait(self) -> None:
-        """Wait until what has been sent may be received."""
+        """Wait until the values that were sent may be received."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledCall:
-    """A run instruction, ready to be dispatched.
+    """A run instruction that is ready for dispatch.
 
     Attributes:
-        operands: names of the values it takes.
-        moves: for operands that may be elsewhere, where it wants them.
-        results: names of those it gives.
-        waits: whether it ends before the next begins: virtual devices wait for one another with threads that there may not be
-            enough of.
+        compiled: the program.
+        operands: names of its operands.
+        moves: positions of operands that may have another sharding, and the sharding to move to.
+        results: names of its results.
+        waits: whether the results must be ready before the next instruction begins. Virtual
+            devices block a thread each in a collective, and several programs in flight could
+            block all threads.
     """
 
     compiled: Any
@@ -63,29 +66,31 @@ class CompiledCall:
     waits: bool
 
     def run(self, values: Values) -> None:
-        """Dispatch it on the values of its mesh, which get the results."""
+        """Dispatch the program on the values of its mesh, and add the results to them."""
         operands = [values[name] for name in self.operands]
         for position, sharding in self.moves:
             operands[position] = jax.device_put(operands[position], sharding)
-        made = self.compiled(*operands)
-        values.update(zip(self.results, made, strict=True))
+        results = self.compiled(*operands)
+        values.update(zip(self.results, results, strict=True))
         if self.waits:
-            jax.block_until_ready(made)
+            jax.block_until_ready(results)
 
 
 def is_at(value: Any, sharding: NamedSharding) -> bool:
-    """Return whether a value is in its place; comparing shardings takes long where they are not the same object."""
-    return (present := getattr(value, "sharding", None)) is sharding or present == sharding
+    """Return whether a value has a sharding; comparing identical objects first saves time."""
+    present = getattr(value, "sharding", None)
+    return present is sharding or present == sharding
 
 
 class LoadedJob:
-    """A job, ready to run.
+    """A job that is ready to run.
 
     Attributes:
-        job: its description.
+        job: the job.
         order: the instructions with their meshes, in the order of `walk`.
-        devices: the devices, by number.
-        calls: what its run instructions do.
+        devices: the devices by number.
+        calls: the compiled run instructions.
+        carriers: for each value and receiving mesh the carrier of the delivery.
     """
 
     def __init__(
@@ -96,44 +101,49 @@ class LoadedJob:
         carrier: Callable[[Delivery], Carrier],
         num_workers: int = 1,
     ) -> None:
-        """Compile what runs here of it.
+        """Compile the job's programs and prepare its deliveries.
 
         Args:
-            devices: those that are here, and those of other workers that share a mesh with them, by number.
+            job: the job, or the part of it that runs on these devices.
+            devices: by number, the devices of this process and of the processes that share a mesh
+                with it.
             compiled: returns the compiled program of a run instruction.
-            carrier: prepares a delivery.
-            num_workers: how many workers run the job.
+            carrier: returns the carrier of a delivery.
+            num_workers: number of workers that run the job; a delivery has a tag for each.
         """
-        self.job, self.order, self.devices = job, job.order, devices
+        self.job = job
+        self.order = job.order
+        self.devices = devices
         places = self._places()
         self.calls = {
-            run: self._call(call, compiled(run, call), places[mesh])
+            run: self._call(job.calls[run], compiled(run, job.calls[run]), places[mesh])
             for mesh, run in job.order
-            if isinstance(run, Run) and (call := job.calls[run])
+            if isinstance(run, Run)
         }
-        carriers: dict[int, Carrier] = {}
-        for each in (*job.deliveries.values(), *job.spreads.values()):
-            if each.number not in carriers:
-                carriers[each.number] = carrier(each)
-        self.carriers = {at: carriers[each.number] for at, each in job.deliveries.items()}
+        by_number: dict[int, Carrier] = {}
+        for delivery in (*job.deliveries.values(), *job.spreads.values()):
+            if delivery.number not in by_number:
+                by_number[delivery.number] = carrier(delivery)
+        self.carriers = {at: by_number[each.number] for at, each in job.deliveries.items()}
         self._tags = {at: each.number * num_workers for at, each in job.deliveries.items()}
         self._spreads = {
-            at: (carriers[each.number], each.number * num_workers)
+            at: (by_number[each.number], each.number * num_workers)
             for at, each in job.spreads.items()
         }
-        # What is sent is fetched when its receiver can; until then a task or the next step must not use its memory.
+        # The receiver fetches a value when it can. Until then no task and no later step may
+        # reuse the value's memory.
         self._used_up = {
             call.operands[at].name for call in job.calls.values() for at in call.donated
         }
         self._used_up |= {part.name for output in job.outputs for part in output.parts}
-        self._zeros = [self._make_zeros(each) for each in job.zeros]
-        self._makes = {
-            each.number: self._make(each)
-            for each in job.outputs
-            if each.is_copy or len(each.parts) > 1
+        self._zeros = [self._make_zeros(sums) for sums in job.zeros]
+        self._finish = {
+            output.number: self._finisher(output)
+            for output in job.outputs
+            if output.is_copy or len(output.parts) > 1
         }
         self._inputs = [
-            (each, self._split(each) if len(each.parts) > 1 else None) for each in job.inputs
+            (given, self._splitter(given) if len(given.parts) > 1 else None) for given in job.inputs
         ]
 
     def start(
@@ -145,52 +155,60 @@ class LoadedJob:
         """Return the values of each mesh before the first instruction.
 
         Args:
-            kept: inputs that are where the step wants them.
-            given: inputs in host memory.
-            tag: the first of the numbers that deliveries of this step have.
+            kept: inputs that are sharded as the plan says, by number.
+            given: inputs elsewhere, for example in host memory, by number.
+            tag: first of the tags of the step's deliveries.
         """
         values: list[Values] = [make() for make in self._zeros]
         for (number, _), (carrier, offset) in self._spreads.items():
             if number in kept:
                 carrier.send(kept[number], tag + offset, is_used_up=True)
-        for each, split in self._inputs:
-            if each.number in given:
-                whole: Any = given[each.number]
-                count = len(each.parts)
-                rows = cut_rows(whole, count, self.job.chunks) if count > 1 else [whole]
-                parts = [
-                    placed(row, part.place, self.devices)
-                    for row, part in zip(rows, each.parts, strict=True)
-                ]
+        for job_input, split in self._inputs:
+            if job_input.number in given:
+                parts = self._given_parts(job_input, given[job_input.number])
             elif split is None:
-                values[each.mesh][each.parts[0].name] = self._whole(each, kept, tag)
-                continue
+                parts = [self._whole(job_input, kept, tag)]
             else:
-                parts = split(self._whole(each, kept, tag))
-            values[each.mesh].update(
-                (part.name, made) for part, made in zip(each.parts, parts, strict=True)
-            )
+                parts = split(self._whole(job_input, kept, tag))
+            names = (part.name for part in job_input.parts)
+            values[job_input.mesh].update(zip(names, parts, strict=True))
         return values
 
-    def _whole(self, given: Input, kept: Mapping[int, jax.Array], tag: int) -> jax.Array:
-        """An input that is in place, here or at another mesh."""
-        if (given.number, given.mesh) not in self._spreads:
-            return kept[given.number]
-        carrier, offset = self._spreads[given.number, given.mesh]
+    def _given_parts(self, job_input: Input, whole: Any) -> list[jax.Array]:
+        """Return the parts of an input from elsewhere on their mesh."""
+        count = len(job_input.parts)
+        rows = cut_rows(whole, count, self.job.chunks) if count > 1 else [whole]
+        return [
+            placed(row, part.place, self.devices)
+            for row, part in zip(rows, job_input.parts, strict=True)
+        ]
+
+    def _whole(self, job_input: Input, kept: Mapping[int, jax.Array], tag: int) -> jax.Array:
+        """Return an input that is in place on its own mesh or on another one."""
+        at = job_input.number, job_input.mesh
+        if at not in self._spreads:
+            return kept[job_input.number]
+        carrier, offset = self._spreads[at]
         return carrier.receive(tag + offset)
 
     def execute(
         self, mesh: int, instruction: Instruction, values: Sequence[Values], tag: int = 0
     ) -> None:
-        """Execute one instruction."""
+        """Execute one instruction of a mesh.
+
+        Args:
+            mesh: number of the mesh.
+            instruction: the instruction.
+            values: the values of all meshes, which are updated.
+            tag: first of the tags of the step's deliveries.
+        """
         match instruction:
             case Run():
                 self.calls[instruction].run(values[mesh])
             case Send(name, to):
                 at = name, to
-                self.carriers[at].send(
-                    values[mesh][name], tag + self._tags[at], name in self._used_up
-                )
+                is_used_up = name in self._used_up
+                self.carriers[at].send(values[mesh][name], tag + self._tags[at], is_used_up)
             case Recv(name):
                 at = name, mesh
                 values[mesh][name] = self.carriers[at].receive(tag + self._tags[at])
@@ -201,7 +219,7 @@ class LoadedJob:
                 assert_never(instruction)
 
     def wait_for(self, mesh: int, instruction: Instruction, values: Sequence[Values]) -> None:
-        """Wait until an instruction that has been executed on a mesh is done."""
+        """Wait until an instruction that has been executed is complete."""
         match instruction:
             case Send(name, to):
                 self.carriers[name, to].wait()
@@ -209,43 +227,46 @@ class LoadedJob:
                 wait_for(values[mesh])
 
     def take(self, output: Output, values: Sequence[Values]) -> jax.Array:
-        """Return an output, when all instructions have run."""
+        """Return an output after the last instruction."""
         parts = [values[output.mesh][part.name] for part in output.parts]
-        make = self._makes.get(output.number)
-        return parts[0] if make is None else make(*parts)
+        finish = self._finish.get(output.number)
+        return parts[0] if finish is None else finish(*parts)
 
     def sharding(self, array: Array) -> NamedSharding:
-        """Return where an array is."""
+        """Return the sharding of an array on the devices."""
         return array.place.sharding(self.devices)
 
     def waits(self, call: Call) -> bool:
-        """Return whether the results of a call are waited for: see `CompiledCall`."""
+        """Return whether the results of a call must be ready before the next instruction begins."""
         return len(call.devices) > 1 and self.devices[call.devices[0]].platform == "cpu"
 
     def _call(self, call: Call, compiled: Any, places: Mapping[str, Set[Place]]) -> CompiledCall:
         moves = tuple(
-            (position, self.sharding(each))
-            for position, each in enumerate(call.operands)
-            if places[each.name] != {each.place}
+            (position, self.sharding(operand))
+            for position, operand in enumerate(call.operands)
+            if places[operand.name] != {operand.place}
         )
-        names = [tuple(each.name for each in arrays) for arrays in (call.operands, call.results)]
-        return CompiledCall(compiled, names[0], moves, names[1], self.waits(call))
+        operands = tuple(operand.name for operand in call.operands)
+        results = tuple(result.name for result in call.results)
+        return CompiledCall(compiled, operands, moves, results, self.waits(call))
 
     def _places(self) -> list[dict[str, set[Place]]]:
-        """Where the values of each mesh may be when something reads them."""
+        """Return for each mesh the places that a value may have when an instruction reads it."""
         places: list[dict[str, set[Place]]] = [defaultdict(set) for _ in self.job.meshes]
         for mesh, sums in enumerate(self.job.zeros):
-            for each in sums:
-                places[mesh][each.name].add(each.place)
-        for each in self.job.inputs:
-            is_there = len(each.parts) == 1 and (each.number, each.mesh) not in self.job.spreads
-            for part in each.parts:
-                places[each.mesh][part.name].add(each.home.place if is_there else part.place)
+            for array in sums:
+                places[mesh][array.name].add(array.place)
+        for job_input in self.job.inputs:
+            is_spread = (job_input.number, job_input.mesh) in self.job.spreads
+            is_unchanged = len(job_input.parts) == 1 and not is_spread
+            for part in job_input.parts:
+                place = job_input.home.place if is_unchanged else part.place
+                places[job_input.mesh][part.name].add(place)
         for mesh, instruction in self.job.order:
             match instruction:
                 case Run():
-                    for each in self.job.calls[instruction].results:
-                        places[mesh][each.name].add(each.place)
+                    for result in self.job.calls[instruction].results:
+                        places[mesh][result.name].add(result.place)
                 case Recv(name):
                     delivery = self.job.deliveries[name, mesh]
                     places[mesh][name].add(Place(delivery.to, delivery.plan.spec))
@@ -253,32 +274,47 @@ class LoadedJob:
                     pass
         return places
 
-    def _make(self, output: Output) -> Callable[..., jax.Array]:
+    def _finisher(self, output: Output) -> Callable[..., jax.Array]:
+        """Compile the function that copies an output or joins its microbatches."""
         sharding = self.sharding(output.whole)
-        make = jnp.copy if output.is_copy else partial(join_rows, self.job.chunks)
-        return jax.jit(make, in_shardings=(sharding,) * len(output.parts), out_shardings=sharding)
+        finish = jnp.copy if output.is_copy else partial(join_rows, self.job.chunks)
+        shardings = (sharding,) * len(output.parts)
+        return jax.jit(finish, in_shardings=shardings, out_shardings=sharding)
 
-    def _split(self, given: Input) -> Callable[[jax.Array], list[jax.Array]]:
-        homes = [self.sharding(part) for part in given.parts]
-        return jax.jit(partial(_micro_batches, len(homes), self.job.chunks), out_shardings=homes)
+    def _splitter(self, job_input: Input) -> Callable[[jax.Array], list[jax.Array]]:
+        """Compile the function that cuts an input into microbatches."""
+        shardings = [self.sharding(part) for part in job_input.parts]
+        return jax.jit(
+            partial(_micro_batches, len(shardings), self.job.chunks), out_shardings=shardings
+        )
 
     def _make_zeros(self, sums: Sequence[Array]) -> Callable[[], Values]:
+        """Compile the function that returns the initial sums of a mesh."""
         if not sums:
             return dict
-        shardings = [self.sharding(each) for each in sums]
+        names = [array.name for array in sums]
         make = jax.jit(
-            lambda: [jnp.zeros(each.shape, each.dtype) for each in sums], out_shardings=shardings
+            lambda: [jnp.zeros(array.shape, array.dtype) for array in sums],
+            out_shardings=[self.sharding(array) for array in sums],
         )
-        return lambda: dict(zip((each.name for each in sums), make(), strict=True))
+        return lambda: dict(zip(names, make(), strict=True))
 
 
 def wait_for(values: Values) -> None:
-    """Wait until a mesh has its values."""
+    """Wait until the values of a mesh are ready."""
     jax.block_until_ready([value for value in values.values() if not value.is_deleted()])
 
 
 def placed(array: np.ndarray | jax.Array, place: Place, devices: Mapping[int, Device]) -> jax.Array:
-    """Return an array of host memory where it should be; of a place that several workers have, this one's part."""
+    """Return an array at its place.
+
+    If several processes share the place, this one gets its own shards.
+
+    Args:
+        array: the whole array.
+        place: the place.
+        devices: the devices by number.
+    """
     return jax.make_array_from_callback(
         array.shape, place.sharding(devices), lambda index: array[index]
     )

@@ -1,4 +1,7 @@
-"""Backends: the devices of this process, or the hosts of a Ray cluster (`autopar.hosts.ray_backend`)."""
+"""Backends: the devices of this process, or the hosts of a Ray cluster.
+
+`autopar.hosts.ray_backend` has the latter.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +35,7 @@ from autopar.runtime.local_executable import LocalExecutable
 from simulator.hardware.heterogeneous import AnyCluster
 
 type Present = Mapping[int, Device]
-"""The devices of this process that a plan may use, by the numbers that plans give them; none where they are on other hosts."""
+"""Devices of this process by their number in plans; empty if the devices are on other hosts."""
 
 
 class Backend(ABC):
@@ -252,11 +255,11 @@ _current: Backend = LOCAL
 
 
 def backend() -> Backend:
-    """Return where steps run now."""
+    """Return the backend that steps are compiled for now."""
     return _current
 
 
 def use_backend(new: Backend) -> None:
-    """Have steps that are compiled from now on run there."""
+    """Compile steps for another backend from now on."""
     global _current
     _current = new

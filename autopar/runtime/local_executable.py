@@ -1,9 +1,9 @@
-"""Planned steps on the devices of this process."""
+"""A planned step on the devices of this process."""
 
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,12 @@ from simulator.memory import MemoryUse
 
 
 class LocalExecutable(Executable):
-    """One step on the devices of this process; see `Executable`.
+    """A planned step on the devices of this process; see `Executable`.
 
     Attributes:
-        meshes: the devices of each stage.
+        meshes: for each stage its devices.
         job: the step's job, loaded on these devices.
-        homes: where each input is before the step.
+        homes: for each input its sharding before the step.
     """
 
     tasks: Mapping[Task, CompiledTask]
@@ -52,50 +52,67 @@ class LocalExecutable(Executable):
         """Compile a planned step.
 
         Args:
+            planned: the traced step and its plan.
+            meshes: for each stage its devices.
             donated: numbers of the inputs whose memory the step may reuse.
-            transport: how values get from mesh to mesh.
+            plan_seconds: seconds that tracing and planning took.
+            transport: transfers values from mesh to mesh.
         """
-        self.planned, self.meshes, self.plan_seconds = planned, tuple(meshes), plan_seconds
         start = time.perf_counter()
+        self.planned = planned
+        self.meshes = tuple(meshes)
+        self.plan_seconds = plan_seconds
         self.tasks = compile_tasks(planned, meshes, donated)
-        functions = {task: each.function for task, each in self.tasks.items()}
+        functions = {task: compiled.function for task, compiled in self.tasks.items()}
         self.description = describe_job(planned, functions, donated, keys_as_data=False)
-        here: dict[int, Device] = {
+        devices: dict[int, Device] = {
             number: device
             for stage, mesh in zip(planned.plan.stages, meshes, strict=True)
             for number, device in zip(stage.devices, mesh.devices.flat, strict=True)
         }
         self.job = LoadedJob(
             self.description.job,
-            here,
+            devices,
             lambda run, _: self.tasks[task_of(run)].compiled,
-            partial(MoveCarrier, devices=here, transport=transport),
+            partial(MoveCarrier, devices=devices, transport=transport),
         )
-        self.homes = [self.job.sharding(each) for each in self.description.inputs]
-        outputs = {each.number: each for each in self.description.job.outputs}
-        constants = NamedSharding(self.meshes[0], PartitionSpec())
-        self._outputs: list[Output | jax.stages.Wrapped] = [
-            outputs[o]
-            if o in outputs
-            else jax.jit(partial(_constant, self.step.jaxpr, atom), out_shardings=constants)
-            for o, atom in enumerate(self.step.jaxpr.outvars)
-        ]
-        made = [
-            self.job.sharding(each.whole) if isinstance(each, Output) else constants
-            for each in self._outputs
-        ]
+        self.homes = [self.job.sharding(array) for array in self.description.inputs]
+        self._outputs = self._output_sources()
         self.in_shardings = jax.tree.unflatten(self.step.in_tree, self.homes)
-        self.out_shardings = jax.tree.unflatten(self.step.out_tree, made)
+        out_shardings = [
+            self.job.sharding(output.whole) if isinstance(output, Output) else self._replicated
+            for output in self._outputs
+        ]
+        self.out_shardings = jax.tree.unflatten(self.step.out_tree, out_shardings)
         self.compile_seconds = time.perf_counter() - start
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        """The sharding of constants."""
+        return NamedSharding(self.meshes[0], PartitionSpec())
+
+    def _output_sources(self) -> list[Output | jax.stages.Wrapped]:
+        """Return for each output the job's output, or a function that returns the constant."""
+        outputs = {output.number: output for output in self.description.job.outputs}
+        sources: list[Output | jax.stages.Wrapped] = []
+        for o, atom in enumerate(self.step.jaxpr.outvars):
+            if o in outputs:
+                sources.append(outputs[o])
+            else:
+                constant = partial(_constant, self.step.jaxpr, atom)
+                sources.append(jax.jit(constant, out_shardings=self._replicated))
+        return sources
 
     # -- running
 
+    @override
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
         return tuple(
             jax.device_put(arg, shardings)
             for arg, shardings in zip(args, self.in_shardings, strict=True)
         )
 
+    @override
     def __call__(self, *args: Any) -> Any:
         leaves = self.step.leaves(args)
         for leaf, home in zip(leaves, self.homes, strict=True):
@@ -104,26 +121,27 @@ class LocalExecutable(Executable):
         values = self.job.start(dict(enumerate(leaves)), {})
         for mesh, instruction in self.job.order:
             self.job.execute(mesh, instruction, values)
-        return jax.tree.unflatten(
-            self.step.out_tree, [self._take(each, values) for each in self._outputs]
-        )
+        results = [self._take(output, values) for output in self._outputs]
+        return jax.tree.unflatten(self.step.out_tree, results)
 
     def _take(self, output: "Output | jax.stages.Wrapped", values: Sequence[Values]) -> jax.Array:
-        """Return an output; a constant is made anew, since the next step may reuse its memory."""
+        """Return an output; a constant gets new memory, which the next step may reuse."""
         return self.job.take(output, values) if isinstance(output, Output) else output()
 
+    @override
     def sync(self) -> None:
         for device in self.devices:
             jax.device_put(0, device).block_until_ready()
+
+    # -- description
 
     @property
     def devices(self) -> list[Device]:
         """The devices of all stages, each once."""
         return list(dict.fromkeys(device for mesh in self.meshes for device in mesh.devices.flat))
 
-    # -- what it is
-
     @property
+    @override
     def platform(self) -> str:
         return self.meshes[0].devices.flat[0].platform
 
@@ -139,29 +157,27 @@ class LocalExecutable(Executable):
             return lowered.as_text()
         return report.partitioned(lowered, self.meshes[task.stage].devices.size)
 
-    # -- what it needs
-
+    @override
     def get_stage_allocation_size(self) -> dict[Task, MemoryUse]:
-        return {task: memory_of(each.compiled) for task, each in self.tasks.items()}
+        return {task: memory_of(compiled.compiled) for task, compiled in self.tasks.items()}
 
-    # -- how long it takes
+    # -- time
 
     def _dummy_inputs(self) -> list[jax.Array]:
         return dummy_inputs(self)
 
+    @override
     def execution_timeline(self) -> Timeline:
-        executed_timeline(self, dummy_inputs(self))  # the first time is slower
+        executed_timeline(self, dummy_inputs(self))  # the first step is slower
         return executed_timeline(self, dummy_inputs(self))
 
 
 def _constant(jaxpr: Any, atom: Atom) -> Any:
-    """Return the value of an output that is a constant, weak as it was traced."""
+    """Return the value of an output that is a constant, with the weak type of the trace."""
     value = atom.val if isinstance(atom, Literal) else jaxpr.consts[jaxpr.constvars.index(atom)]
     aval = aval_of(atom)
     if is_key(aval.dtype):
         return value
-    return (
-        np.asarray(value).item()
-        if aval.weak_type and not aval.shape
-        else jnp.asarray(value, aval.dtype)
-    )
+    if aval.weak_type and not aval.shape:
+        return np.asarray(value).item()
+    return jnp.asarray(value, aval.dtype)

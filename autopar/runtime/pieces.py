@@ -1,4 +1,4 @@
-"""Shards in pieces: what cuts them where they are, and puts them together where they go."""
+"""Pieces of shards: programs that cut a shard into tiles, or join tiles to a shard."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,42 +13,58 @@ from autopar.lowering.cross_mesh_resharding import Tile
 
 
 def cutting(
-    wanted: Sequence[Tile], held: Tile, dtype: jnp.dtype, device: Device
+    wanted: Sequence[Tile], present: Tile, dtype: jnp.dtype, device: Device
 ) -> Callable[..., list]:
-    """What cuts tiles out of a shard, on its device."""
-    if all(tile == held for tile in wanted):
+    """Return a compiled function that cuts tiles out of a shard.
+
+    Args:
+        wanted: the tiles, inside the shard.
+        present: the tile of the whole array that the shard is.
+        dtype: dtype of the array.
+        device: the device of the shard.
+    """
+    if all(tile == present for tile in wanted):
         return lambda shard: [shard] * len(wanted)
     slices = [
         tuple(
             slice(start - first, stop - first)
-            for (start, stop), (first, _) in zip(tile, held, strict=True)
+            for (start, stop), (first, _) in zip(tile, present, strict=True)
         )
         for tile in wanted
     ]
-    return (
-        jax.jit(lambda shard: [shard[each] for each in slices])
-        .lower(_on(device, held, dtype))
-        .compile()
-    )
+    cut = jax.jit(lambda shard: [shard[index] for index in slices])
+    return cut.lower(_on(device, present, dtype)).compile()
 
 
 def joining(parts: Sequence[Tile], dtype: jnp.dtype, device: Device) -> Callable[[list], jax.Array]:
-    """What makes a shard of the tiles that fill it, on its device."""
+    """Return a compiled function that joins tiles to a shard.
+
+    Args:
+        parts: the tiles, a grid that fills the shard.
+        dtype: dtype of the array.
+        device: the device of the shard.
+    """
     if len(parts) == 1:
-        return lambda given: given[0]
+        return lambda values: values[0]
     joined = partial(_joined, list(parts), 0)
     return jax.jit(joined).lower([_on(device, part, dtype) for part in parts]).compile()
 
 
 def _joined(parts: list[Tile], dim: int, values: list[jax.Array]) -> jax.Array:
-    """The tiles of a grid put together: along `dim` what is put together along the dims after it."""
+    """Concatenate the tiles of a grid along `dim`, after concatenating along the dims behind it."""
     if len(parts) == 1:
         return values[0]
-    ordered = sorted(zip(parts, values, strict=True), key=lambda each: each[0][dim])
-    rows = [list(row) for _, row in groupby(ordered, key=lambda each: each[0][dim])]
-    return jnp.concatenate(
-        [_joined([t for t, _ in row], dim + 1, [v for _, v in row]) for row in rows], dim
-    )
+
+    def start(part: tuple[Tile, jax.Array]) -> int:
+        return part[0][dim][0]
+
+    ordered = sorted(zip(parts, values, strict=True), key=start)
+    rows = []
+    for _, same_start in groupby(ordered, key=start):
+        row = list(same_start)
+        tiles = [tile for tile, _ in row]
+        rows.append(_joined(tiles, dim + 1, [value for _, value in row]))
+    return jnp.concatenate(rows, dim)
 
 
 def _on(device: Device, tile: Tile, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""The tasks of a planned step compiled for the devices that are here."""
+"""Compilation of a planned step's tasks for devices of this process."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,12 @@ from autopar.progress import log_progress, ranges
 
 @dataclass(frozen=True, slots=True)
 class CompiledTask:
-    """A task as JAX has it, before and after compilation."""
+    """A task before and after compilation.
+
+    Attributes:
+        function: the task as a JAX function.
+        compiled: its executable.
+    """
 
     function: TaskFunction
     compiled: jax.stages.Compiled
@@ -29,37 +34,40 @@ def compile_tasks(
 ) -> dict[Task, CompiledTask]:
     """Compile the tasks of every stage.
 
-    Those of one mesh that are the same program share an executable, as identical layers do, and the same stages under another
-    schedule.
+    Equal programs for the same mesh share an executable: identical layers, or the same stages
+    under another schedule.
 
     Args:
-        meshes: the devices of each stage.
+        planned: the traced step and its plan.
+        meshes: for each stage its devices.
         donated: numbers of the step's inputs whose memory it may reuse.
     """
-    found: dict[Task, CompiledTask] = {}
+    tasks: dict[Task, CompiledTask] = {}
     for number, (stage, mesh) in enumerate(zip(planned.plan.stages, meshes, strict=True)):
         start = time.perf_counter()
         functions = lower_stage(planned, number, mesh, donated)
         for function in functions:
-            found[function.task] = CompiledTask(function, _compiled(function, mesh))
+            tasks[function.task] = CompiledTask(function, _compiled(function, mesh))
         layers = f"layers {ranges(stage.layers)} on " if stage.layers else ""
         log_progress(
             f"stage {number}: {layers}devices {ranges(stage.devices)}, mesh"
-            f" {' x '.join(map(str, stage.mesh_shape))}; {len(functions)} tasks compiled in {time.perf_counter() - start:.2f} s"
+            f" {' x '.join(map(str, stage.mesh_shape))}; {len(functions)} tasks compiled in"
+            f" {time.perf_counter() - start:.2f} s"
         )
-    return found
+    return tasks
 
 
-_known: WeakValueDictionary[tuple[Mesh, str], jax.stages.Compiled] = WeakValueDictionary()
-"""Executables that are in use, by what they run."""
+_in_use: WeakValueDictionary[tuple[Mesh, str], jax.stages.Compiled] = WeakValueDictionary()
+"""Executables that are in use, by mesh and SHA-256 of the program's text."""
 
 
 def _compiled(function: TaskFunction, mesh: Mesh) -> jax.stages.Compiled:
     lowered = function.jitted.lower(*function.in_avals)
-    if function.task == WHOLE_STEP_TASK:  # there is no other, and its text may be long
+    if function.task == WHOLE_STEP_TASK:
+        # No other task can share the executable, and hashing the long text takes time.
         return lowered.compile()
     key = mesh, sha256(lowered.as_text().encode()).hexdigest()
-    compiled = _known.get(key)
+    compiled = _in_use.get(key)
     if compiled is None:
-        _known[key] = compiled = lowered.compile()
+        _in_use[key] = compiled = lowered.compile()
     return compiled

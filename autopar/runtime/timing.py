@@ -1,4 +1,4 @@
-"""Planned steps with a stopwatch: made-up inputs, the time of a step, and when each of its tasks ran."""
+"""Timelines of steps that were executed in this process, one instruction at a time."""
 
 import time
 from collections import defaultdict
@@ -16,22 +16,27 @@ if TYPE_CHECKING:
 
 
 def dummy_inputs(executable: "LocalExecutable") -> list[jax.Array]:
-    """Zeros for every input, where the step wants them."""
-    avals, homes = jax.tree.leaves(executable.step.in_avals), executable.homes
-    made: dict[int, jax.Array] = {}
-    for mesh in dict.fromkeys(home.mesh for home in homes):
-        mine = [i for i, home in enumerate(homes) if home.mesh == mesh]
-        made.update(
-            zip(mine, zeros([avals[i] for i in mine], [homes[i] for i in mine]), strict=True)
-        )
-    return [made[i] for i in range(len(avals))]
+    """Return zeros for every input, sharded as the plan says."""
+    avals = jax.tree.leaves(executable.step.in_avals)
+    shardings = executable.homes
+    inputs: dict[int, jax.Array] = {}
+    for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
+        numbers = [i for i, sharding in enumerate(shardings) if sharding.mesh == mesh]
+        arrays = zeros([avals[i] for i in numbers], [shardings[i] for i in numbers])
+        inputs.update(zip(numbers, arrays, strict=True))
+    return [inputs[i] for i in range(len(avals))]
 
 
 def executed_timeline(executable: "LocalExecutable", leaves: list[jax.Array]) -> Timeline:
-    """Run a step, each instruction by itself, and put what it took on the clocks of the program.
+    """Run the instructions of a step one at a time, and return their durations as a timeline.
 
-    An instruction starts when its mesh is free and what it waits for is there, as in a simulation. Run by itself a task takes as
-    long as it does when nothing else disturbs it; what the host adds between tasks is not in the picture.
+    As in a simulation, an instruction starts when its mesh is free and its operands have arrived.
+    So a task has the duration that it has when nothing else runs, and the timeline has no overhead
+    of the host between tasks.
+
+    Args:
+        executable: the step.
+        leaves: its inputs, sharded as the plan says.
     """
     values = executable.job.start(dict(enumerate(leaves)), {})
     compute: dict[int, float] = defaultdict(float)
@@ -68,7 +73,15 @@ def executed_timeline(executable: "LocalExecutable", leaves: list[jax.Array]) ->
 def span_of(
     mesh: int, instruction: Run | Send | Recv, start: float, end: float, after: str = ""
 ) -> Span:
-    """What an instruction is in a timeline; `after` is the task whose result a send sends."""
+    """Return the span of an instruction in a timeline.
+
+    Args:
+        mesh: number of the mesh.
+        instruction: the instruction.
+        start: when it starts, in seconds.
+        end: when it ends, in seconds.
+        after: the task whose result a send transfers.
+    """
     name = str(instruction)
     match instruction:
         case Run():

@@ -1,10 +1,11 @@
-"""Moving a value from one mesh to another: what carries out a `Resharding` in this process.
+"""Cross-mesh resharding in this process: two ways to carry out a `Resharding`.
 
-`whole` lets JAX do it at once. It copies shards from device to device where every shard that is wanted is one that is there, and
-otherwise goes through the memory of the host, waiting for the value. `by_tiles` does what the plan says: it cuts the shards where
-they are, sends each piece once, puts the pieces together, and gathers what copies lack inside the destination mesh; the host waits
-for nothing. Devices of a CPU share its memory, so that tiles save nothing and take 1.3 to 5 times as long there
-(`benchmarks/test_pipeline_dispatch.py` measures both); workers on several hosts have no other way.
+`whole` calls `jax.device_put`. This copies shards from device to device if every target shard is a
+source shard, and otherwise goes through host memory and blocks until the value is ready.
+`by_tiles` follows the plan: it cuts the source shards, sends each piece once, joins the pieces, and
+gathers the rest inside the target mesh, without blocking the host. Virtual devices share the host's
+memory, where tiles take 1.3 to 5 times as long (`benchmarks/test_pipeline_dispatch.py` measures
+both). Workers on several hosts always use tiles.
 """
 
 from collections import defaultdict
@@ -26,11 +27,12 @@ type Carry = Callable[[jax.Array], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How a value gets to another mesh.
+    """A transfer of values to another mesh.
 
     Attributes:
-        send: from where it is to where it lands; run by the sender's instruction.
-        complete: from there to where it is wanted; run by the receiver's instruction. None: it has landed there.
+        send: returns the value with its landing sharding on the target mesh; run by the sender.
+        complete: reshards the landed value to the target sharding; run by the receiver. None if
+            the value lands with the target sharding.
     """
 
     send: Carry
@@ -38,20 +40,21 @@ class Move:
 
 
 type Transport = Callable[[Resharding, jax.ShapeDtypeStruct, Mesh, Mesh], Move]
-"""(plan, the value, its mesh, the other mesh) -> how to carry the plan out, as often as asked."""
+"""(plan, type of the value, source mesh, target mesh) to the transfer."""
 
 
 class MoveCarrier:
-    """A delivery between meshes of this process; see `autopar.runtime.loaded_job.Carrier`."""
+    """A delivery between meshes of this process; a `autopar.runtime.loaded_job.Carrier`."""
 
     def __init__(
         self, delivery: Delivery, devices: Mapping[int, Device], transport: Transport
     ) -> None:
-        """Prepare it.
+        """Prepare the transfer.
 
         Args:
-            devices: those of the two meshes, by number.
-            transport: how to carry the resharding out.
+            delivery: the delivery.
+            devices: the devices of the two meshes by number.
+            transport: carries out the resharding.
         """
         source, to = delivery.source.on(devices), delivery.to.on(devices)
         value = jax.ShapeDtypeStruct(delivery.plan.shape, delivery.dtype)
@@ -60,72 +63,70 @@ class MoveCarrier:
         self._sent: dict[int, jax.Array] = {}
 
     def send(self, value: jax.Array, tag: int, is_used_up: bool) -> None:
-        """Send the value; JAX copies it before its memory is used for something else."""
+        """Send the value; JAX copies it before its memory is reused."""
         self._sent[tag] = self._move.send(value)
 
     def receive(self, tag: int) -> jax.Array:
-        """Return the value where it is wanted."""
+        """Return the value on the target mesh."""
         value = self._sent.pop(tag)
-        if self._move.complete is None:  # whoever uses it waits for it
+        if self._move.complete is None:
             return value
         completed = self._move.complete(value)
         return jax.block_until_ready(completed) if self._waits else completed
 
     def wait(self) -> None:
-        """Wait until what has been sent is there."""
+        """Wait until the values that were sent have landed."""
         jax.block_until_ready(list(self._sent.values()))
 
 
 def default_transport(
     plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh
 ) -> Move:
-    """By tiles between devices with memory of their own, unless whole shards will do; random keys always whole."""
-    held = set(tiles(plan.shape, *plan.source))
-    same = held.issuperset(tiles(plan.shape, plan.mesh, plan.spec))
+    """Choose `by_tiles` if devices have their own memory and target shards are not source shards.
+
+    Random keys, which can't be cut, and plans without pieces use `whole` as well.
+    """
+    present = set(tiles(plan.shape, *plan.source))
+    has_shards = present.issuperset(tiles(plan.shape, plan.mesh, plan.spec))
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
-    local = source.devices.flat[0].platform == "cpu"
-    return (whole if same or is_key or local or not plan.pieces else by_tiles)(
-        plan, value, source, to
-    )
+    shares_memory = source.devices.flat[0].platform == "cpu"
+    is_whole = has_shards or is_key or shares_memory or not plan.pieces
+    transport = whole if is_whole else by_tiles
+    return transport(plan, value, source, to)
 
 
 def whole(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh) -> Move:
-    """`jax.device_put` of the value."""
-    wanted = NamedSharding(to, partition_spec(plan.spec))
-    return Move(lambda value: jax.device_put(value, wanted))
+    """Transfer the whole value with `jax.device_put`."""
+    target = NamedSharding(to, partition_spec(plan.spec))
+    return Move(lambda value: jax.device_put(value, target))
 
 
 def by_tiles(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Mesh) -> Move:
-    """Each piece of the plan by itself."""
+    """Transfer each piece of the plan by itself."""
     landing = NamedSharding(to, partition_spec(plan.landing))
-    sources, destinations = list(source.devices.flat), list(to.devices.flat)
-    held = tiles(plan.shape, *plan.source)
+    sources = list(source.devices.flat)
+    destinations = list(to.devices.flat)
+    present = tiles(plan.shape, *plan.source)
+    # Numbers of the pieces by source and by destination.
     outgoing: dict[int, list[int]] = defaultdict(list)
     incoming: dict[int, list[int]] = defaultdict(list)
     for number, piece in enumerate(plan.pieces):
         outgoing[piece.source].append(number)
         incoming[piece.destination].append(number)
-    cuts = [
-        (
-            device,
-            cutting(
-                [plan.pieces[k].tile for k in numbers], held[device], value.dtype, sources[device]
-            ),
-        )
-        for device, numbers in outgoing.items()
-    ]
+    cuts = []
+    for device, numbers in outgoing.items():
+        pieces = [plan.pieces[number].tile for number in numbers]
+        cuts.append((device, cutting(pieces, present[device], value.dtype, sources[device])))
     order = [number for numbers in outgoing.values() for number in numbers]
     places = [
         SingleDeviceSharding(destinations[plan.pieces[number].destination]) for number in order
     ]
     position = {number: at for at, number in enumerate(order)}
-    joins = [
-        (
-            [position[number] for number in incoming[device]],
-            joining([plan.pieces[k].tile for k in incoming[device]], value.dtype, place),
-        )
-        for device, place in enumerate(destinations)
-    ]
+    joins = []
+    for device, target in enumerate(destinations):
+        pieces = [plan.pieces[number].tile for number in incoming[device]]
+        positions = [position[number] for number in incoming[device]]
+        joins.append((positions, joining(pieces, value.dtype, target)))
 
     def send(value: jax.Array) -> jax.Array:
         shards = [shard.data for shard in value.addressable_shards]
@@ -136,6 +137,7 @@ def by_tiles(plan: Resharding, value: jax.ShapeDtypeStruct, source: Mesh, to: Me
 
     if not plan.gathers:
         return Move(send)
-    wanted = NamedSharding(to, partition_spec(plan.spec))
+    target = NamedSharding(to, partition_spec(plan.spec))
     landed = jax.ShapeDtypeStruct(plan.shape, value.dtype, sharding=landing)
-    return Move(send, jax.jit(lambda landed: landed, out_shardings=wanted).lower(landed).compile())
+    gather = jax.jit(lambda landed: landed, out_shardings=target)
+    return Move(send, gather.lower(landed).compile())

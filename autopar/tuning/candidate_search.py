@@ -1,6 +1,6 @@
-"""Ways through a space: all of it, or one knob after the other."""
+"""Search strategies: exhaustive, or coordinate descent over one knob after the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, assert_never
 
 from autopar.tuning.search_space import Candidate, SearchSpace
@@ -10,41 +10,41 @@ type Search = Literal["exhaustive", "coordinate"]
 
 
 def search(space: SearchSpace, evaluate: Callable[[Candidate], Trial], how: Search) -> list[Trial]:
-    """What was tried, in that order, each candidate once.
+    """Return the trials of a search in order, at most one per candidate.
 
     Args:
-        how: "exhaustive" tries all; "coordinate" goes from the first candidate that is valid to the best in one knob after the other
-            until no single knob makes it better (coordinate descent, as Slapo's tuner does it).
+        space: The candidates.
+        evaluate: The function that tries a candidate.
+        how: "exhaustive" tries all candidates. "coordinate" is coordinate descent, as in Slapo's
+            tuner: it starts at the first valid candidate and takes the best value of one knob after
+            the other, until no single knob improves the candidate.
     """
-    known: dict[tuple[tuple[str, object], ...], Trial] = {}
+    trials: dict[tuple[tuple[str, object], ...], Trial] = {}
 
-    def tried(candidate: Candidate) -> Trial:
+    def evaluate_once(candidate: Candidate) -> Trial:
         key = tuple(candidate.items())
-        if key not in known:
-            known[key] = evaluate(candidate)
-        return known[key]
+        if key not in trials:
+            trials[key] = evaluate(candidate)
+        return trials[key]
 
     match how:
         case "exhaustive":
             for candidate in space:
-                tried(candidate)
+                evaluate_once(candidate)
         case "coordinate":
-            _descend(space, tried)
+            _descend(space, evaluate_once)
         case _:
             assert_never(how)
-    return list(known.values())
+    return list(trials.values())
 
 
-def _descend(space: SearchSpace, tried: Callable[[Candidate], Trial]) -> None:
-    best = next(_valid(space, tried), None)
+def _descend(space: SearchSpace, evaluate: Callable[[Candidate], Trial]) -> None:
+    valid = (trial for trial in map(evaluate, space) if trial.status != "invalid")
+    best = next(valid, None)
     while best is not None:
         before = best
         for name in space.domains:
             for candidate in space.line(best.candidate, name):
-                best = min(best, tried(candidate), key=lambda trial: trial.rank)
+                best = min(best, evaluate(candidate), key=lambda trial: trial.rank)
         if best is before:
             return
-
-
-def _valid(space: SearchSpace, tried: Callable[[Candidate], Trial]) -> Iterator[Trial]:
-    return (trial for trial in map(tried, space) if trial.status != "invalid")

@@ -1,4 +1,4 @@
-"""What is known of a candidate, and of all of them."""
+"""Results of a search: one trial per candidate."""
 
 from dataclasses import asdict, dataclass
 from math import inf
@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A candidate, tried.
+    """The result of trying a candidate.
 
     Attributes:
-        status: "invalid": the step can't be made, planned or compiled so; `reason` says why, also where it does not fit.
-        predicted_seconds, predicted_bytes: of a step, and of the fullest device.
-        measured_seconds: of a step on the devices that are here, where it was among the best.
+        candidate: A value for each knob.
+        status: "fits", "does not fit" into the memory of a device, or "invalid" if the step can't
+            be built, planned or compiled.
+        predicted_seconds: The predicted time of a step.
+        predicted_bytes: The predicted peak memory of the device that needs most.
+        measured_seconds: The measured time of a step, for the best candidates.
+        reason: Why the candidate is invalid or does not fit.
     """
 
     candidate: Candidate
@@ -29,43 +33,44 @@ class Trial:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Smaller is better: measured before predicted, then what does not fit, by how much, then what is invalid."""
-        if self.status == "fits":
-            measured = self.measured_seconds is not None
-            return (
-                (0, self.measured_seconds or 0.0)
-                if measured
-                else (1, self.predicted_seconds or 0.0)
-            )
-        return (2, self.predicted_bytes or inf) if self.status == "does not fit" else (3, inf)
+        """A sort key; smaller is better.
+
+        Measured candidates come first, then predicted ones, both by time, then those that do not
+        fit, by memory, then invalid ones.
+        """
+        if self.status == "invalid":
+            return 3, inf
+        if self.status == "does not fit":
+            return 2, self.predicted_bytes or inf
+        if self.measured_seconds is not None:
+            return 0, self.measured_seconds
+        return 1, self.predicted_seconds or 0.0
 
     def __str__(self) -> str:
         knobs = ", ".join(f"{name}={value}" for name, value in self.candidate.items())
         if self.status == "invalid":
             return f"{knobs}: {self.reason}"
-        found = (
-            [f"{self.predicted_seconds * 1e3:.2f} ms"] if self.predicted_seconds is not None else []
-        )
-        found += (
-            [f"{self.predicted_bytes / 1e9:.2f} GB"] if self.predicted_bytes is not None else []
-        )
-        found += (
-            [f"measured {self.measured_seconds * 1e3:.2f} ms"]
-            if self.measured_seconds is not None
-            else []
-        )
-        return f"{knobs}: {', '.join([*found, *([self.reason] if self.reason else [])])}"
+        results: list[str] = []
+        if self.predicted_seconds is not None:
+            results.append(f"{self.predicted_seconds * 1e3:.2f} ms")
+        if self.predicted_bytes is not None:
+            results.append(f"{self.predicted_bytes / 1e9:.2f} GB")
+        if self.measured_seconds is not None:
+            results.append(f"measured {self.measured_seconds * 1e3:.2f} ms")
+        if self.reason:
+            results.append(self.reason)
+        return f"{knobs}: {', '.join(results)}"
 
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """Everything that was tried, in that order."""
+    """All trials of a search, in order."""
 
     trials: tuple[Trial, ...]
 
     @property
     def best(self) -> Candidate:
-        """The fastest candidate: of those measured if there are any. Raises ValueError when none fits."""
+        """The fastest candidate, measured if possible. Raises ValueError if none fits."""
         trial = min(self.trials, key=lambda trial: trial.rank)
         if trial.status != "fits":
             raise ValueError(
@@ -75,8 +80,12 @@ class TuningResult:
 
     @property
     def table(self) -> "pd.DataFrame":
-        """A row for each candidate, the best first: a column for each knob, and the other fields of its `Trial`."""
-        import pandas as pd  # takes a second to import, and only tables need it
+        """A row for each candidate, the best first.
+
+        Columns are the knobs and the other fields of `Trial`.
+        """
+        # The import takes a second, and only tables need it.
+        import pandas as pd
 
         rows = []
         for trial in sorted(self.trials, key=lambda trial: trial.rank):

@@ -1,4 +1,4 @@
-"""`tune`: the fastest way to run a step, among those that a space of knobs allows."""
+"""`tune`: search a space of knobs for the fastest way to run a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,36 +25,45 @@ from autopar.tuning.trials import Trial, TuningResult
 from autopar.util import benchmark_func, zeros
 from simulator.hardware.cluster import Cluster
 
-type MakeMesh = Callable[[Sequence[int]], Mesh]
-type Make = Callable[
-    [Candidate, MakeMesh], tuple[Callable[..., Any], Sequence[Any], PlanningMethod]
+type MeshFactory = Callable[[Sequence[int]], Mesh]
+"""A function from a shape to a mesh."""
+
+type StepFactory = Callable[
+    [Candidate, MeshFactory], tuple[Callable[..., Any], Sequence[Any], PlanningMethod]
 ]
+"""A function from a candidate and a `MeshFactory` to (step, arguments, method)."""
 
 _REFUSALS = (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError)
-"""What a candidate that can't be run is answered with. Anything else is a mistake, and stops the search."""
+"""The errors of a candidate that can't run. Any other error is a bug, and stops the search."""
 
 
 def tune(
-    make: Make,
+    make: StepFactory,
     space: Mapping[str, Domain],
     cluster: Cluster | str | Path,
     search_by: Search = "exhaustive",
     measure: int = 0,
 ) -> TuningResult:
-    """Try candidates by prediction, and the best few by running them.
+    """Predict candidates, measure the best few, and return all trials.
+
+    An error of a candidate is not raised, but stored in its trial.
 
     Args:
-        make: from a candidate, a value for each knob, and a function from a shape to a mesh, to (step, its arguments, method), as
-            `autopar.parallelize` would have them; arguments may be ShapeDtypeStructs. The mesh is of the cluster's devices when it
-            is predicted, of those here when it is measured; its axes are called "x", "y", "z", "w".
-        space: what knobs may be: {"tensor": [1, 2, 4, 8], "data": lambda chosen: [8 // chosen["tensor"]]}.
-        cluster: where to run. What takes more memory than a device has does not fit. Nothing can be compiled from here for
-            clusters of CPUs: there the plan's own estimate is taken.
-        search_by: "exhaustive", or "coordinate" for spaces too large for that.
-        measure: how many of the best to measure; the devices of `cluster` must be here.
+        make: A function from a candidate, a value for each knob, and a function that makes a mesh
+            of a given shape, to (step, arguments, method), as `autopar.parallelize` takes them.
+            Arguments may be ShapeDtypeStructs. The mesh has the cluster's devices when a candidate
+            is predicted, and local devices when it is measured; its axes are "x", "y", "z", "w".
+        space: The values of the knobs, such as
+            {"tensor": [1, 2, 4, 8], "data": lambda chosen: [8 // chosen["tensor"]]}.
+        cluster: Where to run. A candidate that needs more memory than a device has does not fit.
+            For a cluster of CPUs, for which this process can't compile, predictions are the plan's
+            own estimates.
+        search_by: "exhaustive", or "coordinate" for spaces that are too large for that.
+        measure: The number of candidates to measure; requires local devices like the cluster's.
 
     Raises:
-        ValueError, TypeError: the space or an option is not as said above. What is wrong with a candidate is written in its trial.
+        ValueError: The space has no candidate, or the devices to measure on are missing.
+        TypeError: The space or an option has the wrong type.
     """
     checked("make", make, FUNCTION)
     checked(
@@ -67,8 +76,8 @@ def tune(
     measure = checked("measure", measure, integer(0))
     if measure and not devices_match(cluster, jax.devices()):
         raise ValueError(
-            f"measure is {measure}, but the devices here are {jax.devices()[0].device_kind}, not those of {cluster.name!r};"
-            " leave it out, or tune for the devices that are here"
+            f"measure is {measure}, but the devices here are {jax.devices()[0].device_kind}, not"
+            f" those of {cluster.name!r}; leave it out, or tune for the devices that are here"
         )
 
     def evaluate(candidate: Candidate) -> Trial:
@@ -79,51 +88,50 @@ def tune(
     trials = search(SearchSpace(space), evaluate, search_by)
     if not trials:
         raise ValueError(
-            f"the space has no candidate: whatever the first knobs of {', '.join(space)} are, none is left for another"
+            f"the space has no candidate: all values of the first knobs of {', '.join(space)}"
+            " leave another knob without values"
         )
-    chosen = sorted(
-        (trial for trial in trials if trial.status == "fits"), key=lambda trial: trial.rank
-    )[:measure]
-    measured = {id(trial): _measured(make, trial) for trial in chosen}
+    fitting = [trial for trial in trials if trial.status == "fits"]
+    fastest = sorted(fitting, key=lambda trial: trial.rank)[:measure]
+    measured = {id(trial): _measured(make, trial) for trial in fastest}
     return TuningResult(tuple(measured.get(id(trial), trial) for trial in trials))
 
 
-def _predicted(make: Make, candidate: Candidate, cluster: Cluster) -> Trial:
+def _predicted(make: StepFactory, candidate: Candidate, cluster: Cluster) -> Trial:
     compiles = cluster.device.kind != "cpu"
 
     def mesh_of(shape: Sequence[int]) -> Mesh:
-        return (
-            target_mesh(cluster, tuple(shape), AXIS_NAMES[: len(shape)])
-            if compiles
-            else device_mesh(shape)
-        )
+        if compiles:
+            return target_mesh(cluster, tuple(shape), AXIS_NAMES[: len(shape)])
+        return device_mesh(shape)
 
     try:
         step, args, method = make(candidate, mesh_of)
         if compiles and isinstance(method, ManualShardParallel):
-            method = replace(
-                method, memory_budget=inf
-            )  # what XLA makes of it is known below: better than an estimate
+            # The compiled program below has the exact memory; the planner only estimates it.
+            method = replace(method, memory_budget=inf)
         plan = plan_step(
             step, args, method=method, cluster=cluster, mesh_shape=_shape(method.devices)
         )
         if compiles:
             timeline = simulate(step, args, plan, cluster)
-            seconds, used = timeline.makespan, timeline.peak_bytes
+            seconds = timeline.makespan
+            num_bytes = timeline.peak_bytes
         else:
-            seconds, used = plan.predicted_seconds, plan.predicted_bytes
+            seconds = plan.predicted_seconds
+            num_bytes = plan.predicted_bytes
     except MemoryBudgetError as error:
         return Trial(candidate, "does not fit", reason=str(error))
     except _REFUSALS as error:
         return Trial(candidate, "invalid", reason=f"{type(error).__name__}: {error}")
-    room = cluster.device.usable_bytes
-    if used > room:
-        reason = f"does not fit: a device has {room / 1e9:.4g} GB for it"
-        return Trial(candidate, "does not fit", seconds, used, reason=reason)
-    return Trial(candidate, "fits", seconds, used)
+    usable = cluster.device.usable_bytes
+    if num_bytes > usable:
+        reason = f"does not fit: a device has {usable / 1e9:.4g} GB for it"
+        return Trial(candidate, "does not fit", seconds, num_bytes, reason=reason)
+    return Trial(candidate, "fits", seconds, num_bytes)
 
 
-def _measured(make: Make, trial: Trial) -> Trial:
+def _measured(make: StepFactory, trial: Trial) -> Trial:
     try:
         step, args, method = make(trial.candidate, device_mesh)
         seconds = _seconds(step, args, method)
@@ -136,29 +144,33 @@ def _measured(make: Make, trial: Trial) -> Trial:
 
 
 def _seconds(step: Callable[..., Any], args: Sequence[Any], method: PlanningMethod) -> float:
-    """The time of a step on the devices that are here, with zeros for what has no values; the median of a few."""
+    """Return the median time of a step on local devices, in seconds.
+
+    Arguments that are ShapeDtypeStructs are zeros.
+    """
     parallel = parallelize(step, method=method)
     leaves, tree = jax.tree.flatten(tuple(args))
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     avals = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    values = iter(zeros(avals, [here] * len(avals)))
-    given = tree.unflatten(
+    values = iter(zeros(avals, [device] * len(avals)))
+    inputs = tree.unflatten(
         next(values) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves
     )
-    state, *others = parallel.preshard_dynamic_args(*given)
+    state, *others = parallel.preshard_dynamic_args(*inputs)
 
     def run() -> None:
         nonlocal state
         result = jax.block_until_ready(parallel(state, *others))
         updated = result[0] if isinstance(result, tuple) else result
         if jax.tree.structure(updated) == jax.tree.structure(state):
-            state = updated  # the one before may have been donated
+            # The step may have donated the state before.
+            state = updated
 
     return float(np.median(benchmark_func(run, warmup=2, number=1)))
 
 
 def _shape(devices: Devices) -> tuple[int, ...] | None:
-    """The mesh shape that a method says; None where it takes all devices."""
+    """Return the mesh shape that the devices of a method imply; None if it takes all devices."""
     match devices:
         case None:
             return None
@@ -166,7 +178,7 @@ def _shape(devices: Devices) -> tuple[int, ...] | None:
             return tuple(devices.axis_sizes)
         case int():
             return (devices,)
-        case _ if all(isinstance(each, int) for each in devices):
+        case _ if all(isinstance(size, int) for size in devices):
             return tuple(devices)
         case _:
             return (len(devices),)

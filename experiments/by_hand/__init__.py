@@ -1,4 +1,4 @@
-"""Strategies written by hand, with every collective spelled out, for MLP and GPT: what automatic ones are compared with."""
+"""Strategies for MLP and GPT written with explicit collectives, as a baseline for planned ones."""
 
 from experiments.by_hand.data_parallel import DataParallel
 from experiments.by_hand.fsdp import Fsdp
@@ -14,4 +14,4 @@ BY_HAND: dict[str, HandWritten] = {
     "manual_megatron": Megatron(),
     "manual_pipeline": Pipeline(),
 }
-"""By the names that the sweep's configuration gives them."""
+"""The strategies, by their names in the sweep's configuration."""

@@ -1,6 +1,7 @@
-"""MLP and GPT as plain functions on what one device holds, written once over the few operations in which strategies differ.
+"""MLP and GPT as functions of the shards of one device.
 
-They take the parameters of `experiments.models`, and on one device they give the same loss.
+They are written over the operations in which strategies differ, the methods of `Layout`. They take
+the parameters of `experiments.models`, and on one device they give the same loss.
 """
 
 from collections.abc import Callable
@@ -18,47 +19,54 @@ type Params = dict[str, Any]
 
 
 class Layout:
-    """What a device computes of each operation. As it stands, all of it; strategies that split operations override them.
+    """The part of each operation that a device computes: here all of it.
 
-    The features of activations are their last dim, the tokens (of an MLP: the examples) the one before.
+    Strategies that split operations override them. The features of activations are their last dim,
+    the tokens (the examples of an MLP) the one before.
     """
 
     def layer(self, function: Callable[..., Any], remat: bool = False) -> Callable[..., Any]:
-        """`function(params, *activations)`, with the parameters that this device has; `remat` recomputes it in the backward pass."""
+        """Return a layer that takes the parameters of this device.
+
+        Args:
+            function: the layer, `function(params, *activations)`.
+            remat: whether to recompute the layer in the backward pass.
+        """
         return jax.checkpoint(function) if remat else function
 
     def column(self, params: Params, x: jax.Array) -> jax.Array:
-        """A dense layer that leaves its outputs for `row`: attention heads, or a wide hidden layer."""
+        """Apply a dense layer before `row`, into attention heads or a wide hidden layer."""
         return product(x, params) + params["bias"].astype(x.dtype)
 
     def row(self, params: Params, x: jax.Array) -> jax.Array:
-        """The dense layer after `column`."""
+        """Apply the dense layer after `column`."""
         return product(x, params) + params["bias"].astype(x.dtype)
 
     def feature_mean(self, x: jax.Array) -> jax.Array:
-        """The mean over all features, kept as a dim of 1."""
+        """Return the mean over all features, kept as a dim of size 1."""
         return x.mean(-1, keepdims=True)
 
     def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """The rows of `table` (vocabulary, features) for `tokens`."""
+        """Return the rows of `table`, (vocabulary, features), for token ids."""
         return table[tokens]
 
     def cross_entropy(self, table: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
-        """The mean over tokens of the cross-entropy of the logits `x @ table.T`."""
+        """Return the mean over tokens of the cross-entropy of the logits `x @ table.T`."""
         logits = (x @ table.T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A model in three parts, under some layout.
+    """A model under some layout: an embedding, blocks and a loss.
 
     Attributes:
-        num_blocks: how many blocks it has.
-        split: params -> (the parameters of each block, the rest); `join` turns them back.
-        first: (rest, batch) -> the activations that go into the first block.
-        block: (block, activations) -> activations of the same shape.
-        last: (rest, activations, batch) -> the loss.
+        num_blocks: number of blocks.
+        split: returns the parameters of each block, and the rest.
+        join: the inverse of `split`.
+        first: returns the input of the first block from (rest, batch).
+        block: returns the output of a block from (its parameters, input), in the same shape.
+        last: returns the loss from (rest, output of the last block, batch).
     """
 
     num_blocks: int
@@ -69,7 +77,7 @@ class Network:
     last: Callable[..., jax.Array]
 
     def loss(self, params: Params, batch: Params) -> jax.Array:
-        """What the device computes of a forward pass."""
+        """Return the loss of a forward pass on this device."""
         blocks, rest = self.split(params)
         x = self.first(rest, batch)
         for block in blocks:
@@ -78,13 +86,18 @@ class Network:
 
 
 def network_of(model: Model, layout: Layout) -> Network:
-    """The network of `model`; a `ValueError` for one that isn't written by hand."""
+    """Return the network of a model.
+
+    Raises:
+        ValueError: the model is not written by hand.
+    """
     match model:
         case MLP(num_layers=layers) if layers % 2 == 0:
             return _mlp(model, layout)
         case MLP():
             raise ValueError(
-                f"layers of an MLP by hand go in pairs; given num_layers={model.num_layers}, make it even"
+                "layers of an MLP by hand go in pairs;"
+                f" given num_layers={model.num_layers}, make it even"
             )
         case GPT(scan_layers=False):
             return _gpt(model, layout)
@@ -96,7 +109,7 @@ def network_of(model: Model, layout: Layout) -> Network:
 
 
 def product(x: jax.Array, params: Params) -> jax.Array:
-    """`x` times a kernel, in the dtype of `x`."""
+    """Multiply `x` by a kernel, in the dtype of `x`."""
     return x @ params["kernel"].astype(x.dtype)
 
 
@@ -161,7 +174,11 @@ def _gpt_block(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> j
 
 
 def _attention(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> jax.Array:
-    """Causal attention by the heads of this device, whose queries, keys and values are next to one another in `qkv`."""
+    """Apply causal attention with the heads of this device.
+
+    The columns of `qkv` are queries, keys and values of the first head, then of the second, and so
+    on.
+    """
     qkv = layout.column(params["qkv"], x)
     batch, length, width = qkv.shape
     query, key, value = jnp.split(
@@ -176,7 +193,7 @@ def _attention(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> j
 
 
 def _norm(layout: Layout, params: Params, x: jax.Array) -> jax.Array:
-    """Layer normalisation in float32."""
+    """Apply layer normalisation in float32."""
     wide = x.astype(jnp.float32)
     mean = layout.feature_mean(wide)
     variance = layout.feature_mean(wide**2) - mean**2

@@ -1,8 +1,12 @@
-"""A pipeline as one program: the stages are the devices of a ring, which hand their activations on with a ppermute at every tick."""
+"""A pipeline as one program for all devices, which shift activations along a ring.
+
+Each device of the ring is a stage. In every tick it runs its blocks, and a ppermute sends the
+result to the next one.
+"""
 
 from collections.abc import Callable
 from math import ceil, gcd
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +19,20 @@ from experiments.models import Model
 
 
 class Pipeline(HandWritten):
-    """Blocks over `stage`, as many on each; what comes before and after them is on all, and works on a part of the batch each.
+    """Blocks are split over `stage`; embedding and head are replicated, and split by the batch.
 
-    All forward passes come before all backward ones (GPipe; Huang et al., 2019): JAX transposes the loop over ticks. With blocks that
-    the stages don't divide, the last stages skip some of theirs, but take as long as the others: it is one program.
+    All forward passes come before all backward ones (GPipe; Huang et al., 2019), since JAX
+    transposes the loop over ticks. If the number of stages does not divide that of blocks, the last
+    stages ignore the results of some, but take as long as the others, since all run one program.
     """
 
     axes = ("stage",)
 
+    @override
     def local_step(self, model: Model, mesh: Mesh) -> Callable[[Any, Params], Any]:
         network, stages = network_of(model, Layout()), mesh.shape["stage"]
-        num_micro_batches = gcd(
-            model.batch_size, 4 * stages
-        )  # a few for each stage, that the bubble be small
+        # Several microbatches for each stage keep the bubble small.
+        num_micro_batches = gcd(model.batch_size, 4 * stages)
 
         def loss(params: Params, batch: Params) -> jax.Array:
             blocks, rest = params["blocks"], params["rest"]
@@ -38,12 +43,15 @@ class Pipeline(HandWritten):
 
         return with_loss(model, loss, axis="stage")
 
+    @override
     def state_spec(self, path: str, ndim: int) -> PartitionSpec:
         return PartitionSpec("stage") if "/blocks/" in f"/{path}" else PartitionSpec()
 
+    @override
     def batch_spec(self, name: str) -> PartitionSpec:
         return PartitionSpec("stage") if name in ("y", "labels") else PartitionSpec()
 
+    @override
     def arrange(self, model: Model, mesh: Mesh, state: Any) -> Any:
         network, stages = network_of(model, Layout()), mesh.shape["stage"]
 
@@ -58,6 +66,7 @@ class Pipeline(HandWritten):
 
         return _map_params(stack, "params", state)
 
+    @override
     def restore(self, model: Model, state: Any) -> Any:
         network = network_of(model, Layout())
 
@@ -77,10 +86,12 @@ def _through_ring(
     """Send every microbatch through all stages.
 
     Args:
-        micro: (number of microbatches, ...), the same on every stage.
+        micro: microbatches along dim 0, the same on every stage.
+        stage_function: runs the blocks of this stage.
+        stages: number of stages.
 
     Returns:
-        The outputs of the last stage for some of the microbatches: stage i gets the i-th part of them.
+        Outputs of the last stage for a part of the microbatches: stage i gets the i-th part.
     """
     stage = jax.lax.axis_index("stage")
     entering = jnp.where(stage == 0, micro, 0)
@@ -89,7 +100,8 @@ def _through_ring(
         out = stage_function(jnp.where(stage == 0, entering, received))
         return manual.shift(out, "stage"), out
 
-    # Microbatch m is in stage i at tick m + i: after the last has entered, the ring goes on until it has left.
+    # Microbatch m is in stage i at tick m + i, so the ring runs on for `stages - 1` ticks after the
+    # last one has entered.
     drain = jnp.zeros_like(entering[: stages - 1])
     _, out = jax.lax.scan(tick, jnp.zeros_like(entering[0]), jnp.concatenate([entering, drain]))
     finished = jnp.where(stage == stages - 1, out[stages - 1 :], 0)
@@ -97,7 +109,7 @@ def _through_ring(
 
 
 def _own_blocks(network: Network, blocks: Params, x: jax.Array) -> jax.Array:
-    """Through the blocks of this stage, whose parameters are stacked; places past the last block pass on what they get."""
+    """Run the blocks of this stage, with stacked parameters; those past the last are identities."""
     places = len(jax.tree.leaves(blocks)[0])
     for place in range(places):
         out = network.block(jax.tree.map(lambda leaf, place=place: leaf[place], blocks), x)
@@ -107,7 +119,7 @@ def _own_blocks(network: Network, blocks: Params, x: jax.Array) -> jax.Array:
 
 
 def _map_params(function: Callable[[Params], Params], key: str, state: Any) -> Any:
-    """Apply to the parameters and to whatever the optimizer keeps of the same structure: dicts with `key`."""
+    """Apply a function to the parameters and their moments, which are the dicts that have `key`."""
 
     def is_params(node: Any) -> bool:
         return isinstance(node, dict) and key in node

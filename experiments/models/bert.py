@@ -1,7 +1,7 @@
-"""A BERT encoder (Devlin et al., 2019) that learns to fill in masked tokens."""
+"""A BERT encoder (Devlin et al., 2019), trained to predict masked tokens."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
 from experiments.models.transformer import Block
 
 MASK = 0
-"""The token that stands for a hidden one."""
+"""The token that replaces a masked one."""
 
 
 class Encoder(nn.Module):
-    """Token ids (batch, length) in, logits (batch, length, vocabulary) out, in float32."""
+    """Maps token ids (batch, length) to float32 logits (batch, length, vocabulary)."""
 
     num_layers: int
     hidden_size: int
@@ -47,10 +47,11 @@ class Encoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class BERT(Model):
-    """Cross-entropy of the masked tokens, 15 % of all.
+    """BERT with the cross-entropy of masked tokens, 15 % of all.
 
     Attributes:
-        compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are float32.
+        compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are
+            float32.
         remat: recompute each block in the backward pass instead of keeping its activations.
     """
 
@@ -64,9 +65,11 @@ class BERT(Model):
     remat: bool = False
 
     @property
+    @override
     def dtype(self) -> str:
         return self.compute_dtype
 
+    @override
     def init_state(self, key: jax.Array) -> TrainState:
         module = Encoder(
             self.num_layers,
@@ -81,6 +84,7 @@ class BERT(Model):
             module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
         )
 
+    @override
     def make_batch(self, key: jax.Array) -> Batch:
         words, hidden = jax.random.split(key)
         labels = jax.random.randint(
@@ -89,6 +93,7 @@ class BERT(Model):
         masked = jax.random.uniform(hidden, labels.shape) < 0.15
         return {"tokens": jnp.where(masked, MASK, labels), "labels": labels, "masked": masked}
 
+    @override
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[TrainState, jax.Array]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from experiments.models.transformer import Block
 
 
 class Decoder(nn.Module):
-    """Token ids (batch, length) in, logits (batch, length, vocabulary) out, in float32."""
+    """Maps token ids (batch, length) to float32 logits (batch, length, vocabulary)."""
 
     num_layers: int
     hidden_size: int
@@ -51,13 +51,14 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class GPT(NextToken):
-    """Next-token prediction with cross-entropy.
+    """GPT with next-token prediction.
 
     Attributes:
-        compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are float32.
+        compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are
+            float32.
         remat: recompute each block in the backward pass instead of keeping its activations.
-        tied_head: the token embedding is also the output projection.
-        scan_layers: one `lax.scan` over stacked blocks in place of a block after the other.
+        tied_head: use the token embedding as the output projection, too.
+        scan_layers: run one `lax.scan` over stacked blocks instead of unrolled blocks.
     """
 
     num_layers: int
@@ -72,9 +73,11 @@ class GPT(NextToken):
     scan_layers: bool = False
 
     @property
+    @override
     def dtype(self) -> str:
         return self.compute_dtype
 
+    @override
     def init_state(self, key: jax.Array) -> TrainState:
         module = Decoder(
             self.num_layers,

@@ -1,7 +1,10 @@
-"""A LLaMA-style decoder (Touvron et al., 2023): RMS norms, rotary positions, gated feed-forward layers, keys shared by groups of heads."""
+"""A LLaMA-style decoder (Touvron et al., 2023).
+
+It has RMS norms, rotary positions, gated feed-forward layers and grouped-query attention.
+"""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,11 @@ from experiments.models.transformer import attend
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """`x`, (batch, length, heads, features), each pair of features turned by an angle that grows with the position (Su et al., 2021)."""
+    """Rotate each pair of features by an angle that grows with the position (Su et al., 2021).
+
+    Args:
+        x: (batch, length, heads, features).
+    """
     length, half = x.shape[1], x.shape[-1] // 2
     angles = jnp.outer(jnp.arange(length), 10000.0 ** -(jnp.arange(half) / half))[:, None, :]
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
@@ -22,7 +29,10 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 class GroupedAttention(nn.Module):
-    """Causal attention in which several heads share a key and a value (Ainslie et al., 2023). (batch, length, hidden) to the same."""
+    """Causal grouped-query attention: several heads share a key and a value (Ainslie et al., 2023).
+
+    Maps (batch, length, hidden) to the same shape.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -39,8 +49,8 @@ class GroupedAttention(nn.Module):
 
         query, key = rotate(heads("query", self.num_heads)), rotate(heads("key", self.num_kv_heads))
         key, value = (
-            jnp.repeat(each, self.num_heads // self.num_kv_heads, axis=2)
-            for each in (key, heads("value", self.num_kv_heads))
+            jnp.repeat(x, self.num_heads // self.num_kv_heads, axis=2)
+            for x in (key, heads("value", self.num_kv_heads))
         )
         mixed = attend(query, key, value, causal=True)
         return nn.Dense(hidden, use_bias=False, dtype=self.dtype, name="out")(
@@ -49,7 +59,7 @@ class GroupedAttention(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020)."""
+    """A SwiGLU feed-forward layer (Shazeer, 2020)."""
 
     width: int
     dtype: Any
@@ -62,7 +72,7 @@ class GatedFeedForward(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside a skip connection."""
+    """Attention and a feed-forward layer, each after a norm and with a skip connection."""
 
     num_heads: int
     num_kv_heads: int
@@ -80,7 +90,7 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """Token ids (batch, length) in, logits (batch, length, vocabulary) out, in float32."""
+    """Maps token ids (batch, length) to float32 logits (batch, length, vocabulary)."""
 
     num_layers: int
     hidden_size: int
@@ -107,12 +117,13 @@ class LlamaDecoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Llama(NextToken):
-    """Next-token prediction with cross-entropy.
+    """LLaMA with next-token prediction.
 
     Attributes:
-        num_kv_heads: keys and values, each shared by `num_heads / num_kv_heads` heads.
-        width: of the feed-forward layers.
-        compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are float32.
+        num_kv_heads: number of keys and values, each shared by `num_heads / num_kv_heads` heads.
+        width: width of the feed-forward layers.
+        compute_dtype: dtype of activations and matrix products; parameters, softmax and loss are
+            float32.
         remat: recompute each block in the backward pass instead of keeping its activations.
     """
 
@@ -128,9 +139,11 @@ class Llama(NextToken):
     remat: bool = False
 
     @property
+    @override
     def dtype(self) -> str:
         return self.compute_dtype
 
+    @override
     def init_state(self, key: jax.Array) -> TrainState:
         module = LlamaDecoder(
             self.num_layers,

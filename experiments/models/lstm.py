@@ -1,6 +1,7 @@
-"""An LSTM language model (Hochreiter and Schmidhuber, 1997), a loop over time in each layer."""
+"""An LSTM language model (Hochreiter and Schmidhuber, 1997) with a loop over time in each layer."""
 
 from dataclasses import dataclass
+from typing import override
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from experiments.models.model import NextToken, adam_state
 
 
 class LanguageModel(nn.Module):
-    """Token ids (batch, length) in, logits (batch, length, vocabulary) out."""
+    """Maps token ids (batch, length) to logits (batch, length, vocabulary)."""
 
     num_layers: int
     hidden_size: int
@@ -22,13 +23,13 @@ class LanguageModel(nn.Module):
         x = nn.Embed(self.vocab_size, self.hidden_size, name="tokens")(tokens)
         for i in range(self.num_layers):
             x = nn.RNN(nn.OptimizedLSTMCell(self.hidden_size), name=f"layer_{i}")(x)
-            assert isinstance(x, jax.Array)  # not (carry, x), which it returns when asked to
+            assert isinstance(x, jax.Array)  # not (carry, x), which is optional
         return nn.Dense(self.vocab_size, name="head")(x)
 
 
 @dataclass(frozen=True, slots=True)
 class LSTM(NextToken):
-    """Next-token prediction with cross-entropy."""
+    """An LSTM with next-token prediction."""
 
     num_layers: int
     hidden_size: int
@@ -36,6 +37,7 @@ class LSTM(NextToken):
     vocab_size: int
     batch_size: int
 
+    @override
     def init_state(self, key: jax.Array) -> TrainState:
         module = LanguageModel(self.num_layers, self.hidden_size, self.vocab_size)
         return adam_state(

@@ -1,7 +1,7 @@
-"""The MLP of the Alpa quickstart."""
+"""The MLP of Alpa's quickstart."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
 
 
 class MLPModule(nn.Module):
-    """Dense layers that widen to 4 x `hidden_dim` and narrow back, in turn, with a relu after each."""
+    """Dense layers of widths 4 x `hidden_dim` and `hidden_dim` in turn, each with a relu."""
 
     hidden_dim: int
     num_layers: int
@@ -28,7 +28,12 @@ class MLPModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class MLP(Model):
-    """Learns y = W x + b. `dim` is the width of x and y, `compute_dtype` as in `GPT`."""
+    """An MLP that learns y = W x + b.
+
+    Attributes:
+        dim: width of x and y.
+        compute_dtype: as of `GPT`.
+    """
 
     dim: int
     num_layers: int
@@ -36,14 +41,17 @@ class MLP(Model):
     compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
 
     @property
+    @override
     def dtype(self) -> str:
         return self.compute_dtype
 
+    @override
     def init_state(self, key: jax.Array) -> TrainState:
         module = MLPModule(self.dim, self.num_layers, jnp.dtype(self.compute_dtype))
         params = module.init(key, jnp.zeros((1, self.dim)))
         return adam_state(module.apply, params)
 
+    @override
     def make_batch(self, key: jax.Array) -> Batch:
         weights, bias, inputs, noise = jax.random.split(key, 4)
         x = jax.random.normal(inputs, (self.batch_size, self.dim))
@@ -52,6 +60,7 @@ class MLP(Model):
         )
         return {"x": x, "y": y + 0.1 * jax.random.normal(noise, y.shape)}
 
+    @override
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> TrainState:

@@ -1,8 +1,8 @@
-"""What the sweep asks of a model: a state, a batch and an ordinary training step."""
+"""The interface of the sweep's models: a state, a batch and an ordinary training step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -15,63 +15,77 @@ type ValueAndGrad = Callable[..., Callable]
 
 
 class Model(ABC):
-    """A model to train, with every size fixed. Subclasses are frozen dataclasses whose fields are the sizes."""
+    """A model to train, of fixed sizes.
+
+    Subclasses are frozen dataclasses whose fields are the sizes.
+    """
 
     batch_size: int
 
     @abstractmethod
     def init_state(self, key: jax.Array) -> TrainState:
-        """Parameters and Adam's moments."""
+        """Return the initial parameters and optimizer state."""
 
     @abstractmethod
     def make_batch(self, key: jax.Array) -> Batch:
-        """One batch of made-up training data; dim 0 of every array is the batch."""
+        """Return a batch of random training data; dim 0 of every array is the batch."""
 
     @abstractmethod
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> Any:
-        """One step of training.
+        """Return the next state, or the next state and the loss.
 
-        `value_and_grad` is the seam for whoever wants more of the gradient than JAX gives: `autopar.value_and_grad` accumulates
-        it over microbatches, the pmap strategy averages it over devices. Called as `jax.value_and_grad` is, `has_aux` included.
+        Args:
+            state: from `init_state`, or of the step before.
+            batch: from `make_batch`.
+            value_and_grad: a function with the interface of `jax.value_and_grad`, `has_aux`
+                included, that takes its place. `autopar.value_and_grad` accumulates gradients over
+                microbatches, the pmap strategy averages them over devices.
         """
 
     def abstract_args(self) -> tuple[TrainState, Batch]:
-        """Shapes and dtypes of (state, batch); nothing is allocated."""
+        """Return the shapes and dtypes of (state, batch), without allocating them."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         return jax.eval_shape(self.init_state, key), jax.eval_shape(self.make_batch, key)
 
     @property
     def num_parameters(self) -> int:
+        """Number of parameters."""
         state, _ = self.abstract_args()
         return sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
     @property
     def dtype(self) -> str:
-        """What it computes in, in NumPy's spelling; parameters are float32."""
+        """Name of the dtype of activations; parameters are float32."""
         return np.dtype(np.float32).name
 
 
 def adam_state(apply: Callable, params: Any) -> TrainState:
-    """A train state with the quickstart's optimizer."""
+    """Return a train state with the optimizer of Alpa's quickstart."""
     return train_state(apply, params, optax.adam(learning_rate=1e-3))
 
 
 def train_state(
     apply: Callable, params: Any, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """A train state, all of it arrays."""
+    """Return a train state whose leaves are all arrays."""
     state = TrainState.create(apply_fn=apply, params=params, tx=optimizer)
-    return state.replace(
-        step=jnp.zeros((), jnp.int32)
-    )  # flax's own 0 is weakly typed until it has been on a device
+    # Flax's own step, 0, is weakly typed until it has been on a device, so the step would retrace.
+    return state.replace(step=jnp.zeros((), jnp.int32))
 
 
 def cross_entropy_step(
     state: TrainState, inputs: jax.Array, labels: jax.Array, value_and_grad: ValueAndGrad
 ) -> tuple[TrainState, jax.Array]:
-    """A step on the mean cross-entropy of the logits that the model gives for `inputs`; labels are class numbers."""
+    """Run a training step on the mean cross-entropy of the model's logits.
+
+    Args:
+        state: the train state, whose `apply_fn` returns logits.
+        inputs: what the model takes.
+        labels: class numbers.
+        value_and_grad: as of `Model.train_step`.
+    """
 
     def loss(params: Any) -> jax.Array:
         logits = state.apply_fn(params, inputs)
@@ -82,17 +96,19 @@ def cross_entropy_step(
 
 
 class NextToken(Model):
-    """Next-token prediction with cross-entropy."""
+    """A model that predicts the next token, with cross-entropy."""
 
     sequence_length: int
     vocab_size: int
 
+    @override
     def make_batch(self, key: jax.Array) -> Batch:
         tokens = jax.random.randint(
             key, (self.batch_size, self.sequence_length + 1), 0, self.vocab_size
         )
         return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
+    @override
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[TrainState, jax.Array]:

@@ -1,8 +1,9 @@
 """Models in the sizes of tests and of papers.
 
-Sizes of papers are those of Alpa's benchmark suites (Zheng et al., OSDI'22, section 8 and its `benchmark` folder): hidden size, layers and
-heads or experts of GPT and MoE, channels and width of Wide-ResNet. They train in float16 (Wide-ResNet in float32) with
-rematerialisation; batches here are what a single host of eight devices holds without microbatches.
+Sizes of papers are those of Alpa's benchmark suites (Zheng et al., OSDI'22, section 8 and the
+folder `benchmark` of its repository): hidden size, layers and heads or experts of GPT and MoE,
+channels and width of Wide-ResNet. GPT and MoE train in float16 with rematerialisation, Wide-ResNet
+in float32. Batches fit on a single host of eight devices without microbatches.
 """
 
 from dataclasses import replace
@@ -55,16 +56,20 @@ SMALL: dict[str, Model] = {
     "unet": UNet(channels=8, depth=1, image_size=16, batch_size=16),
     "lstm": LSTM(num_layers=1, hidden_size=32, sequence_length=8, vocab_size=64, batch_size=16),
 }
-"""One of each, small enough to be trained on a CPU in a second."""
+"""One of each model, small enough to train on a CPU in a second."""
 
 
 def gpt(hidden_size: int, num_layers: int, num_heads: int, batch_size: int) -> GPT:
-    """GPT as Alpa's suite trains it: 1024 tokens, vocabulary 51200."""
+    """Return a GPT of Alpa's suite: 1024 tokens, a vocabulary of 51200."""
     return GPT(num_layers, hidden_size, num_heads, 1024, 51200, batch_size, "float16", remat=True)
 
 
 def moe(hidden_size: int, num_layers: int, num_experts: int, batch_size: int) -> MoE:
-    """MoE as Alpa's suite trains it: 1024 tokens, vocabulary 32000, 16 heads, groups of 2048 tokens, experts 8 x as wide."""
+    """Return an MoE of Alpa's suite.
+
+    It has 1024 tokens, a vocabulary of 32000, 16 heads, groups of 2048 tokens and experts that are
+    8 x as wide in between.
+    """
     return MoE(
         num_layers,
         hidden_size,
@@ -81,7 +86,7 @@ def moe(hidden_size: int, num_layers: int, num_experts: int, batch_size: int) ->
 
 
 def wide_resnet(num_layers: int, channels: int, width: int, batch_size: int) -> WideResNet:
-    """Wide-ResNet as Alpa's suite trains it: 224 x 224 pixels, 1024 classes."""
+    """Return a Wide-ResNet of Alpa's suite: 224 x 224 pixels, 1024 classes."""
     return WideResNet(num_layers, channels, width, 224, 1024, batch_size)
 
 
@@ -99,3 +104,4 @@ PUBLISHED: dict[str, Model] = {
     "wide_resnet-1B": wide_resnet(50, 320, 2, batch_size=64),
     "wide_resnet-2B": wide_resnet(50, 448, 2, batch_size=64),
 }
+"""The models of Alpa's suites that fit on a host, by name and number of parameters."""

@@ -1,7 +1,10 @@
-"""A transformer in which every second feed-forward layer is a mixture of experts (GShard, Lepikhin et al., 2020)."""
+"""A transformer with mixtures of experts (GShard, Lepikhin et al., 2020).
+
+Every second feed-forward layer is a mixture of experts.
+"""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +17,15 @@ from experiments.models.transformer import Block, SelfAttention
 
 
 def top2_gating(gates: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Which two experts each token goes to, and at which of their places (GShard, algorithm 1, without the random drop).
+    """Dispatch each token to two experts (GShard, algorithm 1, without the random drop).
 
     Args:
         gates: probabilities (group, token, expert).
-        capacity: tokens of a group that an expert takes; those that come later are dropped.
+        capacity: tokens of a group that an expert takes; later tokens are dropped.
 
     Returns:
-        Weights (group, token, expert, place) that put expert outputs together, 0 where the token is not; and the loss that keeps
-        experts evenly busy.
+        Weights (group, token, expert, place) that combine the outputs of experts, 0 where a token
+        is not dispatched; and the auxiliary loss that balances the load of experts.
     """
     first = jax.nn.one_hot(gates.argmax(-1), gates.shape[-1])
     second = jax.nn.one_hot((gates * (1 - first)).argmax(-1), gates.shape[-1])
@@ -39,9 +42,10 @@ def top2_gating(gates: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Experts(nn.Module):
-    """Feed-forward layers, `widening` x as wide in between, one per expert; groups of tokens fill the places of the experts on their own.
+    """A feed-forward layer for each expert, `widening` x as wide in between.
 
-    (batch, length, hidden) to the same, and the balance loss.
+    Tokens are dispatched within groups. Maps (batch, length, hidden) to the same shape and the
+    balance loss.
     """
 
     num_experts: int
@@ -72,7 +76,7 @@ class Experts(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """An encoder block with experts for its feed-forward layer; also returns their balance loss."""
+    """An encoder block with experts as its feed-forward layer; also returns their balance loss."""
 
     num_heads: int
     num_experts: int
@@ -93,7 +97,10 @@ class ExpertBlock(nn.Module):
 
 
 class MoEModule(nn.Module):
-    """Token ids (batch, length) in; logits (batch, length, vocabulary) in float32 and the balance loss out."""
+    """Maps token ids (batch, length) to float32 logits (batch, length, vocabulary) and a loss.
+
+    The loss is the balance loss of all experts.
+    """
 
     num_layers: int
     hidden_size: int
@@ -129,14 +136,16 @@ class MoEModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class MoE(Model):
-    """Cross-entropy of each position's own label, plus 0.01 x the balance loss.
+    """A mixture of experts with the cross-entropy of each position's label + 0.01 x balance loss.
 
     Attributes:
-        group_size: tokens that are dispatched together; divides batch_size x sequence_length.
+        group_size: tokens that are dispatched together; must divide batch_size x sequence_length.
         widening: width of the feed-forward layers and experts, as a multiple of `hidden_size`.
-        compute_dtype: dtype of activations and matrix products; parameters, gates, softmax and loss are float32.
+        compute_dtype: dtype of activations and matrix products; parameters, gates, softmax and loss
+            are float32.
         remat: recompute each block in the backward pass instead of keeping its activations.
-        optimizer: Adafactor (Shazeer and Stern, 2018) keeps a row and a column of second moments per matrix, Adam twice the parameters.
+        optimizer: "adafactor" (Shazeer and Stern, 2018) stores a row and a column of second moments
+            for each matrix, "adam" two moments for each parameter.
     """
 
     num_layers: int
@@ -153,9 +162,11 @@ class MoE(Model):
     optimizer: Literal["adam", "adafactor"] = "adam"
 
     @property
+    @override
     def dtype(self) -> str:
         return self.compute_dtype
 
+    @override
     def init_state(self, key: jax.Array) -> TrainState:
         module = MoEModule(
             self.num_layers,
@@ -173,12 +184,14 @@ class MoE(Model):
         optimizer = {"adam": optax.adam, "adafactor": optax.adafactor}[self.optimizer]
         return train_state(module.apply, params, optimizer(learning_rate=1e-3))
 
+    @override
     def make_batch(self, key: jax.Array) -> Batch:
         tokens, labels = jax.random.randint(
             key, (2, self.batch_size, self.sequence_length), 0, self.vocab_size
         )
         return {"tokens": tokens, "labels": labels}
 
+    @override
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[TrainState, jax.Array]:

@@ -1,7 +1,7 @@
-"""An MLP written with flax's nnx, whose modules hold their parameters."""
+"""An MLP in flax's nnx, whose modules own their parameters."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
 
 
 class NnxBlock(nnx.Module):
-    """Normalise, widen to 4 x `dim`, narrow back, and add to the input."""
+    """A residual block: a norm and two dense layers, 4 x `dim` wide in between."""
 
     def __init__(self, dim: int, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(dim, rngs=rngs)
@@ -25,12 +25,13 @@ class NnxBlock(nnx.Module):
 
 @dataclass(frozen=True, slots=True)
 class NnxMLP(Model):
-    """Learns y = tanh(x) in float32. `dim` is the width of x and y."""
+    """An MLP of nnx modules that learns y = tanh(x) in float32; `dim` is the width of x and y."""
 
     dim: int
     num_layers: int
     batch_size: int
 
+    @override
     def init_state(self, key: jax.Array) -> TrainState:
         rngs = nnx.Rngs(key)
         graph, params = nnx.split(
@@ -42,10 +43,12 @@ class NnxMLP(Model):
 
         return adam_state(apply, params)
 
+    @override
     def make_batch(self, key: jax.Array) -> Batch:
         x = jax.random.normal(key, (self.batch_size, self.dim))
         return {"x": x, "y": jnp.tanh(x)}
 
+    @override
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[TrainState, jax.Array]:

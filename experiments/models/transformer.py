@@ -1,4 +1,4 @@
-"""The transformer block that several models are made of."""
+"""The transformer block that several models share."""
 
 from typing import Any
 
@@ -8,7 +8,14 @@ from flax import linen as nn
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
-    """The core of attention, written out; all of (batch, length, heads, features), softmax in float32."""
+    """Apply scaled dot-product attention, with the softmax in float32.
+
+    Args:
+        query: (batch, length, heads, features), like `key`, `value` and the result.
+        key: keys.
+        value: values.
+        causal: whether a position attends only to itself and those before it.
+    """
     length = query.shape[1]
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     if causal:
@@ -19,10 +26,9 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> 
 
 
 class SelfAttention(nn.Module):
-    """One projection for queries, keys and values. (batch, length, hidden) to the same.
+    """Multi-head attention with one projection for queries, keys and values.
 
-    Attributes:
-        causal: a position attends to itself and those before it, not to every other.
+    Maps (batch, length, hidden) to the same shape.
     """
 
     num_heads: int
@@ -34,7 +40,7 @@ class SelfAttention(nn.Module):
         batch, length, hidden = x.shape
         head_dim = hidden // self.num_heads
         qkv = nn.Dense(3 * hidden, dtype=self.dtype, name="qkv")(x)
-        # Heads outside, query-key-value inside: columns of the projection can then be sharded by head.
+        # Columns are ordered by head, then query, key, value, so that they can be sharded by head.
         query, key, value = jnp.split(
             qkv.reshape(batch, length, self.num_heads, 3 * head_dim), 3, axis=-1
         )
@@ -55,7 +61,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer around skip connections, normalised before each (as GPT) or after the sum (as BERT)."""
+    """Attention and a feed-forward layer with skip connections.
+
+    Attributes:
+        norm_first: normalise before each layer, as GPT does, not after the sum, as BERT does.
+    """
 
     num_heads: int
     dtype: Any

@@ -1,7 +1,7 @@
 """A vision transformer (Dosovitskiy et al., 2021)."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from experiments.models.transformer import Block
 
 
 class VisionTransformer(nn.Module):
-    """Images (batch, height, width, 3) in, logits (batch, classes) out, in float32."""
+    """Maps images (batch, height, width, 3) to float32 logits (batch, classes)."""
 
     num_layers: int
     hidden_size: int
@@ -44,7 +44,12 @@ class VisionTransformer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ViT(Model):
-    """Classification with cross-entropy. `compute_dtype` as in `GPT`; `image_size` is a multiple of `patch_size`."""
+    """A vision transformer for classification.
+
+    Attributes:
+        image_size: height and width; a multiple of `patch_size`.
+        compute_dtype: as of `GPT`.
+    """
 
     num_layers: int
     hidden_size: int
@@ -56,9 +61,11 @@ class ViT(Model):
     compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
 
     @property
+    @override
     def dtype(self) -> str:
         return self.compute_dtype
 
+    @override
     def init_state(self, key: jax.Array) -> TrainState:
         module = VisionTransformer(
             self.num_layers,
@@ -72,6 +79,7 @@ class ViT(Model):
             module.apply, module.init(key, jnp.zeros((1, self.image_size, self.image_size, 3)))
         )
 
+    @override
     def make_batch(self, key: jax.Array) -> Batch:
         pixels, classes = jax.random.split(key)
         shape = (self.batch_size, self.image_size, self.image_size, 3)
@@ -80,6 +88,7 @@ class ViT(Model):
             "labels": jax.random.randint(classes, (self.batch_size,), 0, self.num_classes),
         }
 
+    @override
     def train_step(
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[TrainState, jax.Array]:

@@ -1,8 +1,8 @@
-"""A Wide-ResNet (Zagoruyko and Komodakis, 2016) for images of ImageNet's size, with batch normalisation."""
+"""A Wide-ResNet (Zagoruyko and Komodakis, 2016) with batch normalisation."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,10 @@ class NormState(TrainState):
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 (wider by `width`) and 1 x 1 convolutions around a skip connection; results have 4 x `channels`."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions with a skip connection.
+
+    The 3 x 3 convolution has `width` x `channels`, the result 4 x `channels`.
+    """
 
     channels: int
     width: int
@@ -44,7 +47,7 @@ class Bottleneck(nn.Module):
 
 
 class WideResNetModule(nn.Module):
-    """Images (batch, height, width, 3) in, logits (batch, classes) out."""
+    """Maps images (batch, height, width, 3) to logits (batch, classes)."""
 
     num_layers: int
     channels: int
@@ -68,7 +71,13 @@ class WideResNetModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class WideResNet(Model):
-    """Classification with cross-entropy, in float32. `channels` is the width of the stem, `width` the factor of 3 x 3 convolutions."""
+    """A Wide-ResNet for classification, in float32.
+
+    Attributes:
+        num_layers: one of `BLOCKS`.
+        channels: channels of the stem.
+        width: factor by which 3 x 3 convolutions have more channels.
+    """
 
     num_layers: int
     channels: int
@@ -77,6 +86,7 @@ class WideResNet(Model):
     num_classes: int
     batch_size: int
 
+    @override
     def init_state(self, key: jax.Array) -> NormState:
         module = WideResNetModule(self.num_layers, self.channels, self.width, self.num_classes)
         variables = module.init(key, jnp.zeros((1, self.image_size, self.image_size, 3)))
@@ -87,8 +97,9 @@ class WideResNet(Model):
             batch_stats=variables["batch_stats"],
             tx=optax.adam(1e-3),
         )
-        return state.replace(step=jnp.zeros((), jnp.int32))  # as in `adam_state`
+        return state.replace(step=jnp.zeros((), jnp.int32))  # see `train_state`
 
+    @override
     def make_batch(self, key: jax.Array) -> Batch:
         pixels, classes = jax.random.split(key)
         shape = (self.batch_size, self.image_size, self.image_size, 3)
@@ -97,6 +108,7 @@ class WideResNet(Model):
             "labels": jax.random.randint(classes, (self.batch_size,), 0, self.num_classes),
         }
 
+    @override
     def train_step(
         self, state: Any, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[NormState, jax.Array]:

@@ -1,1 +1,1 @@
-"""Tables and figures from the results of cells."""
+"""Tables and figures of the results of cells."""

@@ -1,4 +1,4 @@
-"""Grouped bars: step time and memory of every strategy on every mesh."""
+"""Bar charts of the step time and memory of every strategy on every mesh."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,14 @@ from matplotlib.patches import Patch
 
 type CellRow = Mapping[str, Any]
 
-# Told apart by colour-blind readers too (Okabe and Ito, 2008; the last six are Tol's). In the order of the table's strategies.
+# Colour-blind readers can distinguish them (Okabe and Ito, 2008; the last six are Tol's).
 COLOURS = ["#4D4D4D", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442"]
 COLOURS += ["#882255", "#332288", "#999933", "#44AA99", "#DDCC77", "#AA4499"]
+"""Colours of the strategies, in the order of the table."""
 
-WIDTH = 0.14  # of a bar, where there is room; meshes are 1 apart
+WIDTH = 0.14
+"""Largest width of a bar, where the distance between meshes is 1."""
+
 DIAMOND: dict[str, Any] = {
     "linestyle": "",
     "marker": "D",
@@ -46,13 +49,15 @@ STYLE: dict[Any, Any] = {
 
 
 def draw_cells(rows: Sequence[CellRow], source: str) -> Figure:
-    """Step time over memory of one model on one platform: a group of bars per mesh, a bar per strategy.
+    """Draw step time and memory of one model on one platform, one below the other.
 
-    A diamond marks what a paper reports for the cell, hatching a cell that does not fit in memory, a cross one that failed.
+    Each mesh is a group of bars, each strategy a bar. A diamond marks what a paper reports for the
+    cell, hatching a cell that does not fit in memory, a cross one that failed.
 
     Args:
-        rows: those of the table of cells (`experiments.report.cell_table.COLUMNS`) for that model and platform.
-        source: whose rows become bars, "simulated" or "measured".
+        rows: the rows of that model and platform in the table of cells, whose columns are
+            `experiments.report.cell_table.COLUMNS`.
+        source: which rows become bars, "simulated" or "measured".
     """
     ours = [row for row in rows if row["source"] == source]
     paper = [row for row in rows if row["source"] == "paper"]
@@ -124,6 +129,6 @@ def _title(row: CellRow) -> str:
 
 
 def save_svg(figure: Figure, path: Path) -> None:
-    """Write `figure` so that the same figure always gives the same bytes."""
+    """Write a figure; the same figure always gives the same bytes."""
     with mpl.rc_context(STYLE):
         figure.savefig(path, metadata={"Date": None})

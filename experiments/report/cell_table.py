@@ -1,4 +1,4 @@
-"""The tidy table of all cells, and the comparison with published numbers."""
+"""The table of all cells, and the comparison of predictions with published numbers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -51,11 +51,16 @@ COMPARISON = [
 """Columns of quickstart.csv."""
 
 CELL = ["model", "size", "mesh", "strategy", "platform"]
-"""The columns that together say which cell a row is about; `source` says where its numbers come from."""
+"""The columns that identify the cell of a row; `source` says where its numbers come from."""
 
 
 def cell_table(directories: Iterable[Path], published: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per cell of each directory (`.../source/platform/model-size/mesh`), and one per published number of their models."""
+    """Return a row for each cell, and one for each published result of the same models.
+
+    Args:
+        directories: the directories of results, `.../source/platform/model-size/mesh`.
+        published: the entries of the file of published numbers.
+    """
     sizes: dict[tuple[str, str], Mapping[str, Any]] = {}
     rows = []
     for directory in directories:
@@ -68,12 +73,12 @@ def cell_table(directories: Iterable[Path], published: Iterable[Mapping[str, Any
     for paper in published:
         if numbers := sizes.get((paper["model"], paper["size"])):
             rows += [_published_row(paper, row, numbers) for row in paper["rows"]]
-    rows = [{name: _readable(value) for name, value in row.items()} for row in rows]
+    rows = [{name: _rounded(value) for name, value in row.items()} for row in rows]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
 
 
 def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows as plain Python values, None where one is missing."""
+    """Return the rows as plain Python values; a missing one is None."""
     return [
         {str(name): None if pd.isna(value) else value for name, value in row.items()}
         for row in table.to_dict("records")
@@ -81,7 +86,10 @@ def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def quickstart_table(cells: pd.DataFrame) -> pd.DataFrame:
-    """Published numbers beside our predictions of the same cells, with the error in percent of what was published."""
+    """Return published numbers and predictions of the same cells, with errors in percent.
+
+    Errors are relative to the published number; positive if the prediction is larger.
+    """
     rows = rows_of(cells)
     ours = {_cell(row): row for row in rows if row["source"] == "simulated"}
     compared = [
@@ -110,7 +118,7 @@ def _comparison(paper: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, 
 
 
 def _cell_row(source: str, job: Job, strategy: str, cell: Cell) -> dict[str, Any]:
-    return _what(job) | {"strategy": strategy, "source": source} | asdict(cell)
+    return _job_columns(job) | {"strategy": strategy, "source": source} | asdict(cell)
 
 
 def _published_row(
@@ -119,7 +127,7 @@ def _published_row(
     job = Job(
         paper["model"], paper["size"], sizes, paper["cluster"], row["mesh"], (row["strategy"],)
     )
-    return _what(job) | {
+    return _job_columns(job) | {
         "strategy": row["strategy"],
         "source": "paper",
         "step_time_s": row["step_time_ms"] / 1e3,
@@ -130,7 +138,8 @@ def _published_row(
     }
 
 
-def _what(job: Job) -> dict[str, Any]:
+def _job_columns(job: Job) -> dict[str, Any]:
+    """Return the columns that all cells of a job share."""
     model = build_model(job.model, job.sizes)
     return {
         "model": job.model,
@@ -144,8 +153,8 @@ def _what(job: Job) -> dict[str, Any]:
     }
 
 
-def _readable(value: Any) -> Any:
-    """Six digits of a float: more than any clock or model here is good for."""
+def _rounded(value: Any) -> Any:
+    """Round a float to six digits, more than clocks and models resolve."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

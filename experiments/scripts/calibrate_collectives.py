@@ -1,4 +1,7 @@
-"""Measure collectives and fit their curves: `python -m experiments.scripts.calibrate_collectives SETTINGS TABLE ERRORS PROFILE`."""
+"""Times collectives and fits their curves.
+
+python -m experiments.scripts.calibrate_collectives SETTINGS TABLE ERRORS PROFILE
+"""
 
 import json
 import sys
@@ -13,6 +16,14 @@ from simulator.calibration import fit_collective_profile, write_profile
 
 
 def main(settings_json: str, table_path: str, errors_path: str, profile_path: str) -> None:
+    """Time collectives on the devices of this machine, and fit the simulator's curves to them.
+
+    Args:
+        settings_json: the section `collectives` of the configuration, as JSON.
+        table_path: where the measurements go.
+        errors_path: where the errors of the fit go.
+        profile_path: where the curves go.
+    """
     settings = json.loads(settings_json)
     cluster, groups = Cluster.load(settings["cluster"]), settings["group_sizes"]
     use_devices_like(cluster, max(groups))
@@ -21,8 +32,10 @@ def main(settings_json: str, table_path: str, errors_path: str, profile_path: st
         cluster.device.name, groups, num_bytes, settings["repeat"], settings["number"]
     )
     source = (
-        f"fitted by simulator.calibration.fit_collective_profile to collectives of jax {jax.__version__} on {cluster.name}, "
-        "those of experiments/rules/calibrate_collectives.smk; held_out_error is the mean over the fifth that was not fitted to"
+        "fitted by simulator.calibration.fit_collective_profile to collectives of jax"
+        f" {jax.__version__} on {cluster.name}, those of"
+        " experiments/rules/calibrate_collectives.smk;"
+        " held_out_error is the mean over the fifth that was not fitted to"
     )
     profile, errors = fit_collective_profile(table, source)
     table.to_csv(table_path, index=False, float_format="%.6g")

@@ -1,4 +1,7 @@
-"""Draw the table of cells: `python -m experiments.scripts.draw_figures TABLE FIGURE ...`, each `.../source/platform/model-size.svg`."""
+"""Draws the table of cells.
+
+python -m experiments.scripts.draw_figures TABLE FIGURE ...
+"""
 
 import sys
 from pathlib import Path
@@ -10,6 +13,12 @@ from experiments.report.cell_table import rows_of
 
 
 def main(table: str, *figures: str) -> None:
+    """Draw a figure for each model on each platform.
+
+    Args:
+        table: cells.parquet.
+        figures: the files to write, each `.../source/platform/model-size.svg`.
+    """
     cells = rows_of(pd.read_parquet(table))
     for path in map(Path, figures):
         source, platform, name = path.parts[-3:]

@@ -1,4 +1,7 @@
-"""Run each strategy of a job: `python -m experiments.scripts.measure_cells JOB DIRECTORY PLANS SETTINGS` (through `experiments.isolate`)."""
+"""Runs each strategy of a job on the devices of this machine; started by `experiments.isolate`.
+
+python -m experiments.scripts.measure_cells JOB DIRECTORY PLANS SETTINGS
+"""
 
 import json
 import os
@@ -19,10 +22,18 @@ from experiments.sweep_job import Job
 from simulator import Cluster
 
 PATIENT_COLLECTIVES = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-"""On a busy machine a virtual device may come late to a collective; XLA's default is to abort after 40 s."""
+"""A flag for busy machines, where a virtual device may be so late that XLA aborts, after 40 s."""
 
 
 def main(job_json: str, directory: str, plans: str, settings: str) -> None:
+    """Time the remaining cells of a job, and compare their results with the serial step.
+
+    Args:
+        job_json: the job, by `Job.to_json`.
+        directory: where the results go.
+        plans: the directory of the plans.
+        settings: `warmup`, `repeat` and `number` of `benchmark_func`, as JSON.
+    """
     job, repetitions = Job.from_json(job_json), json.loads(settings)
     use_devices_like(Cluster.load(job.cluster), job.num_devices)
     model = build_model(job.model, job.sizes)
@@ -37,18 +48,16 @@ def main(job_json: str, directory: str, plans: str, settings: str) -> None:
         plan = autopar.Plan.load(saved) if saved.exists() else None
         runnable = STRATEGIES[strategy].prepare(model, job.mesh, plan, args)
         state, batch = runnable.args
-        reference = (
-            expected()
-        )  # before the step: in flight together they may wait for each other's threads
+        # Computed first: in flight together, the two steps may block each other's threads.
+        reference = expected()
         result = jax.block_until_ready(runnable.step(state, batch))
         error = largest_difference(runnable.gather(result), reference)
 
         def step() -> None:
             nonlocal result
             result = runnable.step(next_state(result), batch)
-            if (
-                jax.default_backend() == "cpu"
-            ):  # virtual devices share the cores: steps in flight starve one another
+            if jax.default_backend() == "cpu":
+                # Virtual devices share the cores: steps in flight would starve one another.
                 jax.block_until_ready(result)
 
         seconds = benchmark_func(step, lambda: jax.block_until_ready(result), **repetitions)
@@ -64,7 +73,15 @@ def main(job_json: str, directory: str, plans: str, settings: str) -> None:
 
 
 def use_devices_like(cluster: Cluster, needed: int) -> None:
-    """Run on virtual CPU devices for a CPU cluster, else on the GPUs present; a `ValueError` if they don't suffice."""
+    """Have JAX use virtual CPU devices for a CPU cluster, else the GPUs of this machine.
+
+    Args:
+        cluster: the cluster whose kind of device is wanted.
+        needed: number of devices.
+
+    Raises:
+        ValueError: this machine has too few of them.
+    """
     if cluster.device.kind == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cluster.num_devices)
@@ -72,24 +89,25 @@ def use_devices_like(cluster: Cluster, needed: int) -> None:
     present = jax.devices()
     if present[0].platform != cluster.device.kind or len(present) < needed:
         raise ValueError(
-            f"{cluster.name} is to be measured on {needed} x {cluster.device.kind}, but present are {len(present)} x "
-            f"{present[0].platform} ({present[0].device_kind}); measure where they are, or use 'source: simulated'"
+            f"{cluster.name} is to be measured on {needed} x {cluster.device.kind}, but present are"
+            f" {len(present)} x {present[0].platform} ({present[0].device_kind}); measure where"
+            " they are, or use 'source: simulated'"
         )
 
 
 def initial_args(model: Model) -> Any:
-    """(state, batch) of `model` as host arrays, the same every time."""
+    """Return (state, batch) of `model` as host arrays, the same on every call."""
     init = jax.jit(lambda key: (model.init_state(key), model.make_batch(key)))
     return jax.device_get(init(jax.random.key(0)))
 
 
 def next_state(result: Any) -> Any:
-    """The state out of what a training step returns: the state alone, or the state and the loss."""
+    """Return the state from the result of a training step: (state, loss), or the state alone."""
     return result[0] if type(result) is tuple else result
 
 
 def largest_difference(actual: Any, expected: Any) -> float:
-    """Largest absolute difference between two results of the same structure."""
+    """Return the largest absolute difference between two results of the same structure."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return max(
         float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))))

@@ -1,4 +1,7 @@
-"""Plan each strategy of a job: `python -m experiments.scripts.plan_cells JOB DIRECTORY` (through `experiments.isolate`)."""
+"""Plans each strategy of a job; started by `experiments.isolate`.
+
+python -m experiments.scripts.plan_cells JOB DIRECTORY
+"""
 
 import sys
 from pathlib import Path
@@ -11,12 +14,16 @@ from experiments.strategies import STRATEGIES
 from experiments.sweep_job import Job
 from simulator import Cluster
 
-jax.config.update(
-    "jax_platforms", "cpu"
-)  # touches no device, so it leaves GPUs alone where there are some
+jax.config.update("jax_platforms", "cpu")  # planning uses no device, so it leaves GPUs alone
 
 
 def main(job_json: str, directory: str) -> None:
+    """Plan the remaining cells of a job.
+
+    Args:
+        job_json: the job, by `Job.to_json`.
+        directory: where plans and results go.
+    """
     job, results = Job.from_json(job_json), Path(directory)
     model, cluster = build_model(job.model, job.sizes), Cluster.load(job.cluster)
 

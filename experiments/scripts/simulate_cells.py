@@ -1,4 +1,7 @@
-"""Predict each strategy of a job: `python -m experiments.scripts.simulate_cells JOB DIRECTORY PLANS TIMELINES` (through `experiments.isolate`)."""
+"""Predicts each strategy of a job; started by `experiments.isolate`.
+
+python -m experiments.scripts.simulate_cells JOB DIRECTORY PLANS TIMELINES
+"""
 
 import sys
 from dataclasses import replace
@@ -13,12 +16,18 @@ from experiments.strategies import STRATEGIES
 from experiments.sweep_job import Job
 from simulator import Cluster
 
-jax.config.update(
-    "jax_platforms", "cpu"
-)  # touches no device, so it leaves GPUs alone where there are some
+jax.config.update("jax_platforms", "cpu")  # a prediction uses no device, so it leaves GPUs alone
 
 
 def main(job_json: str, directory: str, plans: str, timelines: str) -> None:
+    """Compile and simulate the remaining cells of a job.
+
+    Args:
+        job_json: the job, by `Job.to_json`.
+        directory: where the results go.
+        plans: the directory of the plans.
+        timelines: where the timelines go, for Perfetto.
+    """
     job = Job.from_json(job_json)
     model, cluster = build_model(job.model, job.sizes), Cluster.load(job.cluster)
     Path(timelines).mkdir(parents=True, exist_ok=True)
@@ -36,7 +45,10 @@ def main(job_json: str, directory: str, plans: str, timelines: str) -> None:
         )
         if memory <= usable:
             return cell
-        reason = f"needs {memory / 2**30:.2f} GiB of the {usable / 2**30:.2f} GiB that a step may use on {cluster.device.name}"
+        reason = (
+            f"needs {memory / 2**30:.2f} GiB of the {usable / 2**30:.2f} GiB that a step may use"
+            f" on {cluster.device.name}"
+        )
         return replace(cell, status="out_of_memory", reason=reason)
 
     compute_cells("simulate", job, Path(directory), simulate, Path(plans))

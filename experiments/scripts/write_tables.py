@@ -1,4 +1,7 @@
-"""Collect cells into tables: `python -m experiments.scripts.write_tables TABLES PUBLISHED CELLS ...`."""
+"""Collects the results of cells into tables.
+
+python -m experiments.scripts.write_tables TABLES PUBLISHED CELLS ...
+"""
 
 import sys
 from pathlib import Path
@@ -8,6 +11,13 @@ from simulator.files import read_yaml
 
 
 def main(tables: str, published: str, *cells: str) -> None:
+    """Write cells.csv, cells.parquet and quickstart.csv, and print what failed.
+
+    Args:
+        tables: the directory of the tables.
+        published: the file of published numbers.
+        cells: the directories of the results.
+    """
     table = cell_table(map(Path, cells), read_yaml(published))
     comparison = quickstart_table(table)
     table.to_csv(Path(tables) / "cells.csv", index=False, lineterminator="\n")

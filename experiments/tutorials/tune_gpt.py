@@ -13,7 +13,7 @@ import typer
 
 import autopar
 from autopar.model_schedules import Knobs
-from autopar.tuning import Domain, Make, SearchSpace
+from autopar.tuning import Domain, SearchSpace, StepFactory
 from experiments.gpt_directives import scheduled_step
 from experiments.models import GPT
 from experiments.models.model_sizes import PUBLISHED
@@ -38,7 +38,7 @@ def knobs_of(model: GPT, devices: int) -> dict[str, Domain]:
     }
 
 
-def candidate_of(model: GPT) -> Make:
+def candidate_of(model: GPT) -> StepFactory:
     """From a candidate to its training step, the step's arguments, and the method that keeps its schedule."""
 
     def make(chosen, mesh):

@@ -1,4 +1,7 @@
-"""The compiled front end: scheduled HLO in, the body that one device launches out, and what it holds. Text only, no JAX."""
+"""The compiled front end: scheduled HLO text to the op list of a device, and to memory roles.
+
+It reads text and needs no JAX.
+"""
 
 from simulator.hlo.liveness import memory_roles_at_peak
 from simulator.hlo.op_list import parse_hlo

@@ -1,4 +1,7 @@
-"""FLOP of fused attention: the calls of cuDNN that XLA:GPU makes of `jax.nn.dot_product_attention(..., implementation="cudnn")`."""
+"""FLOP of fused attention: calls of cuDNN.
+
+XLA:GPU compiles `jax.nn.dot_product_attention(..., implementation="cudnn")` to them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,19 +11,30 @@ from simulator.hlo.traffic import call_bytes
 from simulator.work import Kernel
 
 _PRODUCTS = {"attention": 2, "attention backward": 5}
-"""Of queries by keys in the forward pass: the scores, and the sum of values. In the backward pass the scores once more, and two
-gradients of either."""
+"""Matrix products per kind of kernel.
+
+Forward: the scores, and the sum of values. Backward: the scores again, and two gradients of either.
+"""
 
 
 def is_attention_call(target: str) -> bool:
-    """Whether the custom call is fused attention, `__cudnn$fmhaSoftmax`, `__cudnn$fmhaScaleBiasSoftmaxDropoutBackward` and so on."""
+    """Return whether a custom call is fused attention, e.g. `__cudnn$fmhaSoftmaxBackward`."""
     return target.startswith("__cudnn$fmha")
 
 
 def attention_call(computation: Computation, call: Instruction, target: str) -> Kernel:
-    """The kernel of such a call. Its configuration tells batch, heads, queries and keys, and the mask; what is masked is not computed.
+    """Return the kernel of a call of fused attention.
 
-    Lengths of padded sequences are not known before the step runs: they count in full.
+    Its configuration has the numbers of sequences, heads, queries and keys, and the mask. Masked
+    pairs cost nothing; padding counts in full, as lengths of sequences are values of the step.
+
+    Args:
+        computation: the computation with the call.
+        call: the custom call.
+        target: its target.
+
+    Raises:
+        HloError: its configuration lacks the numbers.
     """
     query = computation.operands(call, least=3)[0].array
     config = call.backend_config().get("cudnn_fmha_backend_config")
@@ -31,10 +45,11 @@ def attention_call(computation: Computation, call: Instruction, target: str) -> 
         or len(shape.get("dimensions", ())) != 4
     ):
         raise call.error(
-            "no 'intermediate_tensor_shape' of 4 dims in its backend_config; expected the cudnn_fmha_backend_config that JAX writes"
+            "no 'intermediate_tensor_shape' of 4 dims in its backend_config; expected the "
+            "cudnn_fmha_backend_config that JAX writes"
         )
     batch, heads, queries, keys = map(int, shape["dimensions"])
-    size = query.size / max(1, batch * heads * queries)  # of a head
+    size = query.size / max(1, batch * heads * queries)  # elements of a head
     kind = "attention backward" if "Backward" in target else "attention"
     pairs = batch * heads * _pairs(queries, keys, config)
     return Kernel(
@@ -47,9 +62,12 @@ def attention_call(computation: Computation, call: Instruction, target: str) -> 
 
 
 def _pairs(queries: int, keys: int, config: Mapping[str, Any]) -> int:
-    """How many pairs of a query and a key are not masked; query i sees keys 0 to i, or the last of them, if the mask is causal."""
+    """Return the number of unmasked pairs of a query and a key.
+
+    With a causal mask query i sees keys 0 to i, or the last of them within a sliding window.
+    """
     if "CAUSAL" not in str(config.get("mask_type")):
         return queries * keys
-    seen = min(keys, int(config.get("sliding_window_length") or keys))
-    first = min(queries, seen)
-    return first * (first + 1) // 2 + (queries - first) * seen
+    window = min(keys, int(config.get("sliding_window_length") or keys))
+    first = min(queries, window)  # queries that see less than a complete window
+    return first * (first + 1) // 2 + (queries - first) * window

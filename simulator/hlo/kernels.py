@@ -1,4 +1,4 @@
-"""What one HLO instruction launches: a kernel with its FLOP and bytes."""
+"""Kernels: the FLOP and bytes of one HLO instruction."""
 
 import re
 from dataclasses import replace
@@ -20,22 +20,37 @@ from simulator.hlo.traffic import fusion_bytes, kernel_bytes
 from simulator.work import Kernel
 
 _ELEMENTWISE = (
-    "abs acos acosh add and asin asinh atan2 atanh bitcast-convert cbrt ceil clamp clz compare complex convert cosh cosine divide "
-    "erf exponential exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply negate not or "
-    "popcnt power real reduce-precision remainder round-nearest-afz round-nearest-even rsqrt select shift-left "
-    "shift-right-arithmetic shift-right-logical sign sine sinh sqrt stochastic-convert subtract tan tanh xor"
+    "abs acos acosh add and asin asinh atan2 atanh bitcast-convert cbrt ceil clamp clz compare "
+    "complex convert cosh cosine divide erf exponential exponential-minus-one floor imag "
+    "is-finite log log-plus-one logistic maximum minimum multiply negate not or popcnt power real "
+    "reduce-precision remainder round-nearest-afz round-nearest-even rsqrt select shift-left "
+    "shift-right-arithmetic shift-right-logical sign sine sinh sqrt stochastic-convert subtract "
+    "tan tanh xor"
 )
-_OTHERS = (
-    "broadcast concatenate copy dynamic-slice dynamic-update-slice fft gather iota map pad reduce reduce-window reshape reverse rng "
-    "rng-bit-generator rng-get-and-update-state scatter select-and-scatter slice transpose"
+_DATA_MOVEMENT = (
+    "broadcast concatenate copy dynamic-slice dynamic-update-slice fft gather iota map pad reduce "
+    "reduce-window reshape reverse rng rng-bit-generator rng-get-and-update-state scatter "
+    "select-and-scatter slice transpose"
 )
-_MEMORY = frozenset(f"{_ELEMENTWISE} {_OTHERS}".split())
+_MEMORY = frozenset(f"{_ELEMENTWISE} {_DATA_MOVEMENT}".split())
 _PRODUCTS = ("dot", "ragged-dot", "convolution")
 _MEMORY_CALLS = frozenset(("__gpu$TopK", "__cudnn$norm", "__cudnn$softmax"))
 
 
 def kernel_of(module: Module, computation: Computation, instruction: Instruction) -> Kernel:
-    """The kernel that `instruction` of `computation` launches; `unknown` says so if its cost isn't."""
+    """Return the kernel that an instruction launches.
+
+    Args:
+        module: the module.
+        computation: the computation with the instruction.
+        instruction: an instruction that launches one kernel.
+
+    Returns:
+        The kernel; its `unmodelled` names an instruction without a cost model.
+
+    Raises:
+        HloError: the operands or attributes are not those of such an instruction.
+    """
     match instruction.opcode:
         case "fusion":
             return _fusion(instruction, module.called(instruction, "calls"))
@@ -50,17 +65,18 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
                 instruction,
                 kernel_bytes(computation, instruction) * _passes(computation, instruction),
             )
-        case "copy-start":  # results: the copy, the source and a handle
+        case "copy-start":  # its results are the copy, the source and a handle
             return _memory(instruction, 2 * instruction.array.num_bytes)
         case opcode if opcode in _MEMORY:
             return _memory(instruction, kernel_bytes(computation, instruction))
         case opcode:
-            return _unknown(computation, instruction, opcode)
+            return _unmodelled(computation, instruction, opcode)
 
 
 def _fusion(instruction: Instruction, fused: Computation) -> Kernel:
+    """Return the kernel of a fusion."""
     for call in (inner for inner in fused.instructions if inner.opcode == "custom-call"):
-        # A library call fused with the slices that it reads or updates: they only offset its pointers.
+        # slices that a library call reads or updates only offset its pointers
         return replace(_custom_call(fused, call), name=instruction.name)
     moved = fusion_bytes(fused)
     if products := [inner for inner in fused.instructions if inner.opcode in _PRODUCTS]:
@@ -71,8 +87,9 @@ def _fusion(instruction: Instruction, fused: Computation) -> Kernel:
 
 
 def _custom_call(computation: Computation, call: Instruction) -> Kernel:
-    found = re.search(r'custom_call_target="([^"]*)"', call.attributes)
-    target = found[1] if found else ""
+    """Return the kernel of a library call."""
+    attribute = re.search(r'custom_call_target="([^"]*)"', call.attributes)
+    target = attribute[1] if attribute else ""
     if is_gemm_call(target):
         return gemm_call(computation, call)
     if is_grouped_call(target):
@@ -83,13 +100,13 @@ def _custom_call(computation: Computation, call: Instruction) -> Kernel:
         return attention_call(computation, call, target)
     if target in _MEMORY_CALLS:
         return _memory(call, kernel_bytes(computation, call))
-    return _unknown(computation, call, f"custom-call {target}")
+    return _unmodelled(computation, call, f"custom-call {target}")
 
 
 def _matrix(
     name: str, computation: Computation, products: list[Instruction], moved: float
 ) -> Kernel:
-    """One kernel that computes HLO's own matrix products or convolutions, usually one."""
+    """Return the kernel of HLO's own matrix products or convolutions, usually of one."""
     operands = [computation.operands(product, least=2) for product in products]
     gemms = [dot_of(computation, product) for product in products if product.opcode == "dot"]
     convs = [
@@ -108,15 +125,16 @@ def _matrix(
 
 
 def _memory(instruction: Instruction, moved: float) -> Kernel:
+    """Return a kernel that memory bounds."""
     dtype = instruction.array.dtype if instruction.shape else "f32"
     return Kernel(instruction.name, "memory", 0.0, moved, dtype)
 
 
-def _unknown(computation: Computation, instruction: Instruction, kind: str) -> Kernel:
-    """At least it moves its operands and results; predictions tell of it. Its cost goes into this module."""
+def _unmodelled(computation: Computation, instruction: Instruction, kind: str) -> Kernel:
+    """Return a kernel without a cost model, which at least moves its operands and results."""
     return replace(_memory(instruction, kernel_bytes(computation, instruction)), unmodelled=kind)
 
 
 def _passes(computation: Computation, sort: Instruction) -> float:
-    """A radix sort reads and writes everything once for each byte of the key."""
+    """Return the passes of a radix sort over its operands: one for each byte of the key."""
     return computation.operands(sort, least=1)[0].array.item_bytes

@@ -1,7 +1,8 @@
-"""What a compiled program holds at peak memory beside its arguments and results, by role, from its scheduled HLO.
+"""Liveness of buffers in scheduled HLO: the roles of a program's temporary memory at its peak.
 
-Buffers live from the instruction that makes them to the last one that reads them. The compiler packs them tighter, or less tight, than
-their sum: how much memory there is in all is for its buffer assignment to say, what it holds is said here.
+A buffer is live from the instruction that writes it first to the last one that reads it. The total
+of peak memory comes from XLA's buffer assignment, which packs buffers; this module only divides it
+among roles.
 """
 
 import re
@@ -11,13 +12,13 @@ from dataclasses import dataclass, field
 
 from simulator.hlo.op_list import branches
 from simulator.hlo.provenance import Pass, instruction_pass
-from simulator.hlo.text import Array, Computation, Instruction, Module, blamed, read_module
+from simulator.hlo.text import Array, Computation, Instruction, Module, errors_about, read_module
 from simulator.memory import Role, sum_roles
 
-_SAME = frozenset(
+_ALIASES = frozenset(
     ("bitcast", "opt-barrier", "add-dependency", "domain", "while", "get-tuple-element", "tuple")
 )
-"""Opcodes whose results are their operands, or some of them."""
+"""Opcodes whose results are (some of) their operands."""
 
 _COPIES = (
     "all-gather",
@@ -26,202 +27,234 @@ _COPIES = (
     "collective-permute",
     "collective-broadcast",
 )
-"""Collectives that give copies of what other devices hold."""
+"""Collectives whose results are copies of the arrays of other devices."""
 
-_COMPLETING = ("all-reduce", "reduce-scatter")
-"""Those that complete a value, which is what it was before."""
+_REDUCTIONS = ("all-reduce", "reduce-scatter")
+"""Collectives that complete a value, which keeps its role."""
 
 
 @dataclass(eq=False, slots=True)
 class _Buffer:
-    """Memory for one array, from the instruction number `first` to `last`.
+    """Memory of one array.
 
     Attributes:
-        makers, readers: the passes that write it and read it.
-        elsewhere: whether it is an argument or a result of its computation, which somebody else counts.
+        num_bytes: size of the array.
+        first: number of the instruction that writes it first.
+        last: number of the instruction that reads it last.
+        writers: the passes that write it.
+        copied: whether it is a copy of arrays of other devices.
+        external: whether it is an argument or a result of its computation, which is counted
+            outside.
+        readers: the passes that read it.
     """
 
     num_bytes: float
     first: int
     last: int
-    makers: set[Pass]
+    writers: set[Pass]
     copied: bool = False
-    elsewhere: bool = False
+    external: bool = False
     readers: set[Pass] = field(default_factory=set)
 
     @property
     def role(self) -> Role:
+        """Role, from the passes that write and read the buffer."""
         if self.copied:
             return "communication"
-        if "backward" in self.makers and "other" in self.readers:
+        if "backward" in self.writers and "other" in self.readers:
             return "gradients"
-        if "forward" in self.makers and "backward" in self.readers:
+        if "forward" in self.writers and "backward" in self.readers:
             return "activations"
         return "temporaries"
 
 
 def memory_roles_at_peak(text: str) -> dict[Role, float]:
-    """Bytes beside arguments and results, at the moment when they are most; `HloError` for text that is no module."""
+    """Return the bytes by role at peak memory, without arguments and results.
+
+    Args:
+        text: the text of a module, as `compiled.as_text()` of JAX returns it.
+
+    Raises:
+        HloError: the text is no module.
+    """
     module = read_module(text)
-    return _held(module, module.entry)
+    return _roles_at_peak(module, module.entry)
 
 
-def _held(module: Module, computation: Computation) -> dict[Role, float]:
+def _roles_at_peak(module: Module, computation: Computation) -> dict[Role, float]:
+    """Return the bytes by role at the peak of a computation, without arguments and results."""
     scan = _Scan(module, computation)
     for number, instruction in enumerate(computation.instructions):
-        with blamed(instruction):
+        with errors_about(instruction):
             scan.visit(number, instruction)
-    return scan.fullest()
+    return scan.peak()
 
 
 type _Values = list[tuple[_Buffer, ...]]
-"""The buffers of several values, of each those of the arrays that it consists of."""
+"""For each of several values, the buffers of its arrays."""
 
 
 class _Scan:
-    """Follows the buffers of one computation through its schedule."""
+    """Follows the buffers of one computation through its schedule.
+
+    Attributes:
+        _reductions: results and operands of collectives that complete a value.
+        _inner: bytes by role at the peak of the computations that an instruction launches, by its
+            number.
+    """
 
     def __init__(self, module: Module, computation: Computation) -> None:
-        self._module, self._computation = module, computation
+        self._module = module
+        self._computation = computation
         self._buffers: list[_Buffer] = []
         self._values: dict[str, tuple[_Buffer, ...]] = {}
-        self._completed: list[tuple[tuple[_Buffer, ...], _Values]] = []
-        self._inside: dict[
-            int, dict[Role, float]
-        ] = {}  # what the computations hold that an instruction launches
+        self._reductions: list[tuple[tuple[_Buffer, ...], _Values]] = []
+        self._inner: dict[int, dict[Role, float]] = {}
 
     def visit(self, number: int, instruction: Instruction) -> None:
-        """The next instruction of the schedule."""
+        """Follow the buffers through the next instruction of the schedule."""
         operands = [self._values[name] for name in instruction.operands]
-        came_from = instruction_pass(self._module, instruction) or _inherited(operands)
+        origin = instruction_pass(self._module, instruction) or _inherited(operands)
         result = _result(self._computation, instruction, operands)
         if result is None:
-            result = self._made(number, instruction, operands, came_from)
-        if instruction.opcode not in _SAME or instruction.opcode == "while":
-            for each in _flat(operands):
-                each.last = number
-                each.readers.add(came_from)
-        if instruction.opcode == "while":  # writes what it carries
-            for each in result:
-                each.makers.add(came_from)
-        if instruction.opcode.startswith(_COMPLETING):
-            self._completed.append((result, operands))
-        inner = [_held(self._module, called) for called in _launched(self._module, instruction)]
-        self._inside[number] = max(inner, key=lambda held: sum(held.values()), default={})
+            result = self._new_buffers(number, instruction, operands, origin)
+        if instruction.opcode not in _ALIASES or instruction.opcode == "while":
+            for buffer in _flat(operands):
+                buffer.last = number
+                buffer.readers.add(origin)
+        if instruction.opcode == "while":  # it writes the values that it carries
+            for buffer in result:
+                buffer.writers.add(origin)
+        if instruction.opcode.startswith(_REDUCTIONS):
+            self._reductions.append((result, operands))
+        inner = [
+            _roles_at_peak(self._module, called) for called in _launched(self._module, instruction)
+        ]
+        self._inner[number] = max(inner, key=lambda roles: sum(roles.values()), default={})
         self._values[instruction.name] = result
 
-    def fullest(self) -> dict[Role, float]:
-        """What is held at the moment when that is most, once every instruction was visited."""
-        for each in self._values[self._computation.root]:
-            each.elsewhere = True
-        for result, operands in reversed(self._completed):
-            if any(each.role == "gradients" for each in result):
-                for each in _flat(operands):
-                    each.readers.add("other")
-        return _fullest(self._buffers, self._inside, len(self._computation.instructions))
+    def peak(self) -> dict[Role, float]:
+        """Return the bytes by role at the peak, after the last instruction was visited."""
+        for buffer in self._values[self._computation.root]:
+            buffer.external = True
+        for result, operands in reversed(self._reductions):
+            if any(buffer.role == "gradients" for buffer in result):
+                for buffer in _flat(operands):
+                    buffer.readers.add("other")
+        return _peak(self._buffers, self._inner, len(self._computation.instructions))
 
-    def _made(
-        self, number: int, instruction: Instruction, operands: _Values, came_from: Pass
+    def _new_buffers(
+        self, number: int, instruction: Instruction, operands: _Values, origin: Pass
     ) -> tuple[_Buffer, ...]:
-        """New buffers for a result, but for what is written over an operand."""
-        made = [
-            _Buffer(array.num_bytes, number, number, {came_from}) for array in instruction.shape
-        ]
-        for each in made:
-            each.copied = instruction.opcode.startswith(_COPIES)
-            each.elsewhere = instruction.opcode in ("parameter", "constant")
-        self._buffers += made
-        return _in_place(instruction, operands, made)
+        """Return the buffers of a result: new ones, or operands that it overwrites."""
+        new = [_Buffer(array.num_bytes, number, number, {origin}) for array in instruction.shape]
+        for buffer in new:
+            buffer.copied = instruction.opcode.startswith(_COPIES)
+            buffer.external = instruction.opcode in ("parameter", "constant")
+        self._buffers += new
+        return _in_place(instruction, operands, new)
 
 
 def _flat(values: _Values) -> list[_Buffer]:
     return [buffer for value in values for buffer in value]
 
 
-def _fullest(
-    buffers: list[_Buffer], inside: Mapping[int, Mapping[Role, float]], moments: int
+def _peak(
+    buffers: list[_Buffer], inner: Mapping[int, Mapping[Role, float]], num_instructions: int
 ) -> dict[Role, float]:
+    """Return the bytes by role at the instruction where their sum is largest."""
     changes: dict[int, list[tuple[Role, float]]] = defaultdict(list)
-    for each in buffers:
-        if not each.elsewhere and each.num_bytes:
-            changes[each.first].append((each.role, each.num_bytes))
-            changes[each.last + 1].append((each.role, -each.num_bytes))
-    now: dict[Role, float] = defaultdict(float)
-    most: dict[Role, float] = {}
-    for moment in range(moments):
-        for role, change in changes[moment]:
-            now[role] += change
-        held = sum_roles(now, inside[moment])
-        if sum(held.values()) > sum(most.values()):
-            most = held
-    return {role: size for role, size in most.items() if size}
+    for buffer in buffers:
+        if not buffer.external and buffer.num_bytes:
+            changes[buffer.first].append((buffer.role, buffer.num_bytes))
+            changes[buffer.last + 1].append((buffer.role, -buffer.num_bytes))
+    live: dict[Role, float] = defaultdict(float)
+    peak: dict[Role, float] = {}
+    for number in range(num_instructions):
+        for role, change in changes[number]:
+            live[role] += change
+        total = sum_roles(live, inner[number])
+        if sum(total.values()) > sum(peak.values()):
+            peak = total
+    return {role: size for role, size in peak.items() if size}
 
 
 def _result(
     computation: Computation, instruction: Instruction, operands: _Values
 ) -> tuple[_Buffer, ...] | None:
-    """The buffers of an instruction that makes none of its own."""
+    """Return the buffers of an instruction that only aliases its operands; None for others."""
     if instruction.opcode == "get-tuple-element":
         source = computation.operands(instruction, least=1)[0]
-        if (found := re.search(r"\bindex=(\d+)", instruction.attributes)) is None:
+        if (element := re.search(r"\bindex=(\d+)", instruction.attributes)) is None:
             raise instruction.error("does not say which element; expected e.g. index=0")
-        index = int(found[1])
+        index = int(element[1])
         if (
             len(source.shape) == len(operands[0]) > index
             and source.shape[index] == instruction.array
         ):
             return (operands[0][index],)
-        return _run(source.shape, operands[0], instruction.shape)
+        return _last_run(source.shape, operands[0], instruction.shape)
     if instruction.opcode.endswith("-done"):
         source = computation.operands(instruction, least=1)[0]
-        return _run(source.shape, operands[0], instruction.shape)
+        return _last_run(source.shape, operands[0], instruction.shape)
     if instruction.opcode == "tuple":
         return tuple(_flat(operands))
-    return operands[0] if instruction.opcode in _SAME else None
+    return operands[0] if instruction.opcode in _ALIASES else None
 
 
-def _run(
-    shapes: tuple[Array, ...], of: tuple[_Buffer, ...], wanted: tuple[Array, ...]
+def _last_run(
+    shapes: tuple[Array, ...], buffers: tuple[_Buffer, ...], result: tuple[Array, ...]
 ) -> tuple[_Buffer, ...]:
-    """The last buffers in a row that have the shapes wanted: of what a `...-start` gives, its result comes after its operands."""
+    """Return the last consecutive buffers with the shapes of a result.
+
+    A `...-start` returns its operands, and its result after them.
+    """
     starts = [
-        i for i in range(len(shapes) - len(wanted) + 1) if shapes[i : i + len(wanted)] == wanted
+        i for i in range(len(shapes) - len(result) + 1) if shapes[i : i + len(result)] == result
     ]
-    at = starts[-1] if starts else max(0, len(of) - len(wanted))
-    return of[at : at + len(wanted)]
+    start = starts[-1] if starts else max(0, len(buffers) - len(result))
+    return buffers[start : start + len(result)]
 
 
 def _in_place(
-    instruction: Instruction, operands: _Values, made: list[_Buffer]
+    instruction: Instruction, operands: _Values, new: list[_Buffer]
 ) -> tuple[_Buffer, ...]:
-    """The result, with the operands that it is written over, or that a `...-start` hands on, in place of buffers of its own."""
-    result = list(made)
+    """Return the buffers of a result, with operands in place of new buffers where these alias them.
+
+    An operand is aliased where the result overwrites it, or where a `...-start` returns it.
+    """
+    result = list(new)
     for index, operand in re.findall(
         r"\{(\d*)\}: \((\d+), \{\}", _attribute(instruction, "output_to_operand_aliasing")
     ):
         result[int(index or 0)] = operands[int(operand)][0]
     flat = _flat(operands)
-    if instruction.opcode.endswith("-start") and len(made) > len(flat):
+    if instruction.opcode.endswith("-start") and len(new) > len(flat):
         result[: len(flat)] = flat
-    for own, taken in zip(made, result, strict=True):
-        if own is not taken:
-            own.num_bytes = 0.0
-            taken.makers |= own.makers
+    for buffer, aliased in zip(new, result, strict=True):
+        if buffer is not aliased:
+            buffer.num_bytes = 0.0
+            aliased.writers |= buffer.writers
     return tuple(result)
 
 
 def _attribute(instruction: Instruction, key: str) -> str:
-    _, found, rest = instruction.attributes.partition(f"{key}={{")
-    return rest.split(")}", 1)[0] + ")" if found else ""
+    """Return the text of an attribute in braces; empty if the instruction does not have it."""
+    _, key_found, rest = instruction.attributes.partition(f"{key}={{")
+    return rest.split(")}", 1)[0] + ")" if key_found else ""
 
 
 def _inherited(operands: _Values) -> Pass:
-    makers = {each for buffer in _flat(operands) for each in buffer.makers}
-    return "backward" if "backward" in makers else "forward" if "forward" in makers else "other"
+    """Return the pass of an instruction without a name, from those that write its operands."""
+    writers = {origin for buffer in _flat(operands) for origin in buffer.writers}
+    return "backward" if "backward" in writers else "forward" if "forward" in writers else "other"
 
 
 def _launched(module: Module, instruction: Instruction) -> Iterator[Computation]:
-    """The computations whose buffers live while the instruction runs; those of a fusion are registers."""
+    """Yield the computations whose buffers are live while an instruction runs.
+
+    The values in a fusion are in registers.
+    """
     match instruction.opcode:
         case "while":
             yield module.called(instruction, "body")

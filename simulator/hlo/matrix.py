@@ -1,4 +1,4 @@
-"""FLOP of matrix products and convolutions: HLO's own and the calls of cuBLAS and cuDNN that XLA:GPU makes of them."""
+"""FLOP of matrix products and convolutions: HLO's own, and calls of cuBLAS and cuDNN."""
 
 import math
 import re
@@ -12,22 +12,25 @@ _BATCHED = ("lhs_batch_dim", "rhs_batch_dim")
 
 
 def is_gemm_call(target: str) -> bool:
-    """Whether the custom call is one of cuBLAS: `__cublas$gemm`, `__cublas$lt$matmul`, `__cublas$lt$matmul$f8`."""
+    """Return whether a custom call is a product of cuBLAS, e.g. `__cublas$lt$matmul$f8`."""
     return target.startswith("__cublas$") and "grouped" not in target
 
 
 def is_grouped_call(target: str) -> bool:
-    """Whether the custom call is a grouped product of cuBLASLt, `__cublas$lt$groupedMatmul`, which `ragged-dot` becomes."""
+    """Return whether a custom call is a grouped product of cuBLASLt, `__cublas$lt$groupedMatmul`.
+
+    XLA:GPU compiles `ragged-dot` to it.
+    """
     return target.startswith("__cublas$") and "grouped" in target
 
 
 def is_conv_call(target: str) -> bool:
-    """Whether the custom call is a convolution of cuDNN."""
+    """Return whether a custom call is a convolution of cuDNN."""
     return target.startswith("__cudnn$conv")
 
 
 def gemm_call(computation: Computation, call: Instruction) -> Kernel:
-    """The kernel of a cuBLAS call: `beta` adds a third operand, an epilogue a bias."""
+    """Return the kernel of a cuBLAS call; the third operand is that of `beta` or of a bias."""
     lhs, rhs = (operand.array for operand in computation.operands(call, least=2)[:2])
     dims = [_json_numbers(call, key + "ensions") for key in (*_CONTRACTED, *_BATCHED)]
     gemm = _gemm_of(call, lhs, rhs, *dims)
@@ -35,7 +38,7 @@ def gemm_call(computation: Computation, call: Instruction) -> Kernel:
 
 
 def grouped_call(computation: Computation, call: Instruction) -> Kernel:
-    """The kernel of such a call: the third operand are the sizes of its groups."""
+    """Return the kernel of a grouped product; the third operand is the sizes of its groups."""
     lhs, rhs = (operand.array for operand in computation.operands(call, least=3)[:2])
     dims = [_json_numbers(call, key + "ensions") for key in (*_CONTRACTED, *_BATCHED)]
     groups = _json_numbers(call, "rhs_group_dimensions")
@@ -44,7 +47,7 @@ def grouped_call(computation: Computation, call: Instruction) -> Kernel:
 
 
 def ragged_flops(computation: Computation, dot: Instruction) -> float:
-    """FLOP of HLO's own `ragged-dot`."""
+    """Return the FLOP of HLO's own `ragged-dot`."""
     lhs, rhs = (operand.array for operand in computation.operands(dot, least=3)[:2])
     dims = [dot.numbers(key + "s") for key in (*_CONTRACTED, *_BATCHED)]
     return _ragged_flops(dot, lhs, rhs, dims, dot.numbers("rhs_group_dims"))
@@ -57,15 +60,19 @@ def _ragged_flops(
     dims: list[tuple[int, ...]],
     groups: tuple[int, ...],
 ) -> float:
-    """As a product in which each row (or inner element) meets the one group that it belongs to."""
+    """Return the FLOP of a grouped product: each row (or inner element) is of one group."""
     _, contracted, _, batch = dims
     _check_dims(product, rhs, (*contracted, *batch, *groups))
-    taken = {*contracted, *batch, *groups}
-    return 2.0 * lhs.size * math.prod(size for dim, size in enumerate(rhs.dims) if dim not in taken)
+    shared = {*contracted, *batch, *groups}
+    columns = math.prod(size for dim, size in enumerate(rhs.dims) if dim not in shared)
+    return 2.0 * lhs.size * columns
 
 
 def conv_call(computation: Computation, call: Instruction, target: str) -> Kernel:
-    """The kernel of a cuDNN convolution, forward or backward: every element of y takes (elements of w / features of y) multiply-adds."""
+    """Return the kernel of a cuDNN convolution, forward or backward.
+
+    Every element of y takes (elements of w / features of y) multiply-adds.
+    """
     operands = computation.operands(call, least=2)
     x, w, y = operands[0].array, operands[1].array, call.array
     if "BackwardInput" in target:  # (dy, w) -> dx
@@ -82,7 +89,7 @@ def conv_call(computation: Computation, call: Instruction, target: str) -> Kerne
 
 
 def conv_flops(instruction: Instruction, w: Array, y: Array) -> float:
-    """FLOP of a convolution with filter `w` and result `y`; padding counts."""
+    """Return the FLOP of a convolution with filter `w` and result `y`; padding counts."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     if labels is None:
         raise instruction.error(
@@ -96,7 +103,7 @@ def conv_flops(instruction: Instruction, w: Array, y: Array) -> float:
 
 
 def dot_of(computation: Computation, dot: Instruction) -> Gemm:
-    """Sizes of HLO's own `dot`."""
+    """Return the sizes of HLO's own `dot`."""
     lhs, rhs = (operand.array for operand in computation.operands(dot, least=2)[:2])
     return _gemm_of(dot, lhs, rhs, *(dot.numbers(key + "s") for key in (*_CONTRACTED, *_BATCHED)))
 
@@ -110,27 +117,29 @@ def _gemm_of(
     lhs_batch: tuple[int, ...] = (),
     rhs_batch: tuple[int, ...] = (),
 ) -> Gemm:
-    """Sizes of a matrix product from the shapes of its operands and the dims that are summed over or kept apart."""
+    """Return the sizes of a product from its operands and their contracted and batch dims."""
     _check_dims(product, lhs, (*lhs_contracted, *lhs_batch))
     _check_dims(product, rhs, (*rhs_contracted, *rhs_batch))
     k = math.prod(lhs.dims[dim] for dim in lhs_contracted)
     batch = math.prod(lhs.dims[dim] for dim in lhs_batch)
-    taken = {*rhs_contracted, *rhs_batch}
-    n = math.prod(size for dim, size in enumerate(rhs.dims) if dim not in taken)
+    shared = {*rhs_contracted, *rhs_batch}
+    n = math.prod(size for dim, size in enumerate(rhs.dims) if dim not in shared)
     return Gemm(lhs.size // max(k * batch, 1), n, k, batch)
 
 
 def _check_dims(product: Instruction, array: Array, dims: tuple[int, ...]) -> None:
     if dims and max(dims) >= len(array.dims):
         raise product.error(
-            f"contracts or batches dims {dims} of an operand of shape {array.dims}; they count from 0"
+            f"contracts or batches dims {dims} of an operand of shape {array.dims}; they count "
+            "from 0"
         )
 
 
 def _json_numbers(call: Instruction, key: str) -> tuple[int, ...]:
-    found = re.search(rf'"{key}": ?\[([^\]]*)\]', call.attributes)
-    if found is None:
+    numbers = re.search(rf'"{key}": ?\[([^\]]*)\]', call.attributes)
+    if numbers is None:
         raise call.error(
-            f"no {key!r} in its backend_config; expected the gemm_backend_config that XLA:GPU writes"
+            f"no {key!r} in its backend_config; expected the gemm_backend_config that XLA:GPU "
+            "writes"
         )
-    return tuple(int(number) for number in re.findall(r"\d+", found[1]))
+    return tuple(int(number) for number in re.findall(r"\d+", numbers[1]))

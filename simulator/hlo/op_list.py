@@ -1,4 +1,7 @@
-"""From the computations of a module to the body that one device launches: the schedule, streams, loops and branches."""
+"""Lowers a scheduled HLO module to the op list that one device launches.
+
+It follows the schedule through loops, branches and asynchronous collectives.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,7 +10,7 @@ from dataclasses import replace
 from simulator.hlo.kernels import kernel_of
 from simulator.hlo.provenance import name_of, phase_of
 from simulator.hlo.replica_groups import groups_of
-from simulator.hlo.text import Computation, Instruction, Module, blamed, read_module
+from simulator.hlo.text import Computation, Instruction, Module, errors_about, read_module
 from simulator.work import (
     Collective,
     CollectiveKind,
@@ -27,51 +30,62 @@ _COLLECTIVES: Mapping[str, CollectiveKind] = {
     "all-to-all": "all_to_all",
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "collective_permute",
-    "collective-broadcast": "all_gather",  # each device receives the array once, as in an all_gather of it
+    "collective-broadcast": "all_gather",  # each device receives the array once, as in it
 }
 
-_FREE = frozenset((
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier", "domain",
-    "partition-id", "replica-id", "send-done", "recv-done",  # what is sent is counted where it is handed over
-))  # fmt: skip
+_FREE = frozenset(
+    (
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+        *("add-dependency", "opt-barrier", "domain", "partition-id", "replica-id"),
+        *("send-done", "recv-done"),  # the matching send and recv are priced
+    )
+)
+"""Opcodes that launch no kernel."""
 
 _FLOP_PER_BYTE = 50
-"""What a GPU computes while it moves a byte, roughly; only compares the branches of a conditional."""
+"""Rough arithmetic intensity of a GPU, to compare the branches of a conditional."""
 
 
 def parse_hlo(text: str) -> OpList:
-    """The kernels, collectives and loops that one device launches to run the entry computation of scheduled HLO, in order.
+    """Return the kernels, collectives and loops that a device launches for scheduled HLO, in order.
 
-    FLOP count matrix products and convolutions only (the rest is bound by memory); bytes are what each kernel reads and writes of
-    device memory. Loops must have a known trip count; of a conditional the longest branch is taken. Kernels whose cost nobody
-    knows say so. Raises `HloError` for what can't be read.
+    FLOP are those of matrix products, convolutions and fused attention; memory bounds all other
+    kernels. Bytes are what each kernel reads and writes in device memory. A conditional counts as
+    its longest branch. `Kernel.unmodelled` names kernels without a cost model.
+
+    Args:
+        text: the text of a module, as `compiled.as_text()` of JAX returns it.
+
+    Raises:
+        HloError: the text is no module, or has a loop without a known trip count.
     """
     module = read_module(text)
     return tuple(_ops(module, module.entry))
 
 
 def _ops(module: Module, computation: Computation) -> Iterator[Op]:
-    waited: set[str] = set()  # collectives that were waited for where they started
+    """Yield the ops of a computation, with those of the computations that it calls."""
+    synchronous: set[str] = set()  # collectives whose `Done` follows their `Start`
     phase: TrainingPhase = ""
     for instruction in computation.instructions:
         name = name_of(instruction)
         if name is not None:  # copies that the compiler adds belong to the phase before them
             phase = phase_of(name)
-        opcode, moment = _split_async(instruction.opcode)
-        if instruction.opcode in _FREE or moment == "update":
+        opcode, suffix = _split_async(instruction.opcode)
+        if instruction.opcode in _FREE or suffix == "update":
             continue
-        with blamed(instruction):
-            if moment == "done":
+        with errors_about(instruction):
+            if suffix == "done":
                 start = _start_of(computation, instruction)
-                if start.name not in waited and _collective(module, computation, start):
+                if start.name not in synchronous and _collective(module, computation, start):
                     yield Done(start.name)
             elif collective := _collective(module, computation, instruction):
                 yield Start(collective)
-                if moment != "start" or '"is_sync":true' in instruction.attributes:
-                    waited.add(instruction.name)
+                if suffix != "start" or '"is_sync":true' in instruction.attributes:
+                    synchronous.add(instruction.name)
                     yield Done(instruction.name)
-            elif moment == "start" and "calls=" in instruction.attributes:
-                # on another stream, but it needs the same cores: taken in order
+            elif suffix == "start" and "calls=" in instruction.attributes:
+                # it runs on another stream, but needs the same cores: in the order of the schedule
                 yield from _ops(module, module.called(instruction, "calls"))
             elif opcode == "while":
                 yield Loop(
@@ -92,16 +106,17 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
 def _collective(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Collective | None:
-    """The collective that `instruction` does or starts; None for other work.
+    """Return the collective that an instruction performs or starts; None for other work.
 
-    It may be wrapped in a computation of its own, or fused with the slices that it reads or updates.
+    It may be in a computation that the instruction calls, or fused with slices that it reads or
+    updates.
     """
     opcode, _ = _split_async(instruction.opcode)
     inner = instruction
     if opcode in ("async", "fusion"):
         computation = module.called(instruction, "calls")
         inner = next(
-            (each for each in computation.instructions if each.opcode in _COLLECTIVES), inner
+            (called for called in computation.instructions if called.opcode in _COLLECTIVES), inner
         )
         opcode = inner.opcode
     if opcode not in _COLLECTIVES:
@@ -117,12 +132,13 @@ def _collective(
 
 
 def _split_async(opcode: str) -> tuple[str, str]:
-    """`all-reduce-start` is ("all-reduce", "start"); for an instruction that is not asynchronous the moment is empty."""
-    base, _, moment = opcode.rpartition("-")
-    return (base, moment) if base and moment in ("start", "update", "done") else (opcode, "")
+    """Split `all-reduce-start` into ("all-reduce", "start"); a synchronous opcode has no suffix."""
+    base, _, suffix = opcode.rpartition("-")
+    return (base, suffix) if base and suffix in ("start", "update", "done") else (opcode, "")
 
 
 def _start_of(computation: Computation, done: Instruction) -> Instruction:
+    """Return the `...-start` of a `...-done`."""
     start = done
     while _split_async(start.opcode)[1] != "start":
         if not start.operands:
@@ -132,32 +148,40 @@ def _start_of(computation: Computation, done: Instruction) -> Instruction:
 
 
 def branches(module: Module, conditional: Instruction) -> Iterator[Computation]:
-    """The computations of which a conditional runs one."""
+    """Yield the computations of the branches of a conditional.
+
+    Raises:
+        HloError: the conditional names no computations above it.
+    """
     key = "branch_computations"
-    if found := re.search(rf"{key}=\{{([^}}]*)\}}", conditional.attributes):
+    if listed := re.search(rf"{key}=\{{([^}}]*)\}}", conditional.attributes):
         yield from (
             module.computation(conditional, key, name.strip().lstrip("%"))
-            for name in found[1].split(",")
+            for name in listed[1].split(",")
         )
     else:
         yield module.called(conditional, "true_computation")
         yield module.called(conditional, "false_computation")
 
 
-def _length(body: OpList) -> float:
-    work = work_of(body)
+def _length(ops: OpList) -> float:
+    """Return how long an op list takes, in arbitrary units."""
+    work = work_of(ops)
     return sum(work.flops.values()) / _FLOP_PER_BYTE + work.bytes + sum(work.collectives.values())
 
 
 def _trip_count(module: Module, loop: Instruction) -> int:
-    if found := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes):
-        return int(found[1])
-    # Otherwise `i < constant` of an integer that the loop carries, taken for a counter from 0 in steps of 1, as JAX's are.
+    """Return the iterations of a loop, as XLA annotates them or as its condition implies them."""
+    if known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes):
+        return int(known[1])
+    # a condition `i < constant` of an integer that the loop carries, which counts from 0 in steps
+    # of 1 in loops of JAX
     condition = module.called(loop, "condition")
     compared = condition.by_name[condition.root]
     sides = condition.operands(compared)
     if compared.opcode == "fusion":
-        fused, given = module.called(compared, "calls"), sides
+        fused = module.called(compared, "calls")
+        given = sides
         compared = fused.by_name[fused.root]
         sides = [
             given[int(side.arguments)] if side.opcode == "parameter" else side
@@ -172,5 +196,6 @@ def _trip_count(module: Module, loop: Instruction) -> int:
         ):
             return max(0, int(bound.arguments))
     raise loop.error(
-        "a loop without a known trip count has no known duration; use jax.lax.scan or a fori_loop with fixed bounds"
+        "a loop without a known trip count has no known duration; use jax.lax.scan or a fori_loop "
+        "with fixed bounds"
     )

@@ -1,4 +1,4 @@
-"""Pass of a training step (forward, backward, update) that an operation belongs to, from the name that JAX gives it."""
+"""Provenance of instructions: the phase of a training step, from the names of JAX's operations."""
 
 import re
 from typing import Literal
@@ -7,34 +7,38 @@ from simulator.hlo.text import Instruction, Module
 from simulator.work import TrainingPhase
 
 Pass = Literal["forward", "backward", "other"]
-"""Where an instruction comes from: `jvp(...)` is forward, `transpose(jvp(...))` backward, all else the update."""
+"""The pass of an instruction: `jvp(...)` is forward, `transpose(jvp(...))` backward, other names
+the update."""
 
 
 def pass_of(name: str) -> Pass:
-    """The pass that an operation is of, by the name that JAX gives it."""
+    """Return the pass of an operation with a name."""
     return "backward" if "transpose(" in name else "forward" if "jvp(" in name else "other"
 
 
 def phase_of(name: str) -> TrainingPhase:
-    """The part of a training step, where what the backward pass computes again counts by itself."""
+    """Return the phase of an operation with a name; recomputation is a phase of its own."""
     if "rematted_computation" in name:
         return "recompute"
-    found = pass_of(name)
-    return "update" if found == "other" else found
+    origin = pass_of(name)
+    return "update" if origin == "other" else origin
 
 
 def name_of(instruction: Instruction) -> str | None:
-    """What JAX calls an instruction; None for copies that the compiler adds."""
-    found = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    return found and found[1]
+    """Return the name that JAX gives an instruction; None for copies that the compiler adds."""
+    name = re.search(r'op_name="([^"]*)"', instruction.attributes)
+    return name and name[1]
 
 
 def instruction_pass(module: Module, instruction: Instruction) -> Pass | None:
-    """The pass that an instruction is of; None if it has no name. A loop is of what is in it."""
+    """Return the pass of an instruction, None if it has no name.
+
+    The pass of a loop is that of the instructions in it.
+    """
     if instruction.opcode == "while":
         passes = {
-            instruction_pass(module, each)
-            for each in module.called(instruction, "body").instructions
+            instruction_pass(module, inner)
+            for inner in module.called(instruction, "body").instructions
         }
         if "backward" in passes:
             return "backward"

@@ -1,4 +1,4 @@
-"""`parallelize` computes what one device computes, for every method, mesh and shape; and helps when it can't."""
+"""`parallelize` computes the results of one device for every method; its errors say how to fix."""
 
 import gc
 import weakref
@@ -25,7 +25,8 @@ METHODS = [
     autopar.Zero2Parallel,
     autopar.Zero3Parallel,
 ]
-CLOSE = {"rtol": 2e-3, "atol": 2e-3}  # Adam's first step divides by tiny second moments
+# Adam's first step divides by tiny second moments
+CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 
 
 @settings(max_examples=12)
@@ -162,7 +163,9 @@ def test_static_values_are_told_apart_where_they_compute_differently():
         wrap(number) for wrap in (lambda v: v, lambda v: (v,), Config) for number in numbers
     ]:
         np.testing.assert_array_equal(f(x, value), f.fun(x, value))
-        np.testing.assert_array_equal(f(x, value), f.fun(x, value))  # as the last one again
+        np.testing.assert_array_equal(
+            f(x, value), f.fun(x, value)
+        )  # the executable of the call before
     assert len(f._executables) == 32
     assert f.get_executable(x, nan) is f.get_executable(x, float("nan"))
     assert f.get_executable(x, Config(nan)) is f.get_executable(x, Config(nan))
@@ -210,7 +213,7 @@ def test_only_the_programs_that_were_used_last_are_kept(monkeypatch):
     first, second = (weakref.ref(f.get_executable(x, k)) for k in (1, 2))
     compiled = weakref.ref(second().tasks[Task(0, "S")].compiled)
     f(x, 1)
-    f(x, 3)  # in the place of 2
+    f(x, 3)  # evicts the executable for 2
     gc.collect()
     assert second() is None
     assert compiled() is None
@@ -239,7 +242,7 @@ def test_a_parallelized_step_that_is_transformed_says_to_take_its_fun(transform)
     for _ in range(2):
         with pytest.raises(TypeError, match=r"loss is parallelized.*loss\.fun"):
             transform(lambda x: jnp.sum(loss(x)))(x)
-        loss(x)  # a program that is there is not called with tracers either
+        loss(x)  # from now on there is a compiled program, which tracers must not reach either
 
 
 def test_a_parallelized_step_is_not_planned_as_a_step():
@@ -326,8 +329,9 @@ def test_devices_that_make_no_sense_are_refused(devices):
 
 
 def test_a_method_must_be_a_method():
+    method: Any = "data"
     with pytest.raises(TypeError, match=r"'data', expected .*ShardParallel"):
-        autopar.parallelize(mlp_step, method="data")(*mlp_args())  # pyright: ignore[reportArgumentType]
+        autopar.parallelize(mlp_step, method=method)(*mlp_args())
 
 
 def test_errors_in_a_running_step_are_not_hidden():
@@ -388,11 +392,10 @@ def test_predictions_need_no_devices():
     (memory,) = timeline.memory
     assert memory.total < cluster.device.memory_bytes
     state, batch = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(each)) for each in args
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arg)) for arg in args
     )
-    assert (
-        memory.roles["parameters"] + memory.roles.get("optimizer", 0) == state
-    )  # whole on each device
+    # parameters and optimizer state are replicated
+    assert memory.roles["parameters"] + memory.roles.get("optimizer", 0) == state
     assert memory.roles["inputs"] == batch // 16
 
 
@@ -409,9 +412,8 @@ def test_init_and_shutdown():
 
 
 def test_memory_is_a_constraint_by_default():
-    args = jax.eval_shape(
-        lambda: mlp_args((8192, 8192), batch_size=64, features=8192)
-    )  # 1.6 GB with Adam
+    # 1.6 GB with Adam
+    args = jax.eval_shape(lambda: mlp_args((8192, 8192), batch_size=64, features=8192))
     cluster = Cluster.load("p3.16xlarge")
     small = cluster.model_copy(
         update={"device": cluster.device.model_copy(update={"memory_gb": 2.0})}
@@ -453,6 +455,7 @@ def test_what_is_computed_whole_everywhere_is_said():
     args = (jax.random.key(0), jnp.ones(8))
     plan = autopar.plan_step(step, args, cluster="p3.16xlarge", mesh_shape=(4,))
     assert plan.warnings == (
-        "1 x random_gamma: computed whole on every device, there is no better rule for it in autopar/primitives",
+        "1 x random_gamma: computed whole on every device, there is no better rule for it in"
+        " autopar/primitives",
     )
     assert "random_gamma" in str(plan)

@@ -22,12 +22,13 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
-    """What the command line writes of two devices in a budget that is no more than what has to be, and the file."""
+    """Calibrate two devices by command line, with the minimum of sizes; return output and file."""
     path = tmp_path_factory.mktemp("calibrated") / "mine.yaml"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(autopar.calibrate, "CPU", TINY)
         patch.setattr(autopar.calibrate, "device_mesh", lambda _: device_mesh(2))
-        hurried = lambda: 100 * time.perf_counter()  # noqa: E731  # however fast the machine is
+        # the budget is exceeded on any machine
+        hurried = lambda: 100 * time.perf_counter()  # noqa: E731
         patch.setattr(autopar.calibrate._BudgetClock.__init__, "__defaults__", (hurried,))
         result = CliRunner().invoke(
             app, ["calibrate", str(path), "--budget", "1"], env={"COLUMNS": "200"}
@@ -74,7 +75,7 @@ def test_a_calibration_says_how_it_came_about(calibrated):
 def test_what_there_is_no_time_for_is_left_out(calibrated):
     provenance = Cluster.load(calibrated[1]).provenance
     assert provenance is not None
-    assert provenance.seconds > 1  # the least that can be fitted takes longer than the budget
+    assert provenance.seconds > 1  # the minimum that the fit needs takes longer than the budget
     assert provenance.rows["elementwise"] == 4
     assert provenance.rows["all_reduce"] == 6
 
@@ -97,7 +98,7 @@ def test_what_is_measured_is_told_and_one_device_has_no_collectives():
 
 
 def test_a_budget_is_kept_by_measuring_less():
-    """Each measurement takes a second of this clock, and half of 20 are given to these."""
+    """Each measurement takes a second by this clock, and the budget is half of 20 seconds."""
     seconds = iter(range(1000))
     clock = autopar.calibrate._BudgetClock(
         20.0, lambda what, spent: None, lambda: 0.5 * next(seconds)
@@ -123,7 +124,7 @@ def test_an_all_reduce_is_measured_beside_products_that_take_about_as_long():
 
 
 def test_a_longer_kernel_takes_longer():
-    x = jax.numpy.ones(4**10)  # 8 MB through memory, against nothing
+    x = jax.numpy.ones(4**10)  # 8 MB read and written, compared with 128 bytes
     kernels = (Benchmark(lambda x: x * 0.5 + 1, x[:size]) for size in (16, 4**10))
     short, long = (microbenchmarks.kernel_seconds(kernel, 1e-3) for kernel in kernels)
     assert 0 < short < long
@@ -151,7 +152,7 @@ def test_elementwise_kernels_go_over_their_parts_in_turn(parts, turns):
 
 
 def test_seconds_are_of_one_of_what_is_measured_without_the_start(monkeypatch):
-    """On a clock on which a program takes 5 ms to start, and a kernel, which does it twice, 2 ms."""
+    """A program takes 5 ms to start by this clock, and a kernel of two operations 2 ms."""
     now = [0.0]
 
     def row(x, count):

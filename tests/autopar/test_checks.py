@@ -1,4 +1,4 @@
-"""What options may be, and what the one line says about those that they may not."""
+"""Options have allowed values; any other raises an error of one line that names them."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line prints plans and clusters."""
 
 from typer.testing import CliRunner
 

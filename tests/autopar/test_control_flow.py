@@ -1,4 +1,4 @@
-"""Loops and branches, flattened, compute what they were made from, and what is not needed of them goes."""
+"""Flattened loops and branches keep their results, and lose equations that nothing reads."""
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ def test_what_is_not_needed_of_a_loop_goes_and_its_carries_stay():
 
 
 def test_a_loop_sees_the_outside_through_its_markers_only():
-    """So that liveness and resharding of what a loop reads are those of the marker."""
+    """Liveness and resharding of the values that a loop reads then follow from the markers."""
 
     def function(x):
         y = jnp.sin(x)

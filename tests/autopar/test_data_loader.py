@@ -1,4 +1,4 @@
-"""Loaders in one process: which batches they give, where, when they read, and what they refuse."""
+"""Loaders in one process: their batches, placements, read-ahead, and the inputs they refuse."""
 
 import itertools
 import threading
@@ -27,7 +27,7 @@ ROWS = 16
 
 @cache
 def step(stages: int) -> Any:
-    """`stack_step` on the 8 devices."""
+    """Return `stack_step`, parallelized over the 8 devices."""
     option = autopar.UniformStageOption(stages)
     return autopar.parallelize(
         stack_step, method=autopar.PipeshardParallel(num_micro_batches=4, stage_option=option)
@@ -44,13 +44,13 @@ def placements(stages: int = 2) -> Any:
 
 
 def examples(start: int, end: int) -> dict[str, np.ndarray]:
-    """Each has its number in all places, and in `y` a tenth more."""
+    """Return examples whose entries are all their number, in `y` plus 0.1."""
     x = np.repeat(np.arange(start, end, dtype=np.float32)[:, None], WIDTH, 1)
     return {"x": x, "y": x + 0.1}
 
 
 class Recorded:
-    """A user's function that notes its calls and the examples it has read."""
+    """A user's reading function that records its calls and the examples it has read."""
 
     def __init__(self, make: Callable[[int, int], Any] = examples) -> None:
         self.make, self.calls, self.read = make, [], []
@@ -63,12 +63,12 @@ class Recorded:
 
 
 def numbers(batches: Any) -> list[list[int]]:
-    """The examples of each batch."""
+    """Return the numbers of the examples in each batch."""
     return [np.asarray(batch["x"])[:, 0].astype(int).tolist() for batch in batches]
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Whether it is so in the end."""
+    """Wait up to 10 seconds for a condition, and return whether it holds."""
     end = time.monotonic() + 10
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
@@ -83,7 +83,7 @@ def mesh_loader(read: Any, num_samples: int = 3 * ROWS, **options: Any) -> MeshD
     return MeshDriverDataLoader(ROWS, num_samples, read, placements(), **options)
 
 
-# -- batches of this process
+# DataLoader: batches that this process makes
 
 
 def test_batches_are_where_the_step_wants_them():
@@ -167,7 +167,7 @@ def test_a_function_makes_nothing_that_comes_before_the_step():
 def test_an_iterator_is_not_gone_through_twice():
     loader = made(iter([examples(0, ROWS), examples(1, ROWS + 1)]))
     assert len(list(loader)) == 2
-    with pytest.raises(ValueError, match="can't be had again"):
+    with pytest.raises(ValueError, match="can't be read again"):
         iter(loader)
 
 
@@ -208,7 +208,7 @@ def test_numpy_s_numbers_become_jax_s():
     assert batch["x"].dtype == np.float32
 
 
-# -- batches that are read
+# MeshDriverDataLoader: batches that a function reads
 
 
 def test_batch_k_has_the_examples_from_k_batches_on_and_the_rest_is_left_out():
@@ -216,7 +216,7 @@ def test_batch_k_has_the_examples_from_k_batches_on_and_the_rest_is_left_out():
     loader = mesh_loader(read, 3 * ROWS + 5)
     assert len(loader) == 3
     assert numbers(loader) == [list(range(16 * k, 16 * k + 16)) for k in range(3)]
-    assert read.calls == [(0, 48, 16)]  # once for all
+    assert read.calls == [(0, 48, 16)]  # one call for all batches
     assert numbers(loader) == numbers(loader)
 
 
@@ -323,7 +323,7 @@ def test_arguments_are_checked():
         len(made(iter([])))
 
 
-# -- rows
+# MeshDriverDataLoader: the rows that a process reads
 
 
 @given(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2)]), st.data())
@@ -349,7 +349,7 @@ def test_each_array_has_its_rows_and_only_those_are_read(shape, data):
 
 
 def test_a_process_that_has_some_rows_asks_for_these_of_each_batch():
-    """Devices 0 and 1 of 4 hold rows 0-3 and 8-11 of `x`; nothing of `y` is wanted."""
+    """Devices 0 to 2 store rows 0-3 and 8-11 of `x`; the process stores nothing of `y`."""
 
     class Somewhere(NamedSharding):
         def addressable_devices_indices_map(self, global_shape: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which hardware a mesh of devices is taken for."""
+"""A mesh of devices is described by the shipped cluster with the same kind of device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from autopar.devices import cluster_of
 
 
 def mesh(count: int, platform: str, kind: str) -> Any:
-    """All of a mesh that says what hardware it is of."""
+    """Return a stand-in for a mesh, with the attributes that identify its hardware."""
     device = SimpleNamespace(platform=platform, device_kind=kind)
     return SimpleNamespace(devices=np.array([device] * count, object))
 

@@ -1,4 +1,4 @@
-"""Work of single equations, counted by hand."""
+"""FLOP and bytes of single equations are those counted by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from simulator.work import Kernel
 def _kernel(
     name: str, fun: Callable[..., Any], *shapes: tuple[int, ...], shards: Any = None
 ) -> Kernel:
-    """The kernel of the equation of primitive `name` in `fun`, of `shapes` or of `shards` of its operands."""
+    """Return the kernel of the primitive `name` in `fun`, for whole operands or for `shards`."""
     jaxpr = flatten(
         jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes))
     )

@@ -1,4 +1,4 @@
-"""Programs with a Fourier transform do not share the threads of collectives on virtual CPU devices."""
+"""Fourier transforms and collectives do not share threads on virtual CPU devices."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def test_only_a_program_with_a_fourier_transform_needs_options_and_only_on_a_cpu
 
 
 def convolution_step(kernels, batch):
-    """A step whose layers convolve sequences with long kernels."""
+    """Run a step whose layers convolve sequences with long kernels."""
 
     @autopar.manual_layer_construction
     def loss(kernels):

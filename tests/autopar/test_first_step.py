@@ -1,4 +1,4 @@
-"""`check="first step"` finds a plan that computes something else than one device, and no other."""
+"""`check="first step"` raises for plans whose results differ from one device, and no others."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,10 @@ ADAM = optax.adam(1e-2)
 
 
 def state_of(dtype=np.float32):
-    """A bias before a normalisation: its gradient is rounding and nothing else, and Adam makes a whole step of it."""
+    """Return a state with a bias before a normalisation.
+
+    The gradient of the bias is rounding error, which Adam turns into a step of full size.
+    """
     params = {
         "up": jnp.asarray(RNG.standard_normal((8, 16)) / 3, dtype),
         "bias": jnp.zeros(16, dtype),
@@ -101,7 +104,7 @@ def test_a_pipeline_passes():
 
 
 def test_what_differs_is_named_with_its_line(monkeypatch):
-    """XLA's partitioner is wrong about convolutions with groups, if it is let."""
+    """XLA's partitioner is wrong about convolutions with groups unless they run shardwise."""
     monkeypatch.setattr(shardwise, "is_partitioned_wrongly", lambda eqn: False)
 
     def gradients(w, x):
@@ -118,7 +121,7 @@ def test_what_differs_is_named_with_its_line(monkeypatch):
         r"the first value inside that differs is that of \S+ \(\S+test_\w+\.py:\d+\), float32",
         str(caught.value),
     )
-    with pytest.raises(autopar.FirstStepError):  # it was not the first step that was right
+    with pytest.raises(autopar.FirstStepError):  # the check is repeated until it succeeds
         planned(KERNEL, IMAGES)
 
 

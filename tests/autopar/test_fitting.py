@@ -1,4 +1,4 @@
-"""What `parallelize` compiles is within the memory budget, by the compiler's own count, or the step is refused."""
+"""Compiled programs fit in the memory budget by XLA's buffer assignment, or are refused."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def parallelized(method, donate="auto"):
 
 
 def compilations(monkeypatch):
-    """Count the programs that are compiled."""
+    """Return a list that grows by an entry for each compiled program."""
     made, init = [], LocalExecutable.__init__
 
     def counted(self, *args, **kwargs):
@@ -71,7 +71,7 @@ def test_a_method_that_fixes_its_plan_is_refused_with_the_compilers_bytes():
 
 
 class Compiled:
-    """An executable of which only the memory is known."""
+    """A stand-in for an executable, with memory only."""
 
     def __init__(self, used):
         self.memory = (fitting.MemoryUse(arguments=used),)
@@ -79,7 +79,7 @@ class Compiled:
 
 @pytest.mark.parametrize(("excess", "rounds"), [(1.0, 1), (1.1, 2), (1.3, 2)])
 def test_plans_are_made_within_less_until_one_fits_and_say_so(excess, rounds):
-    """A compiler that needs `excess` times what plans say, and plans that take all that they may."""
+    """The compiler needs `excess` times the predicted bytes, and plans use their whole budget."""
     step, plan = planned()
     asked = []
 

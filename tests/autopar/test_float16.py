@@ -1,4 +1,4 @@
-"""Loss scaling in float16: a step in microbatches overflows where the whole batch does, and nowhere else."""
+"""Loss scaling in float16: microbatches overflow exactly if the whole batch overflows."""
 
 from functools import cache
 from typing import Any
@@ -18,9 +18,8 @@ ROWS, WIDTH = 32, 8
 PARAMS = {
     name: RNG.uniform(0.1, 0.15, (WIDTH, WIDTH)).astype(np.float16) for name in ("first", "second")
 }
-BATCH = (16 * RNG.uniform(0.99, 1.01, (ROWS, WIDTH))).astype(
-    np.float16
-)  # examples alike, so that every microbatch has their mean
+# examples are similar, so that every microbatch has about the same mean
+BATCH = (16 * RNG.uniform(0.99, 1.01, (ROWS, WIDTH))).astype(np.float16)
 LARGEST = float(np.finfo(np.float16).max)
 
 
@@ -61,7 +60,8 @@ def test_what_overflows_in_float16_is_what_overflows_for_the_whole_batch(method,
     scale = np.float32(2**exponent)
     exact = step(PARAMS, BATCH, jnp.float32(scale), np.float32, jax.value_and_grad)
     sizes = np.concatenate([np.abs(x).ravel() for x in jax.tree.leaves(exact)] + [np.abs([scale])])
-    assume(not np.any((sizes > 0.95 * LARGEST) & (sizes < 1.05 * LARGEST)))  # what rounding decides
+    # rounding decides about overflow of values close to the limit
+    assume(not np.any((sizes > 0.95 * LARGEST) & (sizes < 1.05 * LARGEST)))
     expected = jax.tree.map(np.asarray, whole()(PARAMS, BATCH, scale))
     found = jax.tree.map(np.asarray, planned(method, count)(PARAMS, BATCH, jnp.float32(scale)))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -71,7 +71,7 @@ def test_what_overflows_in_float16_is_what_overflows_for_the_whole_batch(method,
 
 @pytest.mark.parametrize("count", [3, 7])
 def test_small_gradients_in_float16_are_not_lost_in_microbatches(count):
-    """Shares of the smallest numbers are rounded to numbers of the same spacing, 2 ** -24: half of it for each microbatch, at most."""
+    """Each microbatch adds at most half the spacing of subnormals, 2 ** -24, as rounding error."""
     batch = BATCH[:1].repeat(4 * count, 0)
     method = autopar.DataParallel(4, num_micro_batches=count)
     found = autopar.parallelize(step, method=method)(PARAMS, batch, jnp.float32(2**-10))

@@ -1,4 +1,4 @@
-"""States are made where a training step wants them, and evaluations follow them there."""
+"""States are created with the placements of a training step, which evaluations follow."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +73,7 @@ METHODS = {
 
 @pytest.fixture(scope="module", params=METHODS)
 def trained(request: pytest.FixtureRequest) -> tuple[Callable[..., Any], Any, Any]:
-    """A training step, what creates its state, and a state after one step."""
+    """Return a training step, the function that creates its state, and a state after one step."""
     step = autopar.parallelize(train_step, method=METHODS[request.param], donate_argnums=())
     create = autopar.parallelize(
         create_state, method=CreateStateParallel(step, [batch(8)]), static_argnums=()
@@ -91,7 +91,9 @@ def test_a_state_is_created_where_the_step_wants_it(trained: Any) -> None:
     assert_allclose(jax.device_get(state.params), jax.device_get(create_state().params))
     made = create.get_last_executable().get_output_placement_specs()
     assert jax.tree.leaves(made) == jax.tree.leaves(executable.get_input_placement_specs()[0])
-    assert len(step._executables) == 1  # the state has the structure that was compiled for
+    assert (
+        len(step._executables) == 1
+    )  # the created state has the structure that the step was compiled for
 
 
 def test_an_evaluation_finds_the_parameters_where_training_left_them(trained: Any) -> None:

@@ -1,4 +1,7 @@
-"""What a GPU may do otherwise than a CPU: `uv run --extra cuda13 pytest -m gpu`. A CPU runs most of it, too."""
+"""Steps, checkpoints and calibration on a GPU: `uv run --extra cuda13 pytest -m gpu`.
+
+Most of these tests also run on a CPU, in the slow tier.
+"""
 
 from dataclasses import replace
 
@@ -44,9 +47,8 @@ def device(request):
     ],
 )
 def test_losses_and_gradients_are_those_of_a_cpu(model, method, device):
-    with jax.default_matmul_precision(
-        "highest"
-    ):  # a GPU rounds the operands of products in float32 otherwise
+    # by default a GPU rounds the operands of products in float32
+    with jax.default_matmul_precision("highest"):
         with jax.default_device(jax.devices("cpu")[0]):
             args = model.init_state(jax.random.key(0)), model.make_batch(jax.random.key(1))
             expected = jax.jit(model.train_step)(*args)
@@ -61,13 +63,16 @@ def test_losses_and_gradients_are_those_of_a_cpu(model, method, device):
 
 
 def without_update(results):
-    """Adam's first steps are as large for gradients that are rounding: its first moments are a tenth of the gradients."""
+    """Return the results with Adam's first moments, a tenth of the gradients, for the state.
 
-    def is_state(each):
-        return isinstance(each, TrainState)
+    Adam's first update has full size even for gradients that are rounding error.
+    """
+
+    def is_state(node):
+        return isinstance(node, TrainState)
 
     return jax.tree.map(
-        lambda each: each.opt_state[0].mu if is_state(each) else each, results, is_leaf=is_state
+        lambda node: node.opt_state[0].mu if is_state(node) else node, results, is_leaf=is_state
     )
 
 
@@ -84,7 +89,7 @@ def test_a_state_is_made_where_the_step_runs_and_comes_back_from_a_checkpoint(de
 
 
 def test_a_device_is_calibrated_as_what_it_is_and_its_steps_are_predicted(device):
-    """Whether seconds are right is told by `experiments.measurements.gpu`."""
+    """`experiments.measurements.gpu` compares the seconds with measurements."""
     tiny = Effort(
         tuple(4**i for i in range(2, 9)), (8, 16), (64,), CPU.convolutions[:2], ("float32",), 1e-3
     )

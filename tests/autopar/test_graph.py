@@ -1,4 +1,4 @@
-"""Flat jaxprs compute what they were made from."""
+"""Flattened jaxprs keep the results of the originals, and fingerprints depend on them alone."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def test_calls_are_inlined_and_each_variable_is_bound_once():
 
 
 def test_gradients_of_inlined_calls_stay_what_they_were():
-    """d relu(0) is 0 by relu's own rule; it must not become that of max."""
+    """The derivative of relu at 0 is 0 by its own rule; that of max would be 0.5."""
     x = jnp.array([-1.0, 0.0, 2.0])
     flat = flatten(jax.make_jaxpr(jax.grad(lambda x: jax.nn.relu(x).sum()))(x))
     np.testing.assert_array_equal(run(flat, x)[0], [0.0, 0.0, 1.0])
@@ -123,8 +123,7 @@ def test_fingerprints_do_not_depend_on_the_order_of_sets():
         params = {"axes": frozenset(numbers), "jaxpr": inner, "all": {frozenset(numbers)}}
         return graph.fingerprint(jaxpr.replace(eqns=[eqn.replace(params=params)]))
 
-    assert str(frozenset([0, 8])) != str(
-        frozenset([8, 0])
-    )  # which for names is so in another process
+    # the text of a set depends on its order, and for names on the hash seed of the process
+    assert str(frozenset([0, 8])) != str(frozenset([8, 0]))
     assert fingerprint([0, 8]) == fingerprint([8, 0])
     assert fingerprint([0, 8]) != fingerprint([0, 1])

@@ -1,4 +1,4 @@
-"""Methods that solve nothing: rules of thumb, and shardings by hand that XLA propagates."""
+"""Methods without a solver: the heuristic, manual shardings, and given degrees of parallelism."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def specs(plan):
 
 
 def run(method, step=mlp_step, args=None, **options):
-    """The executable, and that it computes what one device computes."""
+    """Return the executable of a step, after comparing its results with one device."""
     args = args or mlp_args((64, 64, 64))
     planned = autopar.parallelize(step, method=method, donate_argnums=(), **options)
     assert_allclose(planned(*args), serial(step, *args), rtol=2e-3, atol=2e-3)
@@ -272,7 +272,8 @@ def test_options_hold_with_a_pipeline_and_without():
     [
         (
             {"data_parallel": 3},
-            "data_parallel=3 x operator_parallel=1 x pipeline_parallel=1 is not the number of devices, 8",
+            "data_parallel=3 x operator_parallel=1 x pipeline_parallel=1 is not the number of"
+            " devices, 8",
         ),
         ({"operator_parallel": 3}, "is not the number of devices, 8"),
         ({"data_parallel": 2.0}, "data_parallel is 2.0, expected"),

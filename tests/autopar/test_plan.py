@@ -1,4 +1,4 @@
-"""Plans survive JSON, read well, and refuse what they are not for."""
+"""Plans round-trip through JSON, print as tables, and refuse other steps and damaged files."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""`devices` of a method mean the same for a cluster that is not here as on devices that are."""
+"""Predictions of plans; `devices` of a method mean the same on a cluster as in this process."""
 
 from pathlib import Path
 
@@ -124,7 +124,8 @@ def test_a_plan_within_a_budget_leaves_the_margin():
             step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=1e4)
         )
     assert told.value.__notes__ == [
-        "memory_budget is 1e-05 GB; plan_step keeps 8.4 MB for workspaces of libraries, and a margin of 13% for XLA"
+        "memory_budget is 1e-05 GB; plan_step keeps 8.4 MB for workspaces of libraries, and a"
+        " margin of 13% for XLA"
     ]
 
 

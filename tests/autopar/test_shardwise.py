@@ -1,4 +1,4 @@
-"""Equations that XLA's partitioner gets wrong give one device's numbers, however they are divided."""
+"""Equations that XLA's partitioner gets wrong run shardwise, with the results of one device."""
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,12 @@ def conv(x, w, groups=1):
 
 
 def per_example_gradients(w, x):
-    """A convolution with as many groups as examples."""
+    """Compute gradients for each example: a convolution with as many groups as examples."""
     return jax.vmap(jax.grad(lambda w, x: jnp.sum(conv(x[None], w) ** 2)), (None, 0))(w, x)
 
 
 def clipped_step(w, x, value_and_grad):
-    """DP-SGD: the sum of gradients that are clipped for each example."""
+    """Run a step of DP-SGD, which clips the gradient of each example."""
 
     def loss(w):
         return jnp.mean(jnp.tanh(conv(x, w)) ** 2)
@@ -114,7 +114,7 @@ def grouped_batch():
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("split", SPLITS)
 def test_gradients_of_grouped_convolutions_are_those_of_one_device(split, count):
-    """With microbatches examples may be divided apart, and the features by the compiler."""
+    """With microbatches autopar may split examples while XLA splits features."""
     step, batch = lambda w, b: grouped_step(w, b, autopar.value_and_grad), grouped_batch()
     options = ShardingOptions(pins=SPLITS[split])
     method = autopar.ShardParallel((2, 4), num_micro_batches=count, options=options)
@@ -173,7 +173,7 @@ def test_a_state_made_by_a_grouped_convolution_is_that_of_one_device():
 
 @pytest.mark.parametrize("label", ["gradient of kernel, groups", "batch groups", "groups"])
 def test_every_split_of_a_convolution_with_groups_is_right(label):
-    """tests/fuzz/test_splits.py has the other families."""
+    """`tests/fuzz/test_splits.py` tests the other primitives."""
     label, mesh = f"conv_general_dilated: {label}", LogicalMesh((2, 4), ("x", "y"))
     fun, args = CASES[label](lambda: 4)
     ((eqn, operands),) = [

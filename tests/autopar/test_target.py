@@ -1,4 +1,4 @@
-"""Deviceless compilation, and the laws that its HLO must obey when `simulator.hlo` reads it."""
+"""Compilation for absent GPUs, and properties of its HLO as `simulator.hlo` parses it."""
 
 import os
 import subprocess
@@ -21,9 +21,8 @@ from simulator.work import Kernel, Loop, Work, work_of
 from tests.tiers import tiers
 
 OF_DEVICE = {Cluster.load(name).device.name: name for name in sorted(cluster_names(), reverse=True)}
-GPU_CLUSTERS = [
-    name for name in OF_DEVICE.values() if Cluster.load(name).device.kind == "gpu"
-]  # one for each GPU
+# one cluster for each kind of GPU
+GPU_CLUSTERS = [name for name in OF_DEVICE.values() if Cluster.load(name).device.kind == "gpu"]
 WIDTHS = (32, 128, 64, 32)
 BATCH = 64
 KERNELS = list(pairwise(WIDTHS))
@@ -37,7 +36,7 @@ def loss(params, x):
 
 
 def step(params, x, axis=None):
-    """Gradient descent: an MLP with a bias in each layer."""
+    """Run a step of gradient descent for an MLP with biases."""
     grads = jax.grad(loss)(params, x)
     if axis:
         grads = jax.lax.pmean(grads, axis)
@@ -45,7 +44,7 @@ def step(params, x, axis=None):
 
 
 def abstract(place=lambda *_: None):
-    """(params, x); `place` gives a sharding to "replicated" and to "batch"."""
+    """Return abstract (params, x); `place` maps "replicated" and "batch" to shardings."""
     whole, split = place("replicated"), place("batch")
     make = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     params = [(make(shape, sharding=whole), make(shape[1:], sharding=whole)) for shape in KERNELS]
@@ -53,7 +52,7 @@ def abstract(place=lambda *_: None):
 
 
 def shipped(name: str) -> Cluster:
-    """A host of it, or the first 8 devices of a larger one, which the batch is divided over."""
+    """Return a shipped cluster, or its first 8 devices if it has more."""
     cluster = Cluster.load(name)
     return cluster.first_devices(min(8, cluster.num_devices))
 
@@ -144,9 +143,8 @@ def test_sorting_compiles_without_a_driver():
     x = jax.ShapeDtypeStruct((1 << 18,), jnp.float32, sharding=one)
     (kernel,) = (op for op in parse_hlo(compile_for(jax.jit(jnp.sort), (x,), cluster).hlo_text))
     assert isinstance(kernel, Kernel)
-    assert kernel.bytes == 4 * (4 + 4 + 4) * (
-        1 << 18
-    )  # four passes that read keys and write them and where they came from
+    # four passes, each of which reads keys, and writes keys and their original positions
+    assert kernel.bytes == 4 * (4 + 4 + 4) * (1 << 18)
 
 
 def test_a_scan_becomes_a_loop():
@@ -162,7 +160,7 @@ def test_a_scan_becomes_a_loop():
     assert sum(total_work(executable).flops.values()) == 3 * 2 * 16 * 64 * 64
 
 
-# Errors
+# Errors of the target
 
 
 def test_a_cpu_cluster_can_not_be_compiled_for():
@@ -195,11 +193,11 @@ def test_missing_packages_are_named(monkeypatch):
         _plugins._compiler.__wrapped__()
 
 
-# Silence
+# Nothing is printed without a GPU
 
 
 def starts_plugin(monkeypatch, *, gpu: bool, installed: set[str]) -> bool:
-    """Whether JAX could start the CUDA 12 plugin after `silence_idle_plugin`, on a machine with these things."""
+    """Return whether the CUDA 12 plugin can start after `silence_idle_plugin` on such a machine."""
     plugin = _plugins._plugin()
     started = []
     monkeypatch.setattr(plugin, "initialize", lambda: started.append(True))
@@ -227,7 +225,8 @@ from autopar.lowering.target import compile_for, target_devices
 from simulator.hardware.cluster import Cluster
 cluster = Cluster.load("p3.16xlarge")
 one = jax.sharding.SingleDeviceSharding(target_devices(cluster, 1)[0])
-compile_for(jax.jit(lambda x: x + 1), (jax.ShapeDtypeStruct((4,), "float32", sharding=one),), cluster)
+x = jax.ShapeDtypeStruct((4,), "float32", sharding=one)
+compile_for(jax.jit(lambda x: x + 1), (x,), cluster)
 """
 
 

@@ -1,4 +1,4 @@
-"""Tracing says what inputs and outputs are to the user, and refuses what can't be traced."""
+"""Traced steps name inputs and outputs by their paths; untraceable functions are refused."""
 
 import jax
 import jax.numpy as jnp

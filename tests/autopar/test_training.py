@@ -1,4 +1,4 @@
-"""The training loop goes on from the last checkpoint, with the same batches."""
+"""The training loop continues from the last checkpoint, with the same batches."""
 
 import shutil
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_
 
 
 def batches(first: int) -> Iterator[Any]:
-    """Different ones for every step."""
+    """Yield a different batch for every step."""
     while True:
         yield jax.tree.map(lambda leaf, k=first: leaf * np.float32(1 + k / 8), stack_batch())
         first += 1
@@ -67,7 +67,8 @@ def test_a_loop_that_is_run_again_goes_on(function, tmp_path):
     assert told == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
     assert_close(state, expected(9))
     assert saved_steps(tmp_path) == [8, 9]
-    again = autopar.train(function, stack_params(), batches, 9, tmp_path)  # nothing is left to do
+    # all steps are done
+    again = autopar.train(function, stack_params(), batches, 9, tmp_path)
     assert_close(again, expected(9))
 
 
@@ -83,20 +84,21 @@ def test_a_loader_brings_the_batches_where_the_present_plan_wants_them(function,
 
     other = autopar.parallelize(stack_step, method=autopar.ShardParallel((2,)))
     step.get_executable = other.get_executable
-    assert_close(autopar.train(step, stack_params(), loader, 5, tmp_path), expected(5))  # pyright: ignore[reportArgumentType]
+    replanned: Any = step
+    assert_close(autopar.train(replanned, stack_params(), loader, 5, tmp_path), expected(5))
     assert wanted == [other.get_executable(stack_params(), stack_batch()).in_shardings[1]["x"]] * 2
 
 
 def test_the_batches_of_an_iterator_can_not_be_had_again_after_a_failure(
     function, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(session, "rejoin", lambda: None)
+    monkeypatch.setattr(session.Session, "rejoin", lambda _: None)
     placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[
         1
     ]
     loader = autopar.DataLoader(batches(0), placements)
     step: Any = Failing(function, {2})
-    with pytest.raises(ValueError, match="batches of an iterator can't be had again"):
+    with pytest.raises(ValueError, match="batches of an iterator can't be read again"):
         autopar.train(step, stack_params(), loader, 5, tmp_path)
 
 
@@ -203,7 +205,7 @@ def test_arguments_of_a_loop_that_make_no_sense_are_refused_before_anything_is_d
 
 
 class Failing:
-    """A step that hosts fail in at certain calls."""
+    """A parallelized step during which hosts fail at certain calls."""
 
     def __init__(self, function: Any, calls: set[int]) -> None:
         self._function, self._calls, self.count = function, calls, 0
@@ -220,7 +222,7 @@ class Failing:
 
 def test_hosts_may_fail_as_long_as_there_is_a_checkpoint_between(function, tmp_path, monkeypatch):
     rejoined: list[int] = []
-    monkeypatch.setattr(session, "rejoin", lambda: rejoined.append(1))
+    monkeypatch.setattr(session.Session, "rejoin", lambda _: rejoined.append(1))
     step: Any = Failing(function, {2, 3, 6, 7})
     state = autopar.train(
         step, stack_params(), batches, 5, tmp_path / "a", save_every=2, max_failures=2

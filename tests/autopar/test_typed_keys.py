@@ -1,4 +1,4 @@
-"""Typed random keys in a state: saved, restored, resumed, looked at and brought under every kind of plan."""
+"""Typed random keys in a state work with checkpoints, reports and fetching under every plan."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.autopar.pipeline.stack_steps import descend, stack_batch, stack_param
 
 
 def noisy_step(state: Any, batch: Any) -> Any:
-    """The loss draws from one key; there is one more key for each example, of another implementation."""
+    """Run a step whose loss draws from a key; each example has a key of another implementation."""
 
     @autopar.manual_layer_construction
     def loss(params: Any) -> jax.Array:

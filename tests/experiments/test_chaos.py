@@ -18,26 +18,26 @@ input()
 
 
 def test_processes_whose_parents_are_gone_are_still_found():
-    from experiments.chaos import _family
+    from experiments.chaos import _descendants
 
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    assert {parent.pid, child} <= {each.pid for each in _family()}
+    assert {parent.pid, child} <= {each.pid for each in _descendants()}
     parent.kill()
     parent.wait()
     for pipe in (parent.stdin, parent.stdout):
         assert pipe is not None
         pipe.close()
     assert child not in {each.pid for each in psutil.Process().children(recursive=True)}
-    assert child in {each.pid for each in _family()}
+    assert child in {each.pid for each in _descendants()}
     psutil.Process(child).kill()
     end = time.monotonic() + 20
-    while child in {each.pid for each in _family()} and time.monotonic() < end:
+    while child in {each.pid for each in _descendants()} and time.monotonic() < end:
         time.sleep(0.02)
-    assert not {parent.pid, child} & {each.pid for each in _family()}
+    assert not {parent.pid, child} & {each.pid for each in _descendants()}
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ def test_what_was_saved_may_be_used_up_at_once(tmp_path):
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
     state = {"x": jax.device_put(np.arange(1 << 16, dtype=np.float32))}
     saving = autopar.save_checkpoint(tmp_path, state, 0, wait=False)
+    assert isinstance(saving, autopar.Saving)
     for _ in range(3):
         state["x"] = double(state["x"])
     assert saving.wait() == tmp_path / "0"

@@ -19,9 +19,9 @@ from autopar.directives.definitions import (
     Sync,
     Trace,
     describe,
-    primitives,
+    directive_names,
 )
-from autopar.directives.equation_regions import RegionNode, arrange
+from autopar.directives.equation_regions import RegionNode, arrange_regions
 from tests.autopar.directives.scheduled_models import Transformer, scheduled
 
 TEXT = st.text(max_size=5)
@@ -51,7 +51,8 @@ def test_schedules_go_to_json_and_back(directives: list) -> None:
     assert DirectiveSchedule.from_json(schedule.to_json()) == schedule
     assert hash(DirectiveSchedule.from_json(schedule.to_json())) == hash(schedule)
     assert all(
-        describe(each).startswith(each.kind) and each.kind in primitives() for each in directives
+        describe(each).startswith(each.kind) and each.kind in directive_names()
+        for each in directives
     )
 
 
@@ -63,7 +64,7 @@ def test_every_value_is_made_before_it_is_read(names: set[str]) -> None:
     """Or the region is refused: something outside reads part of it and makes what the rest needs."""
     region = Fuse("", tuple(names), "xla", "fused")
     try:
-        units = arrange(GRAPH, [(region, frozenset(names))])
+        units = arrange_regions(GRAPH, [(region, frozenset(names))])
     except DirectiveError:
         return
     known: set[Var] = {*GRAPH.params, *GRAPH.args, *GRAPH.constants}

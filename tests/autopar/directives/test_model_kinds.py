@@ -84,7 +84,7 @@ def test_schedules_of_one_kind_are_replayed_on_another(make: Callable[[], ModelS
     written = linen_schedule()
     tensor_parallel(written)
     sch = make()
-    again = sch.replayed(written.schedule, sch.args)
+    again = sch.replay(written.schedule, sch.args)
     assert again.schedule == written.schedule
     Verify(again, [X]).check()
 

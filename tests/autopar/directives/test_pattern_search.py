@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from autopar.directives import DirectiveError, Verify, build, create_schedule, register_compiler
+from autopar.directives import DirectiveError, Verify, build, create_schedule
 from autopar.testing import assert_allclose
 from tests.autopar.directives.scheduled_models import (
     Attention,
@@ -350,11 +350,11 @@ def test_nothing_found_is_no_error_and_nothing_to_fuse_is() -> None:
     found = sch.find("tanh")
     assert found == []
     with pytest.raises(
-        DirectiveError, match="fuse: no subgraph was given, as of a find without a match"
+        DirectiveError, match="fuse: no subgraph was given, perhaps because find had no match"
     ):
         sch.fuse(found)
     with pytest.raises(
-        DirectiveError, match="replace: no subgraph was given, as of a find without a match"
+        DirectiveError, match="replace: no subgraph was given, perhaps because find had no match"
     ):
         sch.replace(jnp.tanh, found)
     assert sch.schedule.directives == ()
@@ -372,21 +372,6 @@ def test_a_fused_region_is_a_function_of_its_own_in_the_program() -> None:
     assert_allclose(built.apply(params, jnp.ones((2, 8, 32))), jnp.zeros((2, 8, 32)))
     with pytest.raises(DirectiveError, match="fused or replaced already"):
         sch.fuse(
-            sch["linear1"].find("linear1/add") or [sch.region([sch.graph.by_name["linear1/add"]])]
+            sch["linear1"].find("linear1/add")
+            or [sch.subgraph_of([sch.graph.by_name["linear1/add"]])]
         )
-
-
-def test_other_compilers_are_registered() -> None:
-    called = []
-
-    def compile(function: Callable[..., Any]) -> Callable[..., Any]:
-        called.append(function.__name__)
-        return jax.checkpoint(function)
-
-    register_compiler("recomputing", compile)
-    sch = mlp_schedule(mesh=2)
-    tensor_parallel(sch)
-    sch["linear1"].decompose()
-    sch.fuse(sch.find(bias_gelu), compiler="recomputing", name="BiasGeLU")
-    Verify(sch, [jnp.ones((2, 8, 32))]).check()
-    assert set(called) == {"BiasGeLU_0"}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar.hosts import session
+from autopar.runtime.local_backend import LOCAL, backend, use_backend
 
 
 def pytest_collection_modifyitems(items):
@@ -41,7 +42,7 @@ def pytest_runtest_teardown(item, nextitem):
 def raylets():
     """The cluster, which this process has joined."""
     pytest.importorskip("ray")
-    from experiments.raylets import raylets
+    from autopar.testing import raylets
 
     os.environ.setdefault("AUTOPAR_SILENCE_SECONDS", "60")  # machines are busy
     with raylets(4) as cluster:
@@ -60,5 +61,11 @@ def hosts(request, raylets):
 @pytest.fixture(autouse=True)
 def _in_this_process(request, monkeypatch):
     """Tests without raylets run here, also while other tests' workers are there."""
-    if "raylets" not in request.fixturenames:
-        monkeypatch.setattr(session, "current", session.Session())
+    if "raylets" in request.fixturenames:
+        yield
+        return
+    monkeypatch.setattr(session, "current", session.Session())
+    joined = backend()
+    use_backend(LOCAL)
+    yield
+    use_backend(joined)

@@ -16,6 +16,8 @@ from autopar.hosts.clocks import offset
 from autopar.hosts.remote_executable import RemoteExecutable
 from autopar.hosts.timelines import ExecutedInstruction, aligned, merged
 from autopar.report import Status
+from autopar.runtime.local_backend import LOCAL, backend, use_backend
+from autopar.runtime.local_executable import LocalExecutable
 from simulator.program import Free, Recv, Run, Send
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
@@ -193,14 +195,17 @@ def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several
 
 def _in_this_process(plan: autopar.Plan, donated: tuple[int, ...] = ()) -> Any:
     """The executable of the same plan here."""
-    from autopar.hosts import session
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "_hosts", None)
-        method = autopar.PlanMethod(plan)
-        return autopar.parallelize(
-            stack_step, method=method, donate_argnums=donated
-        ).get_executable(*ARGS)
+    joined = backend()
+    use_backend(LOCAL)
+    try:
+        function = autopar.parallelize(
+            stack_step, method=autopar.PlanMethod(plan), donate_argnums=donated
+        )
+        executable = function.get_executable(*ARGS)
+    finally:
+        use_backend(joined)
+    assert isinstance(executable, LocalExecutable)
+    return executable
 
 
 def _told(text: str) -> list[str]:

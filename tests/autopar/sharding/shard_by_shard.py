@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from autopar.directives.shard_execution import shard as shard_of
+from autopar.directives.shard_execution import slice_shard as shard_of
 from autopar.ir.evaluate import evaluate
 from autopar.ir.flatten import flatten
 from autopar.ir.spec import LogicalMesh, Spec, partition_spec, replicated
@@ -124,7 +124,7 @@ def _partial_results(
 
 
 def _complete(result: Any, number: int, factors: OpFactors, option: Option) -> Any:
-    """Combine partial results with the claimed collectives and no others."""
+    """Combine partial results with the claimed_nodes collectives and no others."""
     kind_of = {
         axis: kind
         for kind, axes in zip(factors.kinds, option.assignment, strict=True)
