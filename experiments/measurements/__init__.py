@@ -1,1 +1,1 @@
-"""Measurements that the simulator is calibrated with."""
+"""Measurements that the simulator is calibrated with, or compared with."""

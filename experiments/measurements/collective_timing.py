@@ -1,4 +1,7 @@
-"""Seconds of single collectives; `simulator.calibration.fit_profiles` fits the simulator's size curves to them."""
+"""Timings of single collectives, which the simulator's size curves are fitted to.
+
+`simulator.calibration.fit_collective_profile` fits them.
+"""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -13,22 +16,23 @@ from simulator import CollectiveKind
 from simulator.calibration import COLUMNS
 
 IN_A_ROW = 10
-"""Collectives in one program: what it costs to start a program is shared among them."""
+"""Collectives in one program, which share the cost of launching it."""
 
 
 def measure_collectives(
     gpu: str, group_sizes: Sequence[int], num_bytes: Sequence[int], repeat: int, number: int
 ) -> pd.DataFrame:
-    """Run every kind of collective on the first devices that are here.
+    """Time every kind of collective on the first devices of this process.
 
     Args:
-        gpu: what to call the devices in the table.
-        group_sizes: how many devices take part.
-        num_bytes: bytes per device of the whole array, as in `simulator.work.Collective`.
-        repeat, number: the median is taken of `repeat` means over `number` programs.
+        gpu: name of the devices in the table.
+        group_sizes: numbers of devices that take part.
+        num_bytes: bytes of the whole array on each device, as in `simulator.Collective`.
+        repeat: number of means that the median is taken of.
+        number: programs that each mean is taken over.
 
     Returns:
-        Columns gpu, kind, size, bytes, us, like the measurements that come with the simulator.
+        A table with the columns of `fit_collective_profile`: gpu, kind, size, bytes, us.
     """
     rows = [
         (gpu, kind, size, count, 1e6 * _seconds(kind, size, count, repeat, number))
@@ -44,7 +48,8 @@ def _seconds(kind: CollectiveKind, size: int, num_bytes: int, repeat: int, numbe
     row = repeated(benchmark)
 
     def run() -> None:
-        # on CPUs two programs in flight may wait for each other's threads; on GPUs a launch is short beside ten collectives
+        # It blocks because on CPUs two programs in flight may block each other's threads. On GPUs
+        # that costs little, since a launch is short compared with ten collectives.
         jax.block_until_ready(row(benchmark.x, IN_A_ROW))
 
     return float(np.median(benchmark_func(run, warmup=2, repeat=repeat, number=number))) / IN_A_ROW

@@ -1,9 +1,12 @@
-"""Measured training steps on one GPU beside predicted ones: `python -m experiments.measurements.gpu --out DIR`.
+"""Training steps on one GPU, measured and predicted.
 
-Calibrates the device that is here, times the jitted steps of MLPs, GPTs and ViTs in several dtypes, and predicts each four times: from
-the program that XLA compiled for it and from the planner's count of its work, with the device as calibrated and as the shipped file
-describes its kind. Writes `gpu.csv`, what there is to know beside it in `gpu.json`, and the calibrated cluster in `gpu_cluster.yaml`;
-each is replaced as a whole after every model, so that what is there can be read whenever the run ends.
+    python -m experiments.measurements.gpu --out DIR
+
+It calibrates the first device, times jitted steps of MLPs, GPTs and ViTs in several dtypes, and
+predicts each of them four times: from the program that XLA compiled and from the planner's work,
+with the calibrated device and with the shipped one. It writes the table `gpu.csv`, versions and
+statistics in `gpu.json`, and the calibrated cluster in `gpu_cluster.yaml`. Each file is replaced
+atomically after every step, so that it is complete whenever the run ends.
 """
 
 import argparse
@@ -39,9 +42,7 @@ from simulator.hlo import parse_hlo
 type Timed = MLP | GPT | ViT
 
 DTYPES = ("float32", "bfloat16", "float16")
-SIZES: dict[
-    str, tuple[Timed, ...]
-] = {  # of each model, small ones first: for a GPU, and to try the script anywhere
+SIZES: dict[str, tuple[Timed, ...]] = {
     "gpu": (
         MLP(dim=1024, num_layers=6, batch_size=1024),
         GPT(6, 512, 8, sequence_length=512, vocab_size=8192, batch_size=8),
@@ -58,6 +59,7 @@ SIZES: dict[
         ViT(1, 32, 2, patch_size=8, image_size=16, num_classes=10, batch_size=4),
     ),
 }
+"""Models, small ones first: those to measure on a GPU, and tiny ones to try the script anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,15 @@ class GpuStep:
     """A step, measured and predicted, in seconds and bytes.
 
     Attributes:
-        measured, spread: median of the repeats, and their standard deviation.
-        compiled_*: predictions from XLA's program, analytic_* from the planner's work; with the calibrated device or the shipped one.
-        memory_bytes: by XLA's buffer assignment.
-        unmodelled_kernels: of XLA's program, whose cost nobody knows.
+        measured: median of the repeats.
+        spread: standard deviation of the repeats.
+        compiled_calibrated: prediction from XLA's program with the calibrated device.
+        compiled_shipped: prediction from XLA's program with the shipped device.
+        analytic_calibrated: prediction from the planner's work with the calibrated device.
+        analytic_shipped: prediction from the planner's work with the shipped device.
+        memory_bytes: device memory by XLA's buffer assignment.
+        analytic_memory_bytes: device memory by the planner's estimate.
+        unmodelled_kernels: number of kernels in XLA's program that the cost model leaves out.
     """
 
     model: str
@@ -88,18 +95,26 @@ class GpuStep:
 
 
 PREDICTED = ("compiled_calibrated", "compiled_shipped", "analytic_calibrated", "analytic_shipped")
+"""The columns of predictions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """One device as it was calibrated, and as the shipped file of its kind has it."""
+    """One device, as calibrated and as in the shipped file of its kind."""
 
     calibrated: Cluster
     shipped: Cluster
 
 
 def measure(model: Timed, clusters: Clusters, repeat: int, least: float) -> GpuStep:
-    """Time a step on the first device, and predict it. Each repeat runs steps one after the other for at least `least` seconds."""
+    """Time a step on the first device, and predict it.
+
+    Args:
+        model: the model to train.
+        clusters: what it is predicted for.
+        repeat: number of measurements.
+        least: seconds that steps in a row take in each measurement, at least.
+    """
     device = jax.devices()[0]
     init = jax.jit(lambda key: (model.init_state(key), model.make_batch(key)))
     state, batch = jax.block_until_ready(init(jax.device_put(jax.random.key(0), device)))
@@ -152,6 +167,7 @@ def _size(model: Timed) -> str:
 
 
 def step_name(model: Timed) -> str:
+    """Return the model, its size and its dtype in one line."""
     return f"{type(model).__name__}, {_size(model)}, {model.dtype}"
 
 
@@ -165,11 +181,26 @@ def run(
     calibrated: Cluster | None = None,
     console: Console | None = None,
 ) -> pd.DataFrame:
-    """Calibrate unless that was done, measure and predict, within a budget of seconds.
+    """Calibrate, measure and predict within a time budget.
 
-    Steps that there is no time for are left out, and named beside the table, as are those that fail, with the reason.
+    `gpu.json` names the steps that did not fit into the budget, and those that failed with the
+    reason.
+
+    Args:
+        out: folder for the results.
+        sizes: the models.
+        dtypes: the dtypes of each model.
+        repeat: measurements of each step.
+        budget: seconds.
+        effort: what is measured for the calibration; by default it depends on the device.
+        calibrated: the calibrated device, if it is calibrated already.
+        console: where progress is shown; stderr by default.
+
+    Returns:
+        The table of `gpu.csv`.
     """
-    console, begun = console or Console(stderr=True), time.perf_counter()
+    console = console or Console(stderr=True)
+    begun = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     device = jax.devices()[0]
     effort = effort or (CPU if device.platform == "cpu" else GPU)
@@ -197,7 +228,7 @@ def run(
                         model, clusters, repeat, least=0.05 if device.platform == "cpu" else 0.2
                     )
                 )
-            except Exception as error:  # one step's failure is that step's result
+            except Exception as error:  # the other steps still run
                 failed[step_name(model)] = f"{type(error).__name__}: {error}"[:2000]
             jax.clear_caches()
             longest = max(longest, time.perf_counter() - start)
@@ -226,14 +257,14 @@ def _write(
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file so that it is there as a whole, or as it was."""
+    """Replace a file atomically."""
     part = path.with_name(f".{path.name}.part")
     write(part)
     os.replace(part, path)
 
 
 def circumstances(repeat: int) -> dict[str, Any]:
-    """What there is to know about a run beside its numbers."""
+    """Return the device, versions and statistics that belong to a run's numbers."""
     device = jax.devices()[0]
     names = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy")
     return {
@@ -250,20 +281,20 @@ def circumstances(repeat: int) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """What AUTOPAR_COMMIT says, else the commit that is checked out, where git and its folder are at hand."""
-    if said := os.environ.get("AUTOPAR_COMMIT"):
-        return said
+    """Return AUTOPAR_COMMIT, or else the commit that is checked out; None without git."""
+    if commit := os.environ.get("AUTOPAR_COMMIT"):
+        return commit
     try:
-        found = subprocess.run(
+        git = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return git.stdout.strip()
 
 
 def table_of(rows: pd.DataFrame) -> Table:
-    """Measured milliseconds, and the errors of the predictions."""
+    """Return a table to print: measured milliseconds, and the errors of the predictions."""
     table = Table(
         "step",
         "dtype",
@@ -292,6 +323,7 @@ def table_of(rows: pd.DataFrame) -> Table:
 
 
 def main() -> None:
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -313,9 +345,7 @@ def main() -> None:
     calibrated = Cluster.load(flags.calibrated) if flags.calibrated else None
     rows = run(flags.out, chosen, DTYPES, flags.repeat, flags.budget, calibrated=calibrated)
     console = Console()
-    console.width = max(
-        console.width, 160
-    )  # room for the table where nobody reads it on a terminal
+    console.width = max(console.width, 160)  # the table needs it, also in a file
     console.print(table_of(rows))
 
 

@@ -1,4 +1,7 @@
-"""Seconds of steps, and of starting, on the hosts of a Ray cluster; transfers are timed by `autopar.host_benchmarks`."""
+"""Timings of steps, and of starting, on the hosts of a Ray cluster.
+
+Transfers are timed by `autopar.host_benchmarks`.
+"""
 
 import subprocess
 import sys
@@ -20,7 +23,7 @@ type HostsShape = tuple[int, int]
 
 
 def start_hosts(shape: HostsShape) -> float:
-    """Start workers on this many hosts, in place of any that run, and return the seconds that took."""
+    """Start workers on hosts, in place of any that run, and return the seconds that took."""
     autopar.shutdown()
     start = time.perf_counter()
     autopar.init(cluster="ray", num_nodes=shape[0], num_devices_per_node=shape[1])
@@ -39,7 +42,7 @@ class StepSeconds:
     """Seconds of a step.
 
     Attributes:
-        ahead: mean over several steps, where the driver need not wait for one before it starts the next.
+        ahead: mean over several steps, each dispatched without waiting for the one before.
         alone: one step, from the call until its results are there.
         driver: mean time until a call returns.
     """
@@ -94,7 +97,7 @@ def medians(measured: Sequence[StepSeconds]) -> StepSeconds:
 
 
 def task_seconds(executable: autopar.Executable) -> dict[str, float]:
-    """Return the seconds of each task (`Run.task`) of a step, run by itself: the median over microbatches."""
+    """Return the seconds of each task (`Run.task`) by itself, as median of microbatches."""
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for span in executable.execution_timeline().spans:
         if span.category == "task":

@@ -1,7 +1,10 @@
-"""Single kernels of training steps on one GPU beside what the simulator says of each: `python -m experiments.measurements.kernel_profiling --out DIR`.
+"""Kernels of training steps on one GPU, profiled and predicted.
 
-Profiles steps of `experiments.measurements.gpu` with `jax.profiler`, finds the kernel of XLA's program that each launch belongs to, and
-writes `kernels.csv`, a row for all kernels of a step that are alike: where predictions of a step go wrong is read from it.
+    python -m experiments.measurements.kernel_profiling --out DIR
+
+It profiles steps of `experiments.measurements.gpu` with `jax.profiler`, matches launches to the
+kernels of XLA's program, and writes `kernels.csv`, which has a row for all kernels of a step that
+are alike. It shows which kernels cause the error of a step's prediction.
 """
 
 import argparse
@@ -34,22 +37,32 @@ STEPS = (
     (5, "bfloat16"),
     (5, "float32"),
 )
-"""What is profiled by default: places in `SIZES["gpu"]`, and dtypes."""
+"""The steps to profile: indices of `SIZES["gpu"]`, and dtypes."""
 
-_BESIDE = ("Memset", "nhwcAddPaddingKernel", "convertTensor_kernel")
+_AUXILIARY = ("Memset", "nhwcAddPaddingKernel", "convertTensor_kernel")
+"""Launches of libraries before a kernel, which clear memory, and pad and convert images."""
+
 _NUMBERS = re.compile(r"[._]\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel as it ran: what the profiler calls it, and its seconds."""
+    """One launch of a kernel: its name in the profile, and its seconds."""
 
     name: str
     seconds: float
 
 
 def profiled(model: Timed, steps: int = 3) -> tuple[str, list[list[Launch]]]:
-    """XLA's program of a training step on the first device, and the launches of each of so many steps in their order."""
+    """Profile training steps on the first device.
+
+    Args:
+        model: the model to train.
+        steps: number of steps.
+
+    Returns:
+        The text of XLA's program, and the launches of each step in their order.
+    """
     init = jax.jit(lambda key: (model.init_state(key), model.make_batch(key)))
     state, batch = jax.block_until_ready(init(jax.random.key(0)))
     step = jax.jit(model.train_step, donate_argnums=0).lower(state, batch).compile()
@@ -72,7 +85,7 @@ def profiled(model: Timed, steps: int = 3) -> tuple[str, list[list[Launch]]]:
 
 
 def launches_of(profile: Any) -> list[Launch]:
-    """What a profile has of the first GPU, in the order of starting."""
+    """Return the launches on the first GPU, in the order of their starts."""
     (plane,) = (plane for plane in profile.planes if plane.name == "/device:GPU:0")
     events = sorted(
         (event.start_ns, event.duration_ns, event.name)
@@ -83,32 +96,41 @@ def launches_of(profile: Any) -> list[Launch]:
 
 
 def seconds_of(body: OpList, steps: Sequence[Sequence[Launch]]) -> list[float]:
-    """Seconds of each kernel of a program, the median of the steps.
+    """Return the seconds of each kernel of a program, as median of the steps.
 
-    What libraries launch beside a kernel (they clear memory, sum partial products, pad and convert images) counts for that kernel.
+    The auxiliary launches of libraries, which clear memory, sum partial products, and pad and
+    convert images, count for the kernel that they serve.
+
+    Args:
+        body: the operations of the program.
+        steps: the launches of each step.
 
     Raises:
-        ValueError: the program has loops, or other kernels than were launched.
+        ValueError: the program has loops, or its number of kernels is not that of launches.
     """
     if others := [op for op in body if not isinstance(op, Kernel)]:
         raise ValueError(
             f"expected a program of kernels one after the other; this one has {others[0]}"
         )
-    times = [_together(step) for step in steps]
+    times = [_with_auxiliary(step) for step in steps]
     if len(times[0]) != len(body):
         raise ValueError(
             f"{len(times[0])} kernels were launched in a step, and the program has {len(body)}"
         )
-    return [median(each) for each in zip(*times, strict=True)]
+    return [median(seconds) for seconds in zip(*times, strict=True)]
 
 
-def _together(launches: Sequence[Launch]) -> list[float]:
-    """Seconds of kernels, each with what is launched beside it: before it, but for sums of partial products."""
-    seconds, before = list[float](), 0.0
+def _with_auxiliary(launches: Sequence[Launch]) -> list[float]:
+    """Return the seconds of kernels with their auxiliary launches.
+
+    Sums of partial products follow their kernel, the other launches precede it.
+    """
+    seconds = list[float]()
+    before = 0.0
     for launch in launches:
         if "splitKreduce" in launch.name:
             seconds[-1] += launch.seconds
-        elif any(name in launch.name for name in _BESIDE):
+        elif any(name in launch.name for name in _AUXILIARY):
             before += launch.seconds
         else:
             seconds.append(before + launch.seconds)
@@ -117,7 +139,14 @@ def _together(launches: Sequence[Launch]) -> list[float]:
 
 
 def table_of(step: str, body: OpList, seconds: Sequence[float], cluster: Cluster) -> pd.DataFrame:
-    """A row for all kernels of a step that are alike: how many there are, and the mean of their microseconds, measured and predicted."""
+    """Return a row for all kernels of a step that are alike: their number and mean microseconds.
+
+    Args:
+        step: name of the step.
+        body: the operations of its program.
+        seconds: measured seconds of each.
+        cluster: what they are predicted for.
+    """
     model = Machine(cluster).kernels
     rows = [
         {
@@ -141,6 +170,7 @@ def table_of(step: str, body: OpList, seconds: Sequence[float], cluster: Cluster
 
 
 def main() -> None:
+    """Profile steps, and write the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,1 +1,1 @@
-"""Predictions beside published measurements."""
+"""Plans and predictions compared with compiled programs, measurements and published results."""

@@ -1,11 +1,12 @@
-"""Alpa's pipelines as they are predicted here beside what its paper measured: figure 7, GPT and MoE on 4 to 64 V100s.
+"""Alpa's figure 7: its pipelines for GPT and MoE on 4 to 64 V100s, measured and predicted.
 
-    python -m experiments.validation.alpa_figure7 [--only PATTERN] [--output results/tables/alpa_figure7.csv]
+    python -m experiments.validation.alpa_figure7 [--only PATTERN] [--output FILE]
 
-The plans are those that Alpa found (`experiments.validation.pipeline_quality`), with their layers, stages and logical meshes; shardings within
-stages are ours. A second kind of row has one GPU per stage ("inter-op only" in the figure) and says whether it fits in memory: the smallest
-stages there are, one block each, where the GPUs suffice. Rates count FLOP as the paper does (its repository's `alpa/util.py`): products and
-attention, what is computed again too.
+The plans are those that Alpa found (`experiments.validation.pipeline_quality`), with their layers,
+stages and logical meshes; autopar plans the shardings within stages. A second kind of row has one
+GPU per stage ("inter-op only" in the figure) and says whether it fits in memory; where there are
+enough GPUs its stages are as small as possible, one block each. Rates count FLOP as the paper does
+(`alpa/util.py` in its repository): matrix products and attention, including what is recomputed.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from simulator.validation import records
 type Which = Literal["alpa", "inter_only"]
 
 _ANY_SIZE = 1e15
-"""Bytes: a budget that everything fits into."""
+"""A memory budget, in bytes, that any stage fits into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,14 @@ class FigureBar:
     """One bar of the figure.
 
     Attributes:
-        plan: whose; "inter_only" has a GPU to a stage.
+        model: "gpt" or "moe".
+        gpus: number of GPUs.
+        plan: "alpa" for Alpa's plan, "inter_only" for one GPU per stage.
         published: PFLOP/s of all GPUs, or "OOM".
-        predicted: PFLOP/s; None where the number of microbatches is not known, or the plan does not fit.
-        predicted_gb, usable_gb: what a GPU needs, and what it has for the step.
+        predicted: PFLOP/s; None if the paper does not say the number of microbatches, or the plan
+            does not fit.
+        predicted_gb: GB that a GPU needs.
+        usable_gb: GB of a GPU that a step may use.
     """
 
     model: str
@@ -55,21 +60,22 @@ class FigureBar:
 
     @property
     def fits(self) -> bool:
+        """Whether the plan is predicted to fit in memory."""
         return self.predicted_gb <= self.usable_gb
 
     @property
     def error(self) -> float | None:
-        """Predicted over published, minus one."""
+        """Relative error of the predicted rate; None without one."""
         return None if self.predicted is None else self.predicted / float(self.published) - 1
 
     @property
     def agrees(self) -> bool:
-        """Whether it fits where it ran, and does not where it did not."""
+        """Whether the prediction that it fits in memory agrees with the figure."""
         return self.fits == (self.published != "OOM")
 
 
 def inter_only(published: AlpaPlan) -> AlpaPlan:
-    """The same model with a GPU to a stage; where there are more GPUs than blocks, with a block to a stage."""
+    """Return the plan of the same model with one GPU per stage, and at least one block."""
     blocks = published.sizes[1]
     count = min(blocks, published.num_devices)
     stages = ((blocks // count, (1, 1), (1, 1)),) * count
@@ -77,7 +83,11 @@ def inter_only(published: AlpaPlan) -> AlpaPlan:
 
 
 def step_flops(model: GPT | MoE) -> float:
-    """FLOP of a step with each block computed forward twice and backward once, which counts as two."""
+    """Return the FLOP of a step whose blocks are recomputed.
+
+    Each block counts two forward passes and a backward pass, which has twice the FLOP of a forward
+    pass.
+    """
     tokens, hidden, seq = (
         model.batch_size * model.sequence_length,
         model.hidden_size,
@@ -89,14 +99,20 @@ def step_flops(model: GPT | MoE) -> float:
         return 4 * model.num_layers * (attention + 16.0 * tokens * hidden**2) + head
     dense = 4.0 * model.widening * tokens * hidden**2
     gates = 2.0 * tokens * hidden * model.num_experts
-    moved = (
-        2 * 2.0 * tokens * (2 * model.group_size) * hidden
-    )  # to the experts and back, as products with masks
-    return 4 * model.num_layers / 2 * (2 * attention + dense + 2 * dense + gates + moved) + head
+    # Tokens are dispatched to the experts and combined again by products with masks.
+    dispatch = 2 * 2.0 * tokens * (2 * model.group_size) * hidden
+    return 4 * model.num_layers / 2 * (2 * attention + dense + 2 * dense + gates + dispatch) + head
 
 
 def compare(published: AlpaPlan, gpus: int, measured: str, which: Which) -> FigureBar:
-    """Plan the model with the stages given, predict it, and put it beside what was measured on so many GPUs."""
+    """Plan a model with given stages, and compare the prediction with the figure.
+
+    Args:
+        published: the model and its stages.
+        gpus: number of GPUs in the figure.
+        measured: the bar: PFLOP/s, or "OOM".
+        which: the kind of row.
+    """
     model = published.model()
     assert isinstance(model, GPT | MoE)
 
@@ -119,9 +135,12 @@ def compare(published: AlpaPlan, gpus: int, measured: str, which: Which) -> Figu
 
 
 def rows(only: str) -> Iterator[FigureBar]:
-    """The digitised bars, small models first; of those with a GPU to a stage the ones of MoE, some of which ran out of memory."""
+    """Compare the bars whose names match a pattern, those of few GPUs first.
+
+    Rows with one GPU per stage are those of MoE, some of which ran out of memory.
+    """
     bars = {(row.model.lower(), row.gpus): row for row in records("alpa_fig7_digitised_pflops")}
-    for published in sorted(PUBLISHED, key=lambda each: each.num_devices):
+    for published in sorted(PUBLISHED, key=lambda plan: plan.num_devices):
         gpus = published.num_devices
         bar = bars.get((published.family, gpus))
         if bar is None or not re.search(only, published.name):
@@ -132,6 +151,7 @@ def rows(only: str) -> Iterator[FigureBar]:
 
 
 def main() -> None:
+    """Write the table, and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -150,7 +170,8 @@ def main() -> None:
 def _text(row: FigureBar) -> str:
     rate = "" if row.error is None else f"{row.predicted:6.3f} PFLOP/s {row.error:+7.1%}"
     memory = f"{row.predicted_gb:5.1f} of {row.usable_gb:.1f} GB{'' if row.fits else ', OOM'}"
-    return f"{row.model} on {row.gpus:2}, {row.plan:10}: published {row.published:>5}, predicted {memory} {rate}"
+    bar = f"{row.model} on {row.gpus:2}, {row.plan:10}: published {row.published:>5}"
+    return f"{bar}, predicted {memory} {rate}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The Alpa quickstart on 8 V100s: predicted step time and memory beside what its tutorial prints.
+"""The Alpa quickstart on 8 V100s: predicted step time and memory, and the numbers of its tutorial.
 
     python -m experiments.validation.alpa_quickstart
 
-Published numbers: Alpa documentation, "Alpa Quickstart" (one AWS p3.16xlarge; GB there is 2**30 bytes). Nothing in the cluster file
-is fitted to them.
+The published numbers are those of Alpa's documentation, "Alpa Quickstart", on one AWS p3.16xlarge;
+its GB is 2**30 bytes. The cluster file is not fitted to them.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class TutorialResult:
-    """What the tutorial prints for one way to run the step."""
+    """The numbers that the tutorial prints for one way to run the step."""
 
     seconds: float
     memory_gib: float
@@ -34,7 +34,7 @@ class TutorialResult:
 
 @dataclass(frozen=True, slots=True)
 class QuickstartRow:
-    """A published result and the prediction of it."""
+    """A published result, and its prediction."""
 
     strategy: str
     published: TutorialResult
@@ -43,17 +43,17 @@ class QuickstartRow:
 
     @property
     def seconds_error(self) -> float:
-        """Relative error of the predicted time; positive when it is too long."""
+        """Relative error of the predicted time; positive if it is too long."""
         return self.seconds / self.published.seconds - 1
 
     @property
     def memory_error(self) -> float:
-        """Relative error of the predicted memory; positive when it is too much."""
+        """Relative error of the predicted memory; positive if it is too much."""
         return self.memory_gib / self.published.memory_gib - 1
 
 
 def compare(cluster: Cluster) -> Iterator[QuickstartRow]:
-    """Compile and simulate the tutorial's three ways to run its step."""
+    """Compile and simulate the three ways in which the tutorial runs its step."""
     yield _row("serial", TutorialResult(150.57e-3, 2.78), compile_serial(cluster), cluster)
     yield _row(
         "data parallel (pmap)", TutorialResult(33.55e-3, 3.76), compile_pmap(cluster), cluster
@@ -67,14 +67,17 @@ def compare(cluster: Cluster) -> Iterator[QuickstartRow]:
 
 
 def compile_serial(cluster: Cluster) -> autopar.TargetExecutable:
-    """One device, the state donated."""
+    """Compile the step for one device; it donates its state."""
     mesh = autopar.target_mesh(cluster, (1,), ("x",))
     args = _place(MODEL.abstract_args(), mesh, lambda path: PartitionSpec())
     return autopar.compile_for(jax.jit(MODEL.train_step, donate_argnums=0), args, cluster)
 
 
 def compile_pmap(cluster: Cluster) -> autopar.TargetExecutable:
-    """Data parallelism as the tutorial writes it: gradients averaged, the state *not* donated, so that two copies of it are alive."""
+    """Compile data parallelism as in the tutorial, whose `jax.pmap` averages gradients.
+
+    The state is *not* donated, so that two copies of it are live.
+    """
     devices = autopar.target_devices(cluster)
     state, batch = MODEL.abstract_args()
     replicas = jax.tree.map(
@@ -97,11 +100,14 @@ def compile_pmap(cluster: Cluster) -> autopar.TargetExecutable:
 
 
 def compile_megatron(cluster: Cluster) -> autopar.TargetExecutable:
-    """Every second kernel split by columns, the others by rows, over all devices; the batch whole on each."""
+    """Compile tensor parallelism over all devices, with the batch replicated.
+
+    Kernels are split by columns and by rows in turn.
+    """
     mesh = autopar.target_mesh(cluster, (cluster.num_devices,), ("x",))
     state, batch = _place(MODEL.abstract_args(), mesh, _megatron_spec)
-    kept = jax.tree.map(lambda x: x.sharding, state)
-    step = jax.jit(MODEL.train_step, donate_argnums=0, out_shardings=kept)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    step = jax.jit(MODEL.train_step, donate_argnums=0, out_shardings=shardings)
     return autopar.compile_for(step, (state, batch), cluster)
 
 
@@ -132,6 +138,7 @@ def _row(
 
 
 def main() -> None:
+    """Print the comparison."""
     cluster = Cluster.load("p3.16xlarge")
     table = Table(
         "strategy", title=f"10-layer MLP, dim 2048, batch 2048, float32, on {cluster.name}"

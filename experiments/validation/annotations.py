@@ -1,8 +1,10 @@
-"""Training steps sharded by annotations, as experts do it: on parameters and module results, from where XLA propagates the rest.
+"""Training steps sharded by annotations, as experts write them.
 
-Tensor parallelism follows Megatron-LM (Shoeybi et al., 2019): queries, keys, values and the first feed-forward layer by columns, the
-layers after them by rows, embeddings by vocabulary; experts are spread as in GShard (Lepikhin et al., 2020). FSDP shards
-what is left of each parameter, and its optimizer state, over the devices that see different data.
+Parameters and the results of modules have shardings, and XLA propagates the others. Tensor
+parallelism follows Megatron-LM (Shoeybi et al., 2019): queries, keys, values and the first
+feed-forward layer are split by columns, the layers after them by rows, embeddings by vocabulary.
+Experts are split as in GShard (Lepikhin et al., 2020). FSDP also splits each parameter and its
+optimizer state over the devices that have different data.
 """
 
 import re
@@ -28,20 +30,20 @@ _PARAMETERS: tuple[tuple[str, int], ...] = (
     (r"/BatchNorm_1/(scale|bias|mean|var)$", -1),
     (r"/Conv_2/kernel$", -2),
 )
-"""Which dim of a parameter tensor parallelism shards, by its path."""
+"""The dim of a parameter that tensor parallelism shards, by the pattern of its path."""
 
 _SPLIT_RESULTS = re.compile(r"(qkv|up|Conv_1|BatchNorm_1)$")
-"""Modules whose results tensor parallelism leaves sharded in their last dim."""
+"""Modules whose results are sharded in their last dim by tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """Mesh axes and what they are for; an empty name is no axis.
+    """The use of the mesh axes; an empty name stands for no axis.
 
     Attributes:
-        data: shards the batch.
-        tensor: shards the parameters' columns, rows, vocabulary and experts.
-        fsdp: also shard every parameter over `data`.
+        data: the axis that the batch is split over.
+        tensor: the axis that columns, rows, vocabulary and experts of parameters are split over.
+        fsdp: whether every parameter is also split over `data`.
     """
 
     data: str = ""
@@ -51,7 +53,13 @@ class Annotations:
     def compile(
         self, model: Model, mesh_shape: tuple[int, ...], cluster: Cluster
     ) -> autopar.TargetExecutable:
-        """The model's step for the first devices of `cluster`, the state donated and kept where it is. Axes are x, y, ..."""
+        """Compile the model's step, which donates the state and keeps its shardings.
+
+        Args:
+            model: the model.
+            mesh_shape: shape of the mesh, whose axes are called x, y, ...
+            cluster: the cluster whose first devices it is compiled for.
+        """
         mesh = autopar.target_mesh(cluster, mesh_shape, tuple("xyz"[: len(mesh_shape)]))
         state, batch = model.abstract_args()
 
@@ -69,17 +77,17 @@ class Annotations:
             with nn.intercept_methods(self._constrain(mesh)):
                 return model.train_step(state, batch)
 
-        kept = jax.tree.map(lambda x: x.sharding, state)
+        shardings = jax.tree.map(lambda x: x.sharding, state)
         whole = NamedSharding(mesh, PartitionSpec())
         jitted = jax.jit(
             step,
             donate_argnums=0,
-            out_shardings=kept if _returns_state_only(model) else (kept, whole),
+            out_shardings=shardings if _returns_state_only(model) else (shardings, whole),
         )
         return autopar.compile_for(jitted, (state, batch), cluster)
 
     def parameter_spec(self, path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-        """Where a parameter, or what the optimizer keeps of it, lives."""
+        """Return the spec of a parameter or its moments, by its path and shape."""
         axes: list[str | None] = [None] * len(shape)
         if self.tensor:
             for pattern, dim in _PARAMETERS:
@@ -96,7 +104,11 @@ class Annotations:
         return PartitionSpec(*axes)
 
     def _constrain(self, mesh: Mesh) -> Callable[..., Any]:
-        """Pins what modules return: the batch over `data`, and the last dim over `tensor` after the layers split by columns."""
+        """Return a Flax interceptor that shards the results of modules.
+
+        The batch is split over `data`, and after layers split by columns the last dim over
+        `tensor`.
+        """
 
         def pin(name: str, x: Any) -> Any:
             if not isinstance(x, jax.Array) or x.ndim < 2:

@@ -1,10 +1,11 @@
-"""What the planner says a plan communicates, holds and takes, beside the program that XLA makes of it.
+"""Fidelity of plans: their collectives, memory and step time, compared with XLA's program.
 
-    python -m experiments.validation.fidelity [--only PATTERN] [--output results/tables/fidelity.csv]
+    python -m experiments.validation.fidelity [--only PATTERN] [--output FILE]
 
-Each model is planned automatically for 8 x A100 on a 1-D and a 2-D mesh and compiled for them; then come the models of the default
-sweep at its sizes, on its simulated clusters and meshes, with each of its strategies that autopar plans without stages. A row
-compares one quantity: the bytes of all collectives of one kind (as `simulator.work.Collective` counts them), device memory, or step time.
+Each of `MODELS` is planned automatically for 8 A100s on a 1-D and a 2-D mesh, and compiled for
+them. So are the models of the default sweep, at its sizes, on its simulated clusters and meshes,
+with each of its strategies that plans without stages. A row compares one quantity: the bytes of all
+collectives of one kind (as `simulator.Collective` counts them), device memory, or step time.
 """
 
 import argparse
@@ -57,15 +58,15 @@ MODELS: dict[str, Model] = {
         num_layers=1, hidden_size=2048, sequence_length=64, vocab_size=10000, batch_size=256
     ),
 }
-"""A layer or two of each, as wide as in papers."""
+"""Models of a few layers, as wide as in papers."""
 
 SWEEP = Path(__file__).parents[1] / "config" / "default.yaml"
 
 TOLERANCE = 0.10
-"""Relative difference of bytes that asks for a reason."""
+"""Largest relative difference of bytes that needs no reason."""
 
 CLOSE = 0.05
-"""Relative difference of seconds and memory that asks for one."""
+"""Largest relative difference of seconds and memory that needs no reason."""
 
 REASONS: dict[tuple[str, str], str] = {
     ("lstm .*", "memory"): "XLA packs temporaries of 405 MB into 502, with gaps between them",
@@ -76,7 +77,8 @@ REASONS: dict[tuple[str, str], str] = {
     (
         r".* zero[23]",
         "seconds",
-    ): "the plan prices collectives in full; XLA hides some, where its schedule for least memory happens to",
+    ): "the plan prices collectives in full; XLA hides some, where its schedule for least memory"
+    " happens to",
     (r".* zero3", "memory"): "XLA gathers weights later than the plan has them",
     (
         "gpt-(125|350)M .* zero[23]",
@@ -88,19 +90,21 @@ REASONS: dict[tuple[str, str], str] = {
     ): "XLA gathers more where the plan reduces and scatters; for which value is not known",
     ("moe 2x4 shard", "memory"): "XLA orders the step so that fewer values live beside the logits",
 }
-"""Why rows are further off: by patterns of `model mesh strategy` and of the quantity."""
+"""Reasons of larger differences, by patterns of `model mesh strategy` and of the quantity."""
 
 SMALL = 1e6
-"""Bytes that take no time beside the latency."""
+"""Bytes whose transfer takes much less time than its latency."""
 
 UNEXPLAINED = "unexplained"
+"""The reason of a row without one in `REASONS`."""
 
 KINDS = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
+"""The kinds of collectives that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """A model to plan with a strategy of the sweep for a mesh of a cluster."""
+    """A model to plan with a strategy of the sweep, for a mesh of a cluster."""
 
     name: str
     model: Model
@@ -113,20 +117,32 @@ class PlanCase:
 
 
 def cases() -> Iterator[PlanCase]:
-    """All rows of the table are of one of these."""
+    """Yield all cases of the table."""
     for name, model in MODELS.items():
         yield from (PlanCase(name, model, mesh) for mesh in ((8,), (2, 4)))
     for job in make_sweep(read_yaml(SWEEP)).jobs["simulated"].values():
         model = build_model(job.model, job.sizes)
         for strategy in job.strategies:
-            alone = job.num_devices == 1 and strategy != "shard"  # there is nothing to decide
-            if isinstance(STRATEGIES[strategy], Planned) and not alone:
+            # On one device all strategies have the same plan.
+            is_redundant = job.num_devices == 1 and strategy != "shard"
+            if isinstance(STRATEGIES[strategy], Planned) and not is_redundant:
                 yield PlanCase(f"{job.model}-{job.size}", model, job.mesh, job.cluster, strategy)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantityComparison:
-    """A quantity (a kind of collective, "memory" or "seconds") as planned and as compiled, and what they differ by."""
+    """A quantity as planned and as compiled.
+
+    Attributes:
+        model: name of the model.
+        mesh: shape of the mesh, e.g. "2x4".
+        cluster: name of the cluster.
+        strategy: name of the strategy.
+        quantity: a kind of collective (in bytes), "memory" (in bytes) or "seconds".
+        planned: the plan's value.
+        compiled: the value of XLA's program.
+        because: the reason of a large difference, and details.
+    """
 
     model: str
     mesh: str
@@ -139,19 +155,16 @@ class QuantityComparison:
 
     @property
     def error(self) -> float:
-        """Of the plan, relative to the program; infinite where the program has none."""
-        return (
-            self.planned / self.compiled - 1
-            if self.compiled
-            else float("inf")
-            if self.planned
-            else 0.0
-        )
+        """Relative error of the plan; infinite if only the plan has the quantity."""
+        if self.compiled:
+            return self.planned / self.compiled - 1
+        return float("inf") if self.planned else 0.0
 
 
 def compare(case: PlanCase) -> Iterator[QuantityComparison]:
-    """Plan, compile and simulate."""
-    model, cluster, args = case.model, Cluster.load(case.cluster), case.model.abstract_args()
+    """Plan, compile and simulate a case, and compare every quantity."""
+    model, cluster = case.model, Cluster.load(case.cluster)
+    args = model.abstract_args()
     plan = STRATEGIES[case.strategy].plan(model, case.mesh, cluster)
     assert plan is not None
     planned = autopar.planned_step(model.train_step, args, plan)
@@ -163,22 +176,24 @@ def compare(case: PlanCase) -> Iterator[QuantityComparison]:
     at = case.name, mesh_name(case.mesh), case.cluster, case.strategy
     for kind in KINDS:
         row = QuantityComparison(*at, kind, in_plan[kind], in_program.get(kind, 0.0))
+        if abs(row.error) > TOLERANCE:
+            row = replace(row, because=_collective_reason(row, in_plan, in_program))
         if row.planned or row.compiled:
-            yield (
-                replace(row, because=_because(row, in_plan, in_program))
-                if abs(row.error) > TOLERANCE
-                else row
-            )
+            yield row
     inputs = sum(value.device_bytes(plan.stages[0].mesh) for value in plan.stages[0].inputs)
     (memory,) = program.memory
-    arguments = f"arguments {inputs / 1e9:.3f} GB planned, {memory.arguments / 1e9:.3f} compiled; the rest is temporary"
+    arguments = (
+        f"arguments {inputs / 1e9:.3f} GB planned, {memory.arguments / 1e9:.3f} compiled;"
+        " the rest is temporary"
+    )
     yield _explained(
         QuantityComparison(*at, "memory", plan.predicted_bytes, memory.total, arguments)
     )
     busy = _busy(timeline)
     spent = (
-        f"compiled: kernels {busy['kernels'] * 1e3:.2f} ms; collectives {busy['collectives'] * 1e3:.2f} ms, of which"
-        f" {busy['wait'] * 1e3:.2f} ms are waited for"
+        f"compiled: kernels {busy['kernels'] * 1e3:.2f} ms;"
+        f" collectives {busy['collectives'] * 1e3:.2f} ms,"
+        f" of which {busy['wait'] * 1e3:.2f} ms are waited for"
     )
     yield _explained(
         QuantityComparison(*at, "seconds", plan.predicted_seconds, timeline.makespan, spent)
@@ -186,28 +201,31 @@ def compare(case: PlanCase) -> Iterator[QuantityComparison]:
 
 
 def _explained(row: QuantityComparison) -> QuantityComparison:
-    """The row, with the reason if it is known to be further off than 5 %."""
+    """Return a row of memory or seconds, with the reason if the difference is large."""
     if abs(row.error) <= CLOSE:
         return row
-    return replace(row, because=f"{_known(row)}; {row.because}")
+    return replace(row, because=f"{_listed_reason(row)}; {row.because}")
 
 
-def _known(row: QuantityComparison) -> str:
+def _listed_reason(row: QuantityComparison) -> str:
+    """Return the reason in `REASONS`."""
     at = f"{row.model} {row.mesh} {row.strategy}"
-    found = (
+    reasons = (
         reason
         for (where, what), reason in REASONS.items()
         if re.fullmatch(what, row.quantity) and re.fullmatch(where, at)
     )
-    return next(found, UNEXPLAINED)
+    return next(reasons, UNEXPLAINED)
 
 
-def _because(
+def _collective_reason(
     row: QuantityComparison, planned: Mapping[str, float], compiled: Mapping[str, float]
 ) -> str:
-    """Why bytes of collectives differ, as far as a count can tell.
+    """Return why the bytes of a kind of collective differ.
 
-    A reduce_scatter along several axes counts the whole array for the first and less for each other one: less than twice the array.
+    The bytes alone identify an all_reduce in place of a reduce_scatter along several axes. The
+    latter counts the whole array for the first axis and less for each other, in total less than
+    twice the array.
     """
     if max(row.planned, row.compiled) < SMALL:
         return f"less than {SMALL / 1e6:.0f} MB"
@@ -218,31 +236,32 @@ def _because(
         and 0 < instead <= missing * (1 + 1e-3) < 2 * instead
     ):
         return "XLA made an all_reduce and a slice of a reduce_scatter along several axes"
-    return _known(row)
+    return _listed_reason(row)
 
 
 def _by_kind(steps: Iterable[tuple[str, float, tuple[str, ...]]]) -> Counter[str]:
+    """Return the bytes of each kind of collective."""
     total: Counter[str] = Counter()
     for kind, num_bytes, _ in steps:
         total[kind] += round(num_bytes)
     return total
 
 
-def _busy(timeline: Timeline) -> Counter[str]:
-    total: Counter[str] = Counter()
+def _busy(timeline: Timeline) -> dict[str, float]:
+    """Return the seconds of kernels, of collectives, and of waiting for collectives."""
+    seconds = {"kernels": 0.0, "collectives": 0.0, "wait": 0.0}
     for span in timeline.spans:
-        what = (
-            "collectives"
-            if span.stream == "communication"
-            else "wait"
-            if span.category == "wait"
-            else "kernels"
-        )
-        total[what] += span.seconds  # pyright: ignore[reportArgumentType]
-    return total
+        if span.stream == "communication":
+            seconds["collectives"] += span.seconds
+        elif span.category == "wait":
+            seconds["wait"] += span.seconds
+        else:
+            seconds["kernels"] += span.seconds
+    return seconds
 
 
 def main() -> None:
+    """Write the table, and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -257,11 +276,9 @@ def main() -> None:
             for row in compare(case):
                 writer.writerow(asdict(row) | {"error": f"{row.error:.4f}"})
                 file.flush()
+                where = f"{row.model:12} {row.mesh:4} {row.strategy:6} {row.quantity:15}"
                 numbers = f"{row.planned:16,.6g} {row.compiled:16,.6g} {row.error:+8.1%}"
-                print(
-                    f"{row.model:12} {row.mesh:4} {row.strategy:6} {row.quantity:15} {numbers} {row.because}",
-                    flush=True,
-                )
+                print(where, numbers, row.because, flush=True)
 
 
 if __name__ == "__main__":

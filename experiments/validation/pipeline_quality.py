@@ -1,9 +1,10 @@
-"""Pipelines that are found beside those that Alpa found for the same models and GPUs: predicted step times.
+"""Automatic pipelines compared with those that Alpa found: predicted step times.
 
-    python -m experiments.validation.pipeline_quality [--only PATTERN] [--output results/tables/pipeline_quality.csv]
+    python -m experiments.validation.pipeline_quality [--only PATTERN] [--output FILE]
 
-Both are planned with the same layers, cost model and memory, on p3.16xlarge hosts as in the paper. Rows come with the number of GPUs,
-small ones first; `--only gpt-8` takes one of them.
+Both are planned with the same layers, cost model and memory, on p3.16xlarge hosts as in the paper.
+Rows are named after the model and the number of GPUs and sorted by the latter; `--only gpt-8`
+computes one of them.
 """
 
 import argparse
@@ -24,7 +25,10 @@ type StageOption = autopar.AutoStageOption | autopar.ManualStageOption
 GLOBAL_BATCH = 1024
 
 EPS = {"gpt": 0.6, "moe": 1.5}
-"""How uneven layers may be: the experts of an MoE are every second block, and its vocabulary is large beside them."""
+"""How uneven layers may be.
+
+Those of an MoE are less even: every second block has experts, and the vocabulary is large.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,12 @@ class AlpaPlan:
     """A plan that Alpa found.
 
     Attributes:
-        sizes: of the model: hidden size, layers, heads (GPT) or experts (MoE).
-        num_layers: layers that stages are made of.
-        stages: for each stage its number of layers, hosts x devices, and the mesh that these are seen as.
+        family: "gpt" or "moe".
+        sizes: hidden size, number of blocks, and number of heads (GPT) or experts (MoE).
+        micro_batches: number of microbatches.
+        num_layers: number of layers, groups of blocks that stages consist of.
+        stages: for each stage its number of layers, its submesh (hosts, devices), and the shape of
+            its logical mesh.
     """
 
     family: str
@@ -45,18 +52,22 @@ class AlpaPlan:
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of all stages."""
         return sum(hosts * devices for _, (hosts, devices), _ in self.stages)
 
     @property
     def name(self) -> str:
+        """Name of the row: the family and the number of devices."""
         return f"{self.family}-{self.num_devices}"
 
     def model(self) -> Model:
+        """Return the model."""
         if self.family == "gpt":
             return gpt(*self.sizes, batch_size=GLOBAL_BATCH)
         return replace(moe(*self.sizes, batch_size=GLOBAL_BATCH), optimizer="adafactor")
 
     def option(self) -> autopar.ManualStageOption:
+        """Return the option that forms these stages."""
         layers = iter(range(self.num_layers))
         ids = [[next(layers) for _ in range(count)] for count, _, _ in self.stages]
         shapes = [tuple(size for size in shape if size > 1) or (1,) for _, _, shape in self.stages]
@@ -71,7 +82,8 @@ def _even(
     count: int,
     physical: SubmeshShape,
     logical: SubmeshShape,
-):
+) -> AlpaPlan:
+    """Return a plan of `count` equal stages."""
     return AlpaPlan(family, sizes, micro, layers, ((layers // count, physical, logical),) * count)
 
 
@@ -97,13 +109,17 @@ PUBLISHED = (
     _even("moe", (2048, 16, 48), 128, 8, 8, (1, 4), (4, 1)),
     _even("moe", (2048, 32, 64), 64, 8, 8, (1, 8), (8, 1)),
 )
-"""What Alpa found for GPT and MoE on 1 to 64 V100s (Zheng et al., OSDI'22; its repository's `benchmark/alpa/suite_auto_*.py`, Apache-2.0). MoE
-trains with Adafactor. On one GPU it was 512 microbatches; two sequences are a single group of experts then, which traces unlike several, so that
-it is 256 here."""
+"""The plans that Alpa found for GPT and MoE on 1 to 64 V100s.
+
+They are from Zheng et al., OSDI'22, and `benchmark/alpa/suite_auto_*.py` of Alpa's repository
+(Apache-2.0). MoE trains with Adafactor. For MoE on one GPU the suite has 512 microbatches; here it
+is 256, since the two sequences of a microbatch would be a single group of tokens, which traces
+differently from several.
+"""
 
 
 def p3(count: int) -> Cluster:
-    """Hosts of the paper with so many GPUs: a part of one, or whole ones."""
+    """Return hosts as in the paper with `count` GPUs: a part of one, or whole ones."""
     cluster = Cluster.load("p3.16xlarge")
     return cluster.first_devices(count) if count <= 8 else cluster.with_size(hosts=count // 8)
 
@@ -113,11 +129,17 @@ class PipelineComparison:
     """Both plans for one model.
 
     Attributes:
-        found_seconds: predicted step time with the stages that were found; None where none fit under this memory model.
-        alpa_seconds: the same with Alpa's stages.
-        stages: what was found: layers, hosts x devices and logical shape of each.
-        ahead: how much less time the found plan takes, relative.
-        planning_seconds: tracing aside.
+        model: name of the row.
+        devices: number of GPUs.
+        micro_batches: number of microbatches.
+        found_seconds: predicted step time of the automatic plan; None if no plan fits in memory.
+        found_gb: predicted memory of its fullest device.
+        alpa_seconds: predicted step time with Alpa's stages; None if they do not fit in memory.
+        alpa_gb: predicted memory of its fullest device.
+        ahead: the part of the step time that the automatic plan saves.
+        planning_seconds: seconds of planning automatically, without tracing.
+        stages: layers, hosts x devices and logical shape of each automatic stage.
+        status: "ok", or why a plan is missing.
     """
 
     model: str
@@ -134,7 +156,7 @@ class PipelineComparison:
 
 
 def compare(published: AlpaPlan) -> PipelineComparison:
-    """Plan the model both ways."""
+    """Plan a model automatically, and with Alpa's stages."""
     count = published.num_devices
     found, missing = _plan(published, autopar.AutoStageOption(submesh_logical_shape_space="all"))
     stages = _stages() if found else ""
@@ -162,9 +184,10 @@ def compare(published: AlpaPlan) -> PipelineComparison:
 def plan_pipeline(
     published: AlpaPlan, stages: StageOption, memory_budget: float | None = None
 ) -> autopar.Plan:
-    """Plan the model of a published plan as a 1F1B pipeline, with as many layers and microbatches as there.
+    """Plan the model of a published plan as a 1F1B pipeline with the same layers and microbatches.
 
     Args:
+        published: the published plan.
         stages: how stages are formed.
         memory_budget: bytes of one device; by default what the cluster file leaves for a step.
 
@@ -196,7 +219,7 @@ def _plan(published: AlpaPlan, stages: StageOption) -> tuple[autopar.Plan | None
 
 
 def _stages() -> str:
-    """What was found last, in the words of the suites."""
+    """Return the stages that were constructed last as text."""
     found = autopar.get_last_dp_result()
     assert found is not None
     parts = zip(
@@ -209,13 +232,14 @@ def _stages() -> str:
 
 
 def rows(only: str) -> Iterator[PipelineComparison]:
-    """Small models first."""
-    for published in sorted(PUBLISHED, key=lambda each: each.num_devices):
+    """Compare the plans whose names match a pattern, those for few GPUs first."""
+    for published in sorted(PUBLISHED, key=lambda plan: plan.num_devices):
         if re.search(only, published.name):
             yield compare(published)
 
 
 def main() -> None:
+    """Write the table, and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -238,7 +262,8 @@ def _text(row: PipelineComparison) -> str:
         return "does not fit" if seconds is None else f"{seconds:8.3f} s {size:6.2f} GB"
 
     found, alpa = text(row.found_seconds, row.found_gb), text(row.alpa_seconds, row.alpa_gb)
-    return f"{row.model:8} found {found}, Alpa's {alpa} {'' if row.ahead is None else f'{row.ahead:+7.1%}'} ({row.stages})"
+    ahead = "" if row.ahead is None else f"{row.ahead:+7.1%}"
+    return f"{row.model:8} found {found}, Alpa's {alpa} {ahead} ({row.stages})"
 
 
 if __name__ == "__main__":

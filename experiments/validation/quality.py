@@ -1,10 +1,11 @@
-"""The automatic plan beside data parallelism, ZeRO and parallelism by hand on the same mesh: simulated step times.
+"""Automatic plans compared with data parallelism, ZeRO and expert annotations on the same mesh.
 
-    python -m experiments.validation.quality [--full] [--only PATTERN] [--output results/tables/quality.csv]
+    python -m experiments.validation.quality [--full] [--only PATTERN] [--output FILE]
 
-Every way is compiled by XLA for the cluster and simulated; one that does not fit into a device's memory is no candidate. Data
-parallelism sees the number of devices alone, so it is measured on the first mesh and told of every mesh.
-Large GPTs scan their layers, which compile as fast as one. Without `--full` the other models have few layers.
+Each way is compiled by XLA for the cluster and simulated; one that does not fit in memory is not a
+candidate. Data parallelism depends only on the number of devices, so its result on the first mesh
+stands for all. Large GPTs scan their layers, so that they compile as fast as one. Without `--full`
+the other models have few layers.
 """
 
 import argparse
@@ -38,7 +39,7 @@ ANNOTATED: dict[int, dict[str, Way]] = {
         "fsdp+tp": Annotations(data="x", tensor="y", fsdp=True),
     },
 }
-"""By number of mesh axes."""
+"""Annotations by name, for each number of mesh axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,13 @@ class WayResult:
     """One way to run one model.
 
     Attributes:
-        step_seconds, memory_bytes: simulated time and compiled memory of one device; None where there is no program.
-        planned_seconds, planned_bytes: what the planner thought of it, for the ways that are planned.
+        way: name of the way.
         status: "ok", "out of memory", or why there is no program.
+        step_seconds: simulated step time; None without a program.
+        memory_bytes: compiled memory of one device; None without a program.
+        planned_seconds: step time that the plan predicts; None for annotations.
+        planned_bytes: memory of one device that the plan predicts; None for annotations.
+        planning_seconds: seconds of planning; None for annotations.
     """
 
     model: str
@@ -71,12 +76,22 @@ def measure(
     ways: Sequence[str] = (),
     known: Sequence[WayResult] = (),
 ) -> Iterator[WayResult]:
-    """Plan, compile and simulate each way (or only those in `ways`); data parallelism as in `known`, if it is there."""
+    """Plan, compile and simulate each way to run a model.
+
+    Args:
+        name: name of the model.
+        model: the model.
+        cluster: the cluster to compile for.
+        mesh: shape of the mesh.
+        ways: names of the ways; all by default.
+        known: results on other meshes, from which those of data parallelism are taken.
+    """
     for way, method in (METHODS | ANNOTATED[len(mesh)]).items():
         if ways and way not in ways:
             continue
         row = WayResult(name, cluster.name, "x".join(map(str, mesh)), way, "ok")
-        same = [r for r in known if (r.model, r.cluster, r.way) == (name, cluster.name, way)]
+        place = name, cluster.name, way
+        same = [known_row for known_row in known if _place(known_row) == place]
         if way in DATA_PARALLEL and same:
             yield replace(same[0], mesh=row.mesh)
             continue
@@ -92,6 +107,11 @@ def measure(
         used = timeline.memory[0].total
         status = "ok" if used <= cluster.device.usable_bytes else "out of memory"
         yield replace(row, status=status, step_seconds=timeline.makespan, memory_bytes=used)
+
+
+def _place(row: WayResult) -> tuple[str, str, str]:
+    """Return what identifies a result, apart from its mesh."""
+    return row.model, row.cluster, row.way
 
 
 def _planned(
@@ -115,7 +135,10 @@ def _planned(
 
 
 def behind(rows: Sequence[WayResult]) -> float | None:
-    """How far the automatic plan is behind the best way that fits (negative: ahead of all others)."""
+    """Return by which part the automatic plan is slower than the best other way that fits.
+
+    It is negative if the automatic plan is the fastest, None if there is nothing to compare.
+    """
     fit = {
         row.way: row.step_seconds
         for row in rows
@@ -147,6 +170,7 @@ def _cells(full: bool) -> Iterator[tuple[str, Model, str, Shape]]:
 
 
 def main() -> None:
+    """Write the table, and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -190,7 +214,8 @@ def _text(row: WayResult) -> str:
         if row.planned_seconds is None
         else f"planned {row.planned_seconds * 1e3:8.2f} ms {(row.planned_bytes or 0) / 1e9:6.2f} GB"
     )
-    return f"{row.model:22} {row.cluster:12} {row.mesh:4} {row.way:10} {row.status[:40]:14} {times} {planned}"
+    where = f"{row.model:22} {row.cluster:12} {row.mesh:4} {row.way:10}"
+    return f"{where} {row.status[:40]:14} {times} {planned}"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Steps on the hosts of a Ray cluster, compared with the same steps in one process and with the simulator's predictions.
+"""Steps on Ray hosts, compared with the same steps in one process and with predictions.
 
-    python -m experiments.validation.ray_steps [--repeat 5] [--output results/tables/hosts.csv] [--calibrated cpu-hosts.yaml]
+    python -m experiments.validation.ray_steps [--repeat 5] [--output FILE] [--calibrated FILE]
 
-All hosts are processes of this machine; together they have 8 virtual CPU devices. The script measures how long hosts take to start, how
-long transfers between them take by size, and how long steps take. The overheads of hosts (`processes`, `inter_host` and `collective_permute` of a
-cluster file) are fitted to the transfers and to the steps of MLPs. They then predict the steps of GPTs, which are not fitted to. The
-simulator is given the seconds that each task takes alone in one process; contention of the stages for the cores is its own prediction.
+All hosts are processes of this machine; together they have 8 virtual CPU devices. The script
+measures how long hosts take to start, how long transfers between them take by size, and how long
+steps take. The overheads of hosts (`processes`, `inter_host` and `collective_permute` of a cluster
+file) are fitted to the transfers and to the steps of MLPs. They then predict the steps of GPTs,
+which are not fitted to. The simulator is given the seconds that each task takes alone in one
+process; contention of the stages for the cores is its own prediction.
 """
 
 import argparse
@@ -47,10 +49,12 @@ BETWEEN, WITHIN = (0, 4), (0, 1)
 
 @dataclass(frozen=True, slots=True)
 class RayCase:
-    """A model and how it is parallelized: as a pipeline, or with `ShardParallel` on all devices if it has a single stage.
+    """A model and how it is parallelized: as a pipeline, or with `ShardParallel` on all devices.
 
     Attributes:
-        role: "fitted" if the simulator's numbers are fitted to its steps, "held out" if they predict its steps.
+        stages: number of pipeline stages; 1 for `ShardParallel`.
+        role: "fitted" if the simulator's numbers are fitted to its steps, "held out" if they
+            predict its steps.
     """
 
     name: str
@@ -132,7 +136,7 @@ class CompiledCase:
         self.running = RunningStep(self.executable, self.args)
 
     def function(self) -> autopar.ParallelizedFunction:
-        """Return the parallelized step, not yet compiled; it is compiled for the hosts that are joined by then."""
+        """Return the parallelized step, to be compiled for the hosts that are joined."""
         return autopar.parallelize(
             self.case.step, method=autopar.PlanMethod(self.plan), donate_argnums=(0,)
         )
@@ -164,7 +168,8 @@ def measure(
 ) -> Iterator[MeasuredCase]:
     """Time cases whose workers can coexist on hosts of this shape.
 
-    Cases and places take turns, so that the load of the machine affects them alike. The first turn does not count: it warms up.
+    Cases and places take turns, so that the load of the machine affects them alike. The first turn
+    does not count: it warms up.
     """
     host_timing.start_hosts(shape)
     remotes = [RunningStep(case.function().get_executable(*case.args), case.args) for case in cases]
@@ -223,7 +228,7 @@ def calibrated(
 
 
 def _is_predicted(measured: MeasuredCase, *roles: str) -> bool:
-    """Return whether the simulator models the case, whose stages keep to one host, and it has one of the roles."""
+    """Return whether a case has one of the roles, and stages that do not span hosts."""
     case = measured.compiled.case
     return case.role in roles and case.hosts_per_stage(measured.shape) == 1
 
@@ -281,6 +286,8 @@ def write_calibrated(path: Path, cluster: Cluster, source: str) -> None:
     """Write the shipped cluster file with the fitted numbers of `cluster`, in three digits.
 
     Args:
+        path: the file to write.
+        cluster: the cluster with the fitted numbers.
         source: where the numbers come from, for the file.
     """
     shipped = cluster_files("cpu-hosts")[0]
@@ -298,7 +305,7 @@ def write_calibrated(path: Path, cluster: Cluster, source: str) -> None:
 
 
 def measure_steps(cases: Sequence[CompiledCase], repeat: int) -> Iterator[MeasuredCase]:
-    """Time every case on every shape; cases whose stages span different hosts need different workers."""
+    """Time every case on every shape; cases whose stages span other hosts need other workers."""
     groups: defaultdict[tuple[int, HostsShape], list[CompiledCase]] = defaultdict(list)
     for shape, case in product(SHAPES, cases):
         groups[case.case.hosts_per_stage(shape), shape].append(case)
@@ -315,9 +322,8 @@ def write(path: Path, rows: Sequence[RayMeasurement]) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow(asdict(row) | {"value": f"{row.value:.4g}"})
-            print(
-                f"{row.case:45} {row.hosts} x {row.devices_per_host} {row.quantity:32} {row.value:12.6g}"
-            )
+            shape = f"{row.hosts} x {row.devices_per_host}"
+            print(f"{row.case:45} {shape} {row.quantity:32} {row.value:12.6g}")
 
 
 def _log(text: str) -> None:
@@ -361,8 +367,8 @@ def main() -> None:
     print(fitted.processes, fitted.inter_host, fitted.curves.collective_permute, sep="\n")
     if flags.calibrated:
         source = (
-            f"fitted by python -m experiments.validation.ray_steps on a machine with {os.cpu_count()} cores;"
-            " collectives are orders of magnitude"
+            "fitted by python -m experiments.validation.ray_steps on a machine with"
+            f" {os.cpu_count()} cores; collectives are orders of magnitude"
         )
         write_calibrated(flags.calibrated, fitted, source)
 

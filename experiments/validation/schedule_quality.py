@@ -1,9 +1,10 @@
-"""The same GPT scheduled by hand, by hand in part with the rest planned, and planned alone: simulated on 8 A100s.
+"""A GPT under directives, planned, and with both combined: simulated step times on 8 A100s.
 
-    python -m experiments.validation.schedule_quality [--layers 4] [--output results/tables/schedules.csv]
+    python -m experiments.validation.schedule_quality [--layers 4] [--output FILE]
 
-By hand is Megatron's tensor parallelism, built on shards (`manual`) or left to XLA's partitioner (`gspmd`); with `auto` the planner
-keeps what is scheduled, all of it or attention alone, and decides about the rest.
+The directives are those of Megatron's tensor parallelism. Backend `manual` builds the model on
+shards, and `gspmd` leaves it to XLA's partitioner. With `auto` the planner keeps the directives,
+for all layers or for attention alone, and decides the rest.
 """
 
 import argparse
@@ -33,7 +34,7 @@ WAYS: dict[str, tuple[Callable[[ModelSchedule], None], Backend]] = {
 
 @dataclass(frozen=True, slots=True)
 class ScheduleResult:
-    """One way to run the model: simulated time of a step, compiled memory of one device."""
+    """One way to run the model: simulated step time, and compiled memory of one device."""
 
     model: str
     cluster: str
@@ -44,7 +45,7 @@ class ScheduleResult:
 
 
 def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[ScheduleResult]:
-    """Plan, compile and simulate each way."""
+    """Plan, compile and simulate the model in each way."""
     for way, (directives, backend) in WAYS.items():
         sch = schedule_gpt(model, AbstractMesh(MESH, ("x",)))
         directives(sch)
@@ -59,7 +60,7 @@ def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[ScheduleResult]
 
 
 def main() -> None:
-    """Print the table and write it."""
+    """Write the table, and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
