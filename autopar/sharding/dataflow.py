@@ -1,4 +1,4 @@
-"""What can be said of a step before anything is decided: what depends on the batch, what is a parameter, what is stored."""
+"""Data dependence of a step on its batch: batch dims of values, and the roles of inputs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,8 +15,11 @@ from autopar.primitives import op_factors, record_of
 from autopar.primitives.factors import OpFactors
 
 type InputRole = OneOf["batch", "parameter", "state", "received", "other"]
-"""What an input is: per example; carried and used per example; carried for the optimizer's sake; what another stage of a pipeline
-sends; none of these."""
+"""What an input is.
+
+batch: has a row per example. parameter: carried, and the computation per example depends on it.
+state: carried, but only the optimizer reads it. received: sent by another stage of a pipeline.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,14 @@ class Dataflow:
     """Facts about a traced step.
 
     Attributes:
-        factors: of each equation; None for those that pass values through or have no result.
-        batch_factors: for each equation, the factors that run over the batch.
+        factors: the factors of each equation; None for equations that pass values through or have
+            no result.
+        batch_factors: the factors of each equation that run over the batch.
         per_example: the values that have a batch dim.
-        batch_statistics: values without one that are made of the batch and that others per example are made of: a batch's mean, say.
-        roles: of each input.
-        readers: how many deciding equations read each value.
+        batch_statistics: values without a batch dim that are computed from the batch, and that
+            values with a batch dim depend on; the mean of a batch normalisation.
+        roles: role of each input.
+        readers: number of deciding equations that read each value.
     """
 
     factors: tuple[OpFactors | None, ...]
@@ -42,7 +47,11 @@ class Dataflow:
 
 @memoized_on_step
 def analyse(step: StepGraph) -> Dataflow:
-    """The facts about `step`. Raises MissingRuleError when an equation has no sharding rule."""
+    """Return the data dependence of `step` on its batch.
+
+    Raises:
+        MissingRuleError: an equation has no sharding rule.
+    """
     eqns = step.jaxpr.eqns
     factors = step_factors(step)
     marked, per_example = find_batch_factors(step, factors)
@@ -59,7 +68,7 @@ def analyse(step: StepGraph) -> Dataflow:
 
 
 def step_factors(step: StepGraph) -> tuple[OpFactors | None, ...]:
-    """The factors of each equation; None for those that pass values through or have no result."""
+    """Return the factors of each equation; None if it passes values through or has no result."""
     return _factors(step.jaxpr)
 
 
@@ -89,9 +98,10 @@ def _roles(step: StepGraph, marked: Sequence[frozenset[int]]) -> tuple[InputRole
 def find_batch_factors(
     step: StepGraph, factors: Sequence[OpFactors | None]
 ) -> tuple[list[frozenset[int]], dict[Var, frozenset[int]]]:
-    """For each equation the factors that run over the batch, and the batch dims of the values that have some.
+    """Return the factors of each equation that run over the batch, and the batch dims of values.
 
-    Found by following the batch dims of the inputs; what a loop hands on has those that it has after any iteration.
+    Batch dims are propagated from the inputs. A loop carry has the batch dims that it has after any
+    iteration, which takes a fixed point.
     """
     eqns = step.jaxpr.eqns
     dims_of: dict[Var, frozenset[int]] = {step.jaxpr.invars[i]: frozenset({0}) for i in step.batch}
@@ -99,7 +109,7 @@ def find_batch_factors(
     carried_dims: dict[Var, frozenset[int]] = {}
     while True:
         marked: list[frozenset[int]] = []
-        known = dict(carried_dims)
+        previous = dict(carried_dims)
         for eqn, op in zip(eqns, factors, strict=True):
             marks = [
                 frozenset() if isinstance(a, Literal) else dims_of.get(a, frozenset())
@@ -109,39 +119,46 @@ def find_batch_factors(
                 marked.append(frozenset())
                 dims_of.update(zip(eqn.outvars, marks if eqn.outvars else (), strict=True))
                 continue
-            found = frozenset(
+            over_batch = frozenset(
                 op.operands[k][d][0]
                 for k, dims in enumerate(marks)
                 for d in dims
                 if op.operands[k][d]
             )
-            marked.append(found)
+            marked.append(over_batch)
             for var, result in zip(eqn.outvars, op.results, strict=True):
-                dims = frozenset(dim for dim, of in enumerate(result) if of and of[0] in found)
+                dims = frozenset(
+                    dim for dim, inside in enumerate(result) if inside and inside[0] in over_batch
+                )
                 dims_of[var] = dims | carried_dims.get(var, frozenset())
             if eqn.primitive is control_flow.loop_result_p:
                 carry, result = eqn.invars[0], eqn.outvars[0]
                 assert isinstance(carry, Var)
                 carried_dims[carry] = dims_of[carry] | dims_of[result]
-        if carried_dims == known:
+        if carried_dims == previous:
             return marked, {var: dims for var, dims in dims_of.items() if dims}
 
 
 def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
-    """The inputs that computation per example depends on; other carried state belongs to the optimizer."""
+    """Return the inputs that computation per example depends on.
+
+    Other carried inputs are state of the optimizer.
+    """
     reaching: set[Atom] = set()
     while True:
-        known = len(reaching)
+        count = len(reaching)
         for eqn, marks in zip(reversed(step.jaxpr.eqns), reversed(marked), strict=True):
-            held = eqn.primitive is control_flow.loop_result_p and eqn.invars[0] in reaching
-            if marks or held or not reaching.isdisjoint(eqn.outvars):
+            carries = eqn.primitive is control_flow.loop_result_p and eqn.invars[0] in reaching
+            if marks or carries or not reaching.isdisjoint(eqn.outvars):
                 reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
-        if len(reaching) == known:
+        if len(reaching) == count:
             return {var for var in step.jaxpr.invars if var in reaching}
 
 
 def _batch_statistics(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
-    reached, reaching = {step.jaxpr.invars[i] for i in step.batch}, set(per_example)
+    """Return the values without a batch dim between the batch and values that have one."""
+    reached = {step.jaxpr.invars[i] for i in step.batch}
+    reaching = set(per_example)
     for eqn in step.jaxpr.eqns:
         if record_of(eqn).passes_through:
             reached.update(

@@ -1,101 +1,46 @@
-"""The integer program of a choice problem, for HiGHS."""
+"""The integer program of a selection problem, solved by HiGHS."""
 
 import numpy as np
 
-from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem
+from autopar.sharding.selection_problem import (
+    CapacityConstraint,
+    InfeasibleError,
+    SelectionProblem,
+)
 
 
 def solve_ilp(
     problem: SelectionProblem, time_limit: float, gap: float = 1e-6
 ) -> tuple[list[int], float]:
-    """The cheapest choice (or one at most the share `gap` dearer), and a lower bound on what any costs.
+    """Return the cheapest choice and a lower bound of the cost of every choice.
 
-    The integer program of Alpa (OSDI'22, equation 1): s_i over options, e_ij over pairs of options, whose margins equal s_i
-    and s_j, and a row per limit. Options with equal rows in an edge are one *kind* there: e_ij runs over pairs of kinds, which
-    are far fewer.
+    The integer program is that of Alpa (OSDI'22, equation 1): a binary variable s_i per option of
+    decision i, a continuous variable e_ij per pair of options of an edge, whose margins equal s_i
+    and s_j, and a row per capacity constraint. Options with equal rows in an edge are one class:
+    e_ij has a variable per pair of classes, which are far fewer than pairs of options.
+
+    Args:
+        problem: costs in seconds, with constraints.
+        time_limit: seconds for HiGHS.
+        gap: relative gap at which HiGHS may stop.
 
     Raises:
-        InfeasibleError: every choice holds a forbidden option or pair.
+        InfeasibleError: no choice satisfies all constraints with a finite cost.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    from scipy.optimize import (
-        Bounds,
-        LinearConstraint,
-        milp,
-    )  # most of a second to import, and workers solve nothing
-    from scipy.sparse import coo_array
+    # SciPy takes most of a second to import, and workers on other hosts solve nothing.
+    from scipy.optimize import Bounds, LinearConstraint, milp
 
-    at: list[int] = []
-    objective: list[np.ndarray] = []
-    integral: list[np.ndarray] = []
-    size = 0
-
-    def add(costs: np.ndarray, binary: bool) -> int:
-        nonlocal size
-        objective.append(costs)
-        integral.append(np.full(len(costs), int(binary)))
-        size += len(costs)
-        return size - len(costs)
-
-    for cost in problem.nodes:
-        at.append(add(cost, True))
-    rows: list[np.ndarray] = []
-    columns: list[np.ndarray] = []
-    values: list[np.ndarray] = []
-    right: list[np.ndarray] = []
-    height = 0
-
-    def constrain(row: np.ndarray, column: np.ndarray, value: np.ndarray) -> None:
-        rows.append(row)
-        columns.append(column)
-        values.append(value)
-
-    for i, cost in enumerate(problem.nodes):
-        count = len(cost)
-        constrain(np.full(count, height), at[i] + np.arange(count), np.ones(count))
-        right.append(np.ones(1))
-        height += 1
-    of_pairs: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in problem.limits]
-    for (i, j), matrix in problem.edges.items():
-        used = [limit.pairs.get((i, j)) for limit in problem.limits]
-        kinds_i, kinds_j, cost, *used = _distinct(
-            matrix, *(np.zeros_like(matrix) if u is None else u for u in used)
-        )
-        n, m = cost.shape
-        pairs = add(cost.ravel(), False) + np.arange(n * m)
-        for limit, use in enumerate(used):
-            if use.any():
-                of_pairs[limit].append((pairs, use.ravel()))
-        for kind, kinds, owner in (
-            (np.arange(n * m) // m, kinds_i, i),
-            (np.arange(n * m) % m, kinds_j, j),
-        ):
-            constrain(height + kind, pairs, np.ones(n * m))
-            constrain(height + kinds, at[owner] + np.arange(len(kinds)), -np.ones(len(kinds)))
-            right.append(np.zeros(kinds.max() + 1))
-            height += kinds.max() + 1
-    equations = height
-    for number, limit in enumerate(problem.limits):
-        scale = max(abs(limit.bound), 1.0)
-        of_nodes = [(at[i] + np.arange(len(use)), use) for i, use in limit.uses.items()]
-        for columns_used, use in of_nodes + of_pairs[number]:
-            constrain(np.full(len(use), height), columns_used, use / scale)
-        right.append(np.array([limit.bound / scale]))
-        height += 1
-    cost = np.concatenate(objective)
-    upper = np.where(np.isfinite(cost), 1.0, 0.0)  # a forbidden option is one that can't be taken
-    rows_by_columns = coo_array(
-        (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))),
-        shape=(height, size),
-    )
-    upper_bound = np.concatenate(right)
-    lower_bound = np.where(np.arange(height) < equations, upper_bound, -np.inf)
-    scale = max(float(np.max(cost, where=np.isfinite(cost), initial=0.0)), 1e-30)
+    program = _IntegerProgram(problem)
+    cost = np.concatenate(program.costs)
+    is_allowed = np.isfinite(cost)
+    scale = max(float(np.max(cost, where=is_allowed, initial=0.0)), 1e-30)
+    rows, lower, upper = program.constraints()
     result = milp(
-        np.where(np.isfinite(cost), cost, 0.0) / scale,
-        integrality=np.concatenate(integral),
-        bounds=Bounds(0, upper),  # pyright: ignore[reportArgumentType]
-        constraints=LinearConstraint(rows_by_columns.tocsr(), lower_bound, upper_bound),  # pyright: ignore[reportArgumentType]
+        np.where(is_allowed, cost, 0.0) / scale,
+        integrality=np.concatenate(program.is_binary),
+        bounds=Bounds(0, np.where(is_allowed, 1.0, 0.0)),  # pyright: ignore[reportArgumentType]
+        constraints=LinearConstraint(rows, lower, upper),
         options={"time_limit": time_limit, "mip_rel_gap": gap},
     )
     if result.x is None:
@@ -104,19 +49,113 @@ def solve_ilp(
                 f"HiGHS found no sharding plan within {time_limit} s; raise the time limit"
             )
         raise InfeasibleError("no choice of shardings satisfies every requirement")
-    chosen = [
-        int(np.argmax(result.x[start : start + len(cost)]))
-        for start, cost in zip(at, problem.nodes, strict=True)
-    ]
-    return chosen, scale * float(result.mip_dual_bound or 0.0)
+    return program.choice(result.x), scale * float(result.mip_dual_bound or 0.0)
+
+
+class _IntegerProgram:
+    """Variables and rows of the integer program.
+
+    Attributes:
+        costs: cost of the variables, in the order in which they were added.
+        is_binary: 1 for the options of decisions, 0 for pairs of options.
+        first: the first variable of each decision.
+    """
+
+    def __init__(self, problem: SelectionProblem) -> None:
+        self.problem = problem
+        self.costs: list[np.ndarray] = []
+        self.is_binary: list[np.ndarray] = []
+        self._size = 0
+        self._entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._bounds: list[np.ndarray] = []
+        self._height = 0
+        self.first = [self._add_variables(cost, binary=True) for cost in problem.nodes]
+        for number, cost in enumerate(problem.nodes):
+            self._select_one(number, len(cost))
+        # For each capacity constraint, the variables of pairs that use it, and how much they use.
+        self._pair_uses: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in problem.limits]
+        for (i, j), matrix in problem.edges.items():
+            self._add_edge(i, j, matrix)
+        self._equations = self._height
+        for constraint, pairs in zip(problem.limits, self._pair_uses, strict=True):
+            self._add_capacity(constraint, pairs)
+
+    def constraints(self):
+        """Return the matrix of all rows, and the lower and upper bounds of each row."""
+        from scipy.sparse import coo_array
+
+        rows, columns, values = (np.concatenate(part) for part in zip(*self._entries, strict=True))
+        matrix = coo_array((values, (rows, columns)), shape=(self._height, self._size))
+        upper = np.concatenate(self._bounds)
+        lower = np.where(np.arange(self._height) < self._equations, upper, -np.inf)
+        return matrix.tocsr(), lower, upper
+
+    def choice(self, solution: np.ndarray) -> list[int]:
+        """Return the option of each decision in a solution."""
+        options = zip(self.first, self.problem.nodes, strict=True)
+        return [int(np.argmax(solution[first : first + len(cost)])) for first, cost in options]
+
+    def _add_variables(self, costs: np.ndarray, binary: bool) -> int:
+        """Add a variable per cost; return the first."""
+        self.costs.append(costs)
+        self.is_binary.append(np.full(len(costs), int(binary)))
+        self._size += len(costs)
+        return self._size - len(costs)
+
+    def _enter(self, row: np.ndarray, column: np.ndarray, value: np.ndarray) -> None:
+        self._entries.append((row, column, value))
+
+    def _bound(self, values: np.ndarray) -> None:
+        """Close as many rows as there are `values`, which bound them."""
+        self._bounds.append(values)
+        self._height += len(values)
+
+    def _select_one(self, decision: int, options: int) -> None:
+        """Require that exactly one option of a decision is selected."""
+        variables = self.first[decision] + np.arange(options)
+        self._enter(np.full(options, self._height), variables, np.ones(options))
+        self._bound(np.ones(1))
+
+    def _add_edge(self, i: int, j: int, matrix: np.ndarray) -> None:
+        """Add the variables of an edge; their margins are the variables of its decisions."""
+        uses = [constraint.pairs.get((i, j)) for constraint in self.problem.limits]
+        matrices = [np.zeros_like(matrix) if use is None else use for use in uses]
+        classes_i, classes_j, cost, *distinct_uses = _distinct(matrix, *matrices)
+        n, m = cost.shape
+        pairs = self._add_variables(cost.ravel(), binary=False) + np.arange(n * m)
+        for pair_uses, use in zip(self._pair_uses, distinct_uses, strict=True):
+            if use.any():
+                pair_uses.append((pairs, use.ravel()))
+        margins = (
+            (np.arange(n * m) // m, classes_i, self.first[i]),
+            (np.arange(n * m) % m, classes_j, self.first[j]),
+        )
+        for class_of_pair, class_of_option, first in margins:
+            options = np.arange(len(class_of_option))
+            self._enter(self._height + class_of_pair, pairs, np.ones(n * m))
+            self._enter(self._height + class_of_option, first + options, -np.ones(len(options)))
+            self._bound(np.zeros(class_of_option.max() + 1))
+
+    def _add_capacity(
+        self, constraint: CapacityConstraint, pairs: list[tuple[np.ndarray, np.ndarray]]
+    ) -> None:
+        """Bound what the selected options and pairs use, in units of the bound."""
+        scale = max(abs(constraint.bound), 1.0)
+        options = [(self.first[i] + np.arange(len(use)), use) for i, use in constraint.uses.items()]
+        for variables, use in options + pairs:
+            self._enter(np.full(len(use), self._height), variables, use / scale)
+        self._bound(np.array([constraint.bound / scale]))
 
 
 def _distinct(*matrices: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The kind of each row, the kind of each column, and each matrix as one over pairs of kinds."""
-    _, rows, kind_of_row = np.unique(
+    """Return the class of each row, that of each column, and the matrices over pairs of classes.
+
+    Rows are of one class if they are equal in all matrices; columns likewise.
+    """
+    _, rows, class_of_row = np.unique(
         np.hstack(matrices), axis=0, return_index=True, return_inverse=True
     )
-    _, columns, kind_of_column = np.unique(
+    _, columns, class_of_column = np.unique(
         np.vstack(matrices), axis=1, return_index=True, return_inverse=True
     )
-    return kind_of_row, kind_of_column, *(matrix[np.ix_(rows, columns)] for matrix in matrices)
+    return class_of_row, class_of_column, *(matrix[np.ix_(rows, columns)] for matrix in matrices)

@@ -42,7 +42,10 @@ class Constraint:
 
     Attributes:
         eqn: number of the equation in the flat jaxpr.
-        side: "in" to reshard operand number `index` before the equation reads it, "out" for result number `index`.
+        side: "in" reshards operand `index` before the equation reads it, "out" constrains result
+            `index`.
+        index: position of the operand or result.
+        spec: its sharding.
     """
 
     eqn: int
@@ -59,16 +62,18 @@ class Shardings:
         inputs: spec of each input of the flat jaxpr.
         outputs: spec of each output.
         constraints: shardings of intermediate values.
-        roles: for each input "batch", "parameter", "state" or "other".
-        seconds: what the cost model says the step takes; split: what it takes it for.
-        peak_bytes: estimate of what one device needs.
-        gap: proven relative distance from the cheapest plan; None where nothing was proven.
-        solve_seconds: time spent planning.
+        roles: role of each input.
+        seconds: predicted seconds of the step.
+        split: `seconds` by compute and communication.
+        peak_bytes: predicted peak memory of one device.
+        gap: proven relative distance from the optimum; None if nothing was proven.
+        solve_seconds: seconds spent planning.
         deferred: mesh axes along which gradients are completed once, after all microbatches.
-        warnings: what the plan does without, and why.
-        eqn_seconds: what each equation takes in a step, bringing its operands where it wants them included.
-        saved_bytes: of a stage of a pipeline, what one device keeps of each microbatch from its forward to its backward pass.
-        roles_at_peak: what `peak_bytes` are for.
+        warnings: what the plan could not do, and why.
+        eqn_seconds: predicted seconds of each equation, with the resharding of its operands.
+        saved_bytes: bytes per microbatch that a stage of a pipeline saves for the backward pass, on
+            one device.
+        roles_at_peak: `peak_bytes` by memory role.
     """
 
     inputs: tuple[Spec, ...]
@@ -89,12 +94,12 @@ class Shardings:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A sharding that is known already, from the parts of a step.
+    """A known sharding to start from, found for a part of the step.
 
     Attributes:
         deferred: mesh axes along which gradients are completed once.
-        specs: where values are.
-        bound: seconds of a step that no sharding is below.
+        specs: specs of values.
+        bound: lower bound of the seconds of every sharding.
     """
 
     deferred: Axes
@@ -103,10 +108,11 @@ class Start:
 
 
 class MemoryBudgetError(InfeasibleError):
-    """No plan that is allowed fits into the memory of a device.
+    """No allowed plan fits into the memory budget of a device.
 
     Attributes:
-        budget: bytes that were given; `least`: bytes below which no plan gets.
+        budget: bytes that were given.
+        least: lower bound of the peak bytes of every allowed plan.
         step: name of the step.
     """
 
@@ -114,9 +120,10 @@ class MemoryBudgetError(InfeasibleError):
         self.budget, self.least, self.step = budget, least, step
         needs = f"at least {least / 1e9:.3g} GB" if least > budget else "more than that"
         super().__init__(
-            f"no plan for {step} fits into {budget / 1e9:.3g} GB per device: every one that is allowed needs {needs}. More devices, a smaller"
-            " batch, more microbatches (num_micro_batches with autopar.grad), jax.checkpoint around layers, or a method that"
-            " shards more (ShardParallel, Zero3Parallel) would help"
+            f"no plan for {step} fits into {budget / 1e9:.3g} GB per device: every one that is allowed"
+            f" needs {needs}. More devices, a smaller batch, more microbatches (num_micro_batches with"
+            " autopar.grad), jax.checkpoint around layers, or a method that shards more"
+            " (ShardParallel, Zero3Parallel) would help"
         )
 
 
@@ -129,12 +136,16 @@ def plan_shardings(
     costs: MeshCosts | None = None,
     start: Start | None = None,
 ) -> Shardings:
-    """The cheapest sharding of `step` on `mesh` under `model`, among those that `options` allow and `memory_budget` holds.
+    """Return the cheapest sharding of `step` on `mesh` that fits into `memory_budget`.
 
     Args:
+        step: the traced step.
+        mesh: the logical mesh.
+        model: the cost model of the mesh's devices and network.
+        options: what a sharding may do.
         memory_budget: bytes of one device that the step may use.
-        costs: `model` on `mesh`, if it is there already: what one solve found out, others need not.
-        start: begin with this sharding, and defer as it does if that fits; it is known to run.
+        costs: `model` on `mesh`, with its memoised costs; None: a new one.
+        start: a sharding to start from. Its deferred axes are kept if that fits.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
@@ -153,9 +164,9 @@ def plan_shardings(
 def _cheapest(
     step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, start: Start | None
 ) -> tuple[Shardings, ValueError | None]:
-    """The cheapest plan, whatever it defers, and why one that defers could not be had.
+    """Return the cheapest plan over all deferred axes, and why deferring failed if it did.
 
-    Pure data parallelism defers if it can; so it is not compared with plans that don't.
+    Pure data parallelism always defers if possible, so it is not compared with plans that don't.
     """
     refused: ValueError | None = None
     if start is not None:
@@ -195,19 +206,17 @@ def _plan_deferring(
     deferred: Axes,
     start: Start | None = None,
 ) -> Shardings:
-    """The cheapest plan among those that defer along exactly these axes."""
+    """Return the cheapest plan that defers along exactly these axes."""
     decisions = enumerate_decisions(step, costs, options, deferred)
     memory = Memory(step, decisions, costs.mesh)
     if options.mode == "solve":
         solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options, start)
     else:
         solution, peak_bytes = _propagate_within(memory, decisions.problem(), budget)
-    held = memory.saved_for_backward().used(solution.choice)
-    found = _shardings(step, decisions, solution, peak_bytes)
     return replace(
-        found,
+        _shardings(step, decisions, solution, peak_bytes),
         deferred=deferred,
-        saved_bytes=held,
+        saved_bytes=memory.saved_for_backward().used(solution.choice),
         roles_at_peak=roles_at_peak(memory, solution.choice),
     )
 
@@ -219,10 +228,12 @@ def _solve_within(
     options: ShardingOptions,
     start: Start | None,
 ) -> tuple[Solution, float]:
-    """The cheapest choice whose peak memory is within `budget`, and that peak.
+    """Return the cheapest choice whose peak memory is within `budget`, and that peak.
 
-    Limits are added where a solution breaks them, moment by moment: few moments ever matter, and none if among the cheapest
-    choices there is one that fits. What copies kept from another moment took is no part of a limit; it is taken off its bound.
+    Capacity constraints are generated lazily: one is added at the program point where a solution
+    exceeds the budget most, until none does. Few points ever need one. Resharded copies that stay
+    alive across a point are not variables of its constraint; their bytes are subtracted from its
+    bound.
     """
 
     def used(choice: Sequence[int]) -> np.ndarray:
@@ -237,52 +248,61 @@ def _solve_within(
         if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
             gap = max(0.0, 1 - start.bound / first.objective) if first.objective else 0.0
             return replace(first, gap=gap), peak
-    limits: dict[int, CapacityConstraint] = {}
+    constraints: dict[int, CapacityConstraint] = {}
     bound = start.bound if start else -math.inf
     while True:
-        limited = replace(problem, limits=tuple(limits.values()))
+        constrained = replace(problem, limits=tuple(constraints.values()))
         try:
-            known = first.choice if first else None
-            solution = solve(limited, options.time_limit, options.tolerance, known, bound, allowed)
+            solution = solve(
+                constrained,
+                options.time_limit,
+                options.tolerance,
+                first.choice if first else None,
+                bound,
+                allowed,
+            )
         except InfeasibleError as error:
-            if not limits:
+            if not constraints:
                 raise
             raise MemoryBudgetError(budget, memory.lower_bound(), memory.step.name) from error
         peaks = used(solution.choice)
-        moment = int(peaks.argmax())
-        if peaks[moment] <= budget:
-            return solution, float(peaks[moment])
+        point = int(peaks.argmax())
+        if peaks[point] <= budget:
+            return solution, float(peaks[point])
         bound = max(bound, solution.bound)
-        kept = peaks[moment] - memory.capacity_constraint(moment, budget).used(solution.choice)
-        tightened = 0.98 * limits[moment].bound if moment in limits else budget
-        limits[moment] = memory.capacity_constraint(moment, min(tightened, budget - kept))
+        modelled = memory.capacity_constraint(point, budget).used(solution.choice)
+        tightened = 0.98 * constraints[point].bound if point in constraints else budget
+        capacity = min(tightened, budget - (peaks[point] - modelled))
+        constraints[point] = memory.capacity_constraint(point, capacity)
 
 
 def _like(
     specs: Mapping[Var, Spec], decisions: Decisions, problem: SelectionProblem
 ) -> Solution | None:
-    """The cheapest choice that has values where `specs` has them, as far as there are such options; None if they don't go together."""
+    """Return the cheapest choice in which values have the given specs, where such options exist.
+
+    None if these options exclude one another.
+    """
     allowed = [np.ones(len(cost), bool) for cost in problem.nodes]
     for var, placement in decisions.placements.items():
         if placement is not None and var in specs:
-            same = allowed[placement.decision] & np.array(
-                [spec == specs[var] for spec in placement.specs]
-            )
-            if same.any():
-                allowed[placement.decision] = same
+            matches = np.array([spec == specs[var] for spec in placement.specs])
+            if (allowed[placement.decision] & matches).any():
+                allowed[placement.decision] &= matches
     nodes = [
         np.where(mask, cost, np.inf) for mask, cost in zip(allowed, problem.nodes, strict=True)
     ]
     try:
-        found = solve(SelectionProblem(nodes, problem.edges))
+        solution = solve(SelectionProblem(nodes, problem.edges))
     except InfeasibleError:
         return None
-    return replace(found, objective=problem.cost(found.choice))
+    return replace(solution, objective=problem.cost(solution.choice))
 
 
 def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:
-    each = (decisions.seconds(decision, option) for decision, option in enumerate(choice))
-    compute, communication, inside = map(sum, zip((0.0, 0.0, 0.0), *each, strict=True))
+    """Return the seconds of a choice by compute, communication and resharding."""
+    seconds = (decisions.seconds(decision, option) for decision, option in enumerate(choice))
+    compute, communication, inside = map(sum, zip((0.0, 0.0, 0.0), *seconds, strict=True))
     edges = sum(float(cost[choice[i], choice[j]]) for (i, j), cost in decisions.edges.items())
     return Seconds(compute, communication, inside + edges)
 
@@ -290,7 +310,11 @@ def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:
 def _propagate_within(
     memory: Memory, problem: SelectionProblem, budget: float
 ) -> tuple[Solution, float]:
-    """What propagation from the inputs chooses, and its peak memory, if that is within `budget`."""
+    """Return the choice of sharding propagation from the inputs, and its peak memory.
+
+    Raises:
+        MemoryBudgetError: the peak exceeds `budget`.
+    """
     solution = propagate(problem)
     peak = float((memory.value_bytes(solution.choice) + memory.copy_bytes(solution.choice)).max())
     if peak > budget:
@@ -301,6 +325,7 @@ def _propagate_within(
 def _shardings(
     step: StepGraph, decisions: Decisions, solution: Solution, peak_bytes: float
 ) -> Shardings:
+    """Return the specs and constraints that impose a solution."""
     choice = solution.choice
     pinned: dict[Var, Constraint] = {}
     for eqn, results in decisions.decided:
@@ -314,22 +339,22 @@ def _shardings(
     deciding = {eqn for eqn, _ in decisions.decided}
     moves = []
     for use in decisions.uses:
-        present, required = (
-            use.value.specs[choice[use.value.decision]],
-            use.required[choice[use.decision]],
-        )
+        present = use.value.specs[choice[use.value.decision]]
+        required = use.required[choice[use.decision]]
         if use.eqn is None or (present == required and use.eqn not in deciding):
             continue
         if present != required:
             moves.append(Constraint(use.eqn, "in", use.operand, required))
-        # A value that follows is pinned where somebody wants it otherwise, or decides by it: the partitioner would be free to
-        # make it the other way and move it back for the rest.
+        # A value without a decision of its own is constrained where an equation reshards it, or
+        # decides by it. Otherwise the partitioner may compute it resharded, and reshard it back for
+        # the other readers.
         var = step.jaxpr.eqns[use.eqn].invars[use.operand]
         if isinstance(var, Var) and var in made_by and var not in pinned:
             pinned[var] = Constraint(made_by[var][0], "out", made_by[var][1], present)
 
-    moves = set(_before_passing(step, moves, pinned))
-    for use in decisions.uses:  # the partitioner has no part in these: where they read is told them
+    moves = set(_hoisted(step, moves, pinned))
+    # Equations that the partitioner gets wrong run on shards, which need the specs of all operands.
+    for use in decisions.uses:
         if use.eqn is not None and is_partitioned_wrongly(step.jaxpr.eqns[use.eqn]):
             moves.add(Constraint(use.eqn, "in", use.operand, use.required[choice[use.decision]]))
     for var in step.cross_task_values:
@@ -367,20 +392,23 @@ def _shardings(
     )
 
 
-def _before_passing(
+def _hoisted(
     step: StepGraph, moves: list[Constraint], pinned: dict[Var, Constraint]
 ) -> list[Constraint]:
-    """`moves`, but what all readers of a result want moved alike is moved before the equation, if that passes moves on."""
+    """Hoist reshardings: if all readers reshard a result alike, reshard the equation's operand."""
     eqns = step.jaxpr.eqns
     readers = Counter(atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))
-    wanted: dict[Atom, list[Constraint]] = defaultdict(list)
+    moves_of: dict[Atom, list[Constraint]] = defaultdict(list)
     for move in moves:
-        wanted[eqns[move.eqn].invars[move.index]].append(move)
+        moves_of[eqns[move.eqn].invars[move.index]].append(move)
     for number, eqn in enumerate(eqns):
         if not passes_moves(eqn) or eqn.outvars[0] in step.jaxpr.outvars:
             continue
-        found = wanted.get(eqn.outvars[0], [])
-        if len(found) == readers[eqn.outvars[0]] and len({move.spec for move in found}) == 1:
-            wanted[eqn.outvars[0]] = [Constraint(number, "in", 0, found[0].spec)]
-            pinned[eqn.outvars[0]] = Constraint(number, "out", 0, found[0].spec)
-    return [move for found in wanted.values() for move in found]
+        result = eqn.outvars[0]
+        moves_of_result = moves_of.get(result, [])
+        specs = {move.spec for move in moves_of_result}
+        if len(moves_of_result) == readers[result] and len(specs) == 1:
+            (spec,) = specs
+            moves_of[result] = [Constraint(number, "in", 0, spec)]
+            pinned[result] = Constraint(number, "out", 0, spec)
+    return [move for moves in moves_of.values() for move in moves]
