@@ -11,7 +11,7 @@ from autopar.ir.spec import LogicalMesh
 from autopar.layering.layer_clustering import cluster_layers, received_bytes
 from autopar.lowering.cross_mesh_resharding import reshard
 from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule, schedule_names
-from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, logical_shapes
+from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes
 from autopar.planning.stage_dp import construct_stages
 from autopar.planning.stage_problem import StageCost, StageProblem, in_flight_of
 from experiments.models.model_sizes import gpt
@@ -50,7 +50,8 @@ def gpt_problem(
         """Return the costs of layers start to stop, one for each logical shape of the submesh."""
         counts = {kind: kinds[start:stop].count(kind) for kind in set(kinds[start:stop])}
         shapes = []
-        for data, model in logical_shapes(mesh.num_devices):
+        for data in (n for n in range(1, mesh.num_devices + 1) if mesh.num_devices % n == 0):
+            model = mesh.num_devices // data
             parts = [[n * x for x in layer(kind, mesh, data, model)] for kind, n in counts.items()]
             seconds, once, fixed, per_batch = map(sum, zip(*parts, strict=True))
             shapes.append(StageCost(slowdown * seconds, once, fixed, per_batch, (data, model)))

@@ -1,1 +1,1 @@
-"""Inter-operator planning: layers, stages, schedules and what moves between stages."""
+"""Inter-operator planning: stages, pipeline schedules and the partition of a step into tasks."""

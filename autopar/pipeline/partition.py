@@ -1,4 +1,4 @@
-"""The partition of a traced step into the tasks of a pipeline, with the data dependences between tasks.
+"""The partition of a traced step into the tasks of a pipeline, with their data dependences.
 
 `autopar.pipeline.partitioner` builds it.
 """
@@ -189,7 +189,7 @@ class Partition:
 
     @cached_property
     def reads(self) -> dict[Task, tuple[Var, ...]]:
-        """The values that each task uses without computing them: inputs and other tasks' results."""
+        """The values that each task uses and others compute: inputs and other tasks' results."""
         if self.is_whole_step:
             return {WHOLE_STEP_TASK: tuple(self.step.jaxpr.invars)}
         return {task: self._reads(task) for task in self.eqns}

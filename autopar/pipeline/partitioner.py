@@ -3,10 +3,10 @@
 The data dependences of the step decide which stage and phase each equation belongs to, and so which
 values cross between stages:
 
-- Forward and backward equations belong to the stage of their layer (`autopar.layering.layers`). Equations
-  outside of layers belong to the last stage that computes one of their operands.
-- Each stage computes for itself what depends only on constants or small inputs, and casts for itself
-  a weight that several stages read.
+- Forward and backward equations belong to the stage of their layer (`autopar.layering.layers`).
+  Equations outside of layers belong to the last stage that computes one of their operands.
+- Each stage computes for itself what depends only on constants or small inputs, and casts for
+  itself a weight that several stages read.
 - A gradient that several stages contribute to (tied weights) is accumulated in each of them; the
   update adds up these sums.
 - A parameter is updated where its gradient is. An update whose stages need one another's results
@@ -46,7 +46,8 @@ class LayerStages:
 
     Attributes:
         stage_of_layer: stage of each layer; stages are numbered in the order of layers.
-        split_backward: whether each B is split into I, which other stages depend on, and W, the rest.
+        split_backward: whether each B is split into I, which other stages depend on, and W, the
+            rest.
         input_homes: stage of each input whose stage is given.
     """
 
@@ -81,7 +82,8 @@ def partition_step(
     Args:
         step: the step, traced in layers and with its accumulated values marked.
         stage_of_layer: stage of each layer; stages are numbered in the order of layers.
-        split_backward: whether to split each B into I, which other stages depend on, and W, the rest.
+        split_backward: whether to split each B into I, which other stages depend on, and W, the
+            rest.
         input_homes: stage of each input whose stage is given.
     """
     return LayerStages(tuple(stage_of_layer), split_backward, input_homes or {}).partition(step)
@@ -130,9 +132,9 @@ class _PartitionBuilder:
     def place_body(self) -> None:
         """Assign the units of the body to tasks.
 
-        A unit's position counts the tasks that a microbatch passes through before it:
-        0F 1F ... 1B 0B. It is the position of the unit's layer, or the last one among the units that
-        it depends on if that is later.
+        A unit's position counts the tasks that a microbatch passes through before it: 0F 1F ... 1B
+        0B. It is the position of the unit's layer, or the last one among the units that it depends
+        on if that is later.
         """
         last = self.num_stages - 1
         position_of: dict[Var, int] = {}
@@ -189,7 +191,7 @@ class _PartitionBuilder:
         return var in self.producer and self.producer[var].number in self.anywhere
 
     def _is_constant(self, unit: Unit) -> bool:
-        """Whether the unit depends on nothing but constants and units that are computed anywhere."""
+        """Whether the unit depends only on constants and on units that are computed anywhere."""
         return all(var in self.constants or self._is_anywhere(var) for var in unit.reads)
 
     def _label(self, unit: Unit) -> int | None:
@@ -257,7 +259,7 @@ class _PartitionBuilder:
         self.total_stage[total.total] = task.stage
 
     def _adds_stages(self, unit: Unit, var: Var) -> bool:
-        """Whether the unit adds results of different stages, and only the accumulation reads `var`."""
+        """Whether the unit adds results of different stages for the accumulation alone."""
         eqn = unit.eqns[0][1]
         if eqn.primitive not in (add_p, add_jaxvals_p) or self.num_readers[var] > 0:
             return False

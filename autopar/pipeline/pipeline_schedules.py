@@ -1,11 +1,12 @@
-"""Pipeline schedules as data: in which order each mesh runs its tasks.
+"""Pipeline schedules as data: the order of tasks on each mesh.
 
-A schedule is one function that lists the tasks of one mesh, which also says which stages it has; what depends on what, transfers,
-deadlocks, clocks and memory follow from the lists. `register_schedule` adds one.
+A schedule is one function that lists the tasks of one mesh, and so also which stages the mesh has.
+Data dependences, transfers, deadlocks, time and memory follow from these lists. `register_schedule`
+adds a schedule.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -23,9 +24,12 @@ class Pipeline:
     """The size of a pipeline.
 
     Attributes:
-        num_meshes: meshes that work at the same time.
-        num_micro_batches: slices of the batch that go through it in one step.
-        num_chunks: stages on each mesh.
+        num_meshes: number of meshes, which work at the same time.
+        num_micro_batches: number of microbatches in one step.
+        num_chunks: number of stages on each mesh.
+
+    Raises:
+        ValueError: one of them is less than 1.
     """
 
     num_meshes: int
@@ -39,13 +43,18 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages, on all meshes together."""
+        """Number of stages on all meshes together."""
         return self.num_meshes * self.num_chunks
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each mesh the tasks it runs in one step, in order.
+    """The tasks of one step, in order, for each mesh.
+
+    Attributes:
+        name: name of the schedule.
+        pipeline: size of the pipeline.
+        rows: tasks of each mesh, in order.
 
     Raises:
         ScheduleError: the tasks of a stage are on several meshes, or a task runs twice or never.
@@ -70,7 +79,8 @@ class Schedule:
         )
         if len(set(tasks)) != len(tasks) or len(tasks) != count:
             raise ScheduleError(
-                f"{self.name}: {len(tasks)} tasks, {len(set(tasks))} distinct; expected {count}\n{self}"
+                f"{self.name}: {len(tasks)} tasks, {len(set(tasks))} distinct; expected"
+                f" {count}\n{self}"
             )
 
     def __str__(self) -> str:
@@ -83,28 +93,28 @@ class Schedule:
         return {task.stage: mesh for mesh, row in enumerate(self.rows) for task in row}
 
     def mesh_of(self, stage: int) -> int:
-        """Return the mesh that a stage is on."""
+        """Return the number of the mesh that a stage is on."""
         return self._meshes[stage]
 
     @property
     def phases(self) -> frozenset[Phase]:
-        """The phases that its tasks have."""
+        """Phases of the tasks."""
         return frozenset(task.phase for row in self.rows for task in row)
 
     def in_flight(self) -> list[int]:
-        """Return for each stage of how many microbatches it holds activations at most."""
+        """Return the most microbatches whose activations each stage holds at a time."""
         release = "W" if "W" in self.phases else "B"
-        held, most = Counter(), Counter()
+        if release not in self.phases:  # activations are not kept
+            return [1] * self.pipeline.num_stages
+        current, peak = Counter(), Counter()
         for row in self.rows:
             for task in row:
-                held[task.stage] += (task.phase == "F") - (task.phase == release)
-                most[task.stage] = max(most[task.stage], held[task.stage])
-        if release not in self.phases:  # nothing is kept
-            return [1] * self.pipeline.num_stages
-        return [most[stage] for stage in range(self.pipeline.num_stages)]
+                current[task.stage] += (task.phase == "F") - (task.phase == release)
+                peak[task.stage] = max(peak[task.stage], current[task.stage])
+        return [peak[stage] for stage in range(self.pipeline.num_stages)]
 
     def needs(self, task: Run) -> tuple[Run, ...]:
-        """Tasks of this or another mesh whose results `task` uses."""
+        """Return the tasks of any mesh whose results `task` uses."""
         stage, batch = task.stage, task.micro_batch
         last = self.pipeline.num_stages - 1
         match task.phase:
@@ -122,7 +132,10 @@ class Schedule:
                 return ()
 
     def program(self) -> Program:
-        """The tasks with a transfer wherever a result goes to another mesh; mesh i is device i, values are named by task."""
+        """Return the tasks as a program, with a transfer wherever another mesh uses a result.
+
+        Mesh i is device i, and values are named after tasks.
+        """
         users: dict[Run, list[int]] = {}
         for mesh, row in enumerate(self.rows):
             for task in row:
@@ -130,30 +143,36 @@ class Schedule:
                     if self.mesh_of(needed.stage) != mesh:
                         users.setdefault(needed, []).append(mesh)
 
-        def instructions(mesh: int) -> Iterator[Instruction]:
-            for task in self.rows[mesh]:
-                for needed in self.needs(task):
-                    if (source := self.mesh_of(needed.stage)) != mesh:
-                        yield Recv(str(needed), source)
-                yield task
-                yield from (Send(str(task), user) for user in users.get(task, ()))
-
         meshes = range(self.pipeline.num_meshes)
         return Program(
-            tuple((mesh,) for mesh in meshes), tuple(tuple(instructions(mesh)) for mesh in meshes)
+            tuple((mesh,) for mesh in meshes),
+            tuple(tuple(self._instructions(mesh, users)) for mesh in meshes),
         )
+
+    def _instructions(self, mesh: int, users: Mapping[Run, Sequence[int]]) -> Iterator[Instruction]:
+        """Yield the tasks of a mesh with their transfers; `users` are the meshes to send to."""
+        for task in self.rows[mesh]:
+            for needed in self.needs(task):
+                source = self.mesh_of(needed.stage)
+                if source != mesh:
+                    yield Recv(str(needed), source)
+            yield task
+            yield from (Send(str(task), user) for user in users.get(task, ()))
 
     def makespan(
         self,
         seconds: Mapping[Phase, float] | Callable[[Run], float],
         transfer: Callable[[int, int], float] = lambda source, destination: 0.0,
     ) -> float:
-        """Return when the last task ends and the last transfer arrives, in seconds, if every mesh starts each task as soon as it can.
+        """Return the seconds until the last task has ended and the last transfer has arrived.
+
+        Every mesh starts each task as soon as it can. Transfers overlap with tasks, and a mesh
+        sends one value after the other.
 
         Args:
-            seconds: what a task takes, by phase or for a task; asked once for all microbatches.
-            transfer: from one mesh to another, how long it takes to send what a task made; the meshes go on meanwhile, and a mesh
-                sends one thing after the other.
+            seconds: seconds of a task by phase, or a function of the task that is called once for
+                all microbatches.
+            transfer: (source mesh, destination mesh) -> seconds to send the result of a task.
 
         Raises:
             DeadlockError: the meshes wait for one another.
@@ -180,14 +199,16 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """A named way to schedule a pipeline.
+    """A named way to schedule pipelines of any size.
 
     Attributes:
-        row: the tasks of one mesh.
-        in_flight: of how many (stage, microbatch) a mesh holds activations at most, without listing its tasks: planning asks it often.
-        summary: what is special about it, in a sentence.
-        num_chunks: stages on each mesh; None: any number.
-        forward: the schedule of forwards only whose stages are on the same meshes, for steps that follow; "" if there is none.
+        row: (mesh, pipeline) -> the tasks of the mesh, in order.
+        in_flight: (mesh, pipeline) -> the most pairs (stage, microbatch) whose activations the mesh
+            holds at a time. Planning calls it often, so it should not list the tasks.
+        summary: what distinguishes the schedule, in a sentence.
+        num_chunks: number of stages on each mesh; None for any number.
+        forward: name of the schedule of forwards only with the same stages on the same meshes, for
+            steps that follow; "" if there is none.
     """
 
     row: Callable[[int, Pipeline], Iterable[Run]]
@@ -198,7 +219,7 @@ class ScheduleKind:
 
 
 class ScheduleError(ValueError):
-    """A schedule that there is not, or not for pipelines of that size, or that does not run every task once."""
+    """A schedule is unknown, does not fit the pipeline, or does not run every task once."""
 
 
 def register_schedule(
@@ -210,21 +231,25 @@ def register_schedule(
     forward: str = "",
     summary: str = "",
 ) -> None:
-    """Add a pipeline schedule, for `PipeshardParallel(pipeline_schedule=name)`; "auto" tries it, too.
+    """Add a pipeline schedule, for `PipeshardParallel(pipeline_schedule=name)` and for "auto".
 
     Args:
-        name: what it is called.
-        row: (mesh, pipeline) -> the tasks of that mesh in order: F and B of every stage that it has and every microbatch, or F, I (the
-            gradients of inputs) and W (those of weights), and U of each of its stages. A stage is on the mesh in whose row its tasks
-            are; the first stage on mesh m has number m.
-        num_chunks: stages on each mesh; None: any number.
-        in_flight: (mesh, pipeline) -> of how many (stage, microbatch) the mesh holds activations at most; by default counted.
-        forward: the name of the schedule of forwards only whose stages are on the same meshes, for `FollowParallel`: "inference" where
-            stage s is on mesh s modulo the number of meshes, "inference_v" where the second chunk goes back. "": steps can't follow.
-        summary: what is special about it, in a sentence.
+        name: name of the schedule.
+        row: (mesh, pipeline) -> the tasks of that mesh, in order: F and B of each of its stages and
+            every microbatch, and U of each of its stages. Instead of B there may be I, the
+            gradients of inputs, and W, those of weights. A stage is on the mesh in whose row its
+            tasks are; stage m must be the first one on mesh m.
+        num_chunks: number of stages on each mesh; None for any number.
+        in_flight: (mesh, pipeline) -> the most pairs (stage, microbatch) whose activations the mesh
+            holds at a time; by default counted from the row.
+        forward: name of the schedule of forwards only with the same stages on the same meshes, for
+            `FollowParallel`: "inference" where stage s is on mesh s modulo the number of meshes,
+            "inference_v" where the second chunk goes back over the meshes. With "", no step can
+            follow.
+        summary: what distinguishes the schedule, in a sentence.
 
     Raises:
-        ScheduleError: there is a schedule of that name, or this one does not run a small pipeline.
+        ScheduleError: the name is taken, or the schedule does not run a small pipeline.
     """
     if name in _KINDS:
         raise ScheduleError(
@@ -232,36 +257,41 @@ def register_schedule(
         )
     kind = ScheduleKind(
         row,
-        in_flight or (lambda mesh, pipeline: _held(row(mesh, pipeline))),
+        in_flight or (lambda mesh, pipeline: _most_in_flight(row(mesh, pipeline))),
         summary,
         num_chunks,
         forward,
     )
     _KINDS[name] = kind
     try:
-        pipeline = Pipeline(2, 8, num_chunks or 1)
-        schedule = make_schedule(name, pipeline)
-        done: set[Run] = set()
-        for _, task in walk(schedule.program()):
-            if isinstance(task, Run):
-                if missing := [str(each) for each in schedule.needs(task) if each not in done]:
-                    raise ScheduleError(
-                        f"{name}: task {task} comes before {', '.join(missing)}, which it needs"
-                    )
-                done.add(task)
-        for mesh in range(2):
-            if schedule.mesh_of(mesh) != mesh:
-                raise ScheduleError(
-                    f"{name}: stage {mesh} is on mesh {schedule.mesh_of(mesh)}, expected mesh {mesh}"
-                )
+        _check(make_schedule(name, Pipeline(2, 8, num_chunks or 1)))
     except BaseException:
         del _KINDS[name]
         make_schedule.cache_clear()
         raise
 
 
-def _held(row: Iterable[Run]) -> int:
-    """Of how many (stage, microbatch) the tasks hold activations at most."""
+def _check(schedule: Schedule) -> None:
+    """Raise ScheduleError unless tasks run after those they need, and stage m is on mesh m."""
+    name = schedule.name
+    done: set[Run] = set()
+    for _, task in walk(schedule.program()):
+        if isinstance(task, Run):
+            missing = [str(needed) for needed in schedule.needs(task) if needed not in done]
+            if missing:
+                raise ScheduleError(
+                    f"{name}: task {task} comes before {', '.join(missing)}, which it needs"
+                )
+            done.add(task)
+    for mesh in range(schedule.pipeline.num_meshes):
+        if schedule.mesh_of(mesh) != mesh:
+            raise ScheduleError(
+                f"{name}: stage {mesh} is on mesh {schedule.mesh_of(mesh)}, expected mesh {mesh}"
+            )
+
+
+def _most_in_flight(row: Iterable[Run]) -> int:
+    """Return the most pairs (stage, microbatch) whose activations a mesh holds at a time."""
     tasks = list(row)
     release = "W" if any(task.phase == "W" for task in tasks) else "B"
     return max(
@@ -269,14 +299,18 @@ def _held(row: Iterable[Run]) -> int:
     )
 
 
-@lru_cache(
-    maxsize=4
-)  # a search asks for the same one again and again; long ones take 100 MB with their clock
+# A search uses the same schedule again and again. A long one takes 100 MB with its clock.
+@lru_cache(maxsize=4)
 def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
-    """Return the schedule `name` (see `schedule_names`) of `pipeline`.
+    """Return the schedule `name` of `pipeline`.
+
+    Args:
+        name: one of `schedule_names`.
+        pipeline: size of the pipeline.
 
     Raises:
-        ScheduleError: an unknown name, or not so many stages on a mesh, or too few microbatches.
+        ScheduleError: the name is unknown, or the schedule does not run that number of stages per
+            mesh, or needs more microbatches.
     """
     kind = schedule_kind(name, pipeline)
     return Schedule(
@@ -287,10 +321,20 @@ def make_schedule(name: str, pipeline: Pipeline) -> Schedule:
 
 
 def schedule_kind(name: str, pipeline: Pipeline | None = None) -> ScheduleKind:
-    """The registered schedule `name`; with a pipeline, checks that it can be scheduled so."""
+    """Return the registered schedule `name`.
+
+    Args:
+        name: one of `schedule_names`.
+        pipeline: if given, a pipeline that the schedule must be able to run.
+
+    Raises:
+        ScheduleError: the name is unknown, or the schedule does not run that number of stages per
+            mesh.
+    """
     if name not in _KINDS:
         raise ScheduleError(
-            f"unknown pipeline schedule {brief(name)}; expected one of {', '.join(schedule_names())}"
+            f"unknown pipeline schedule {brief(name)}; expected one of"
+            f" {', '.join(schedule_names())}"
         )
     chunks = _KINDS[name].num_chunks
     if pipeline and chunks is not None and pipeline.num_chunks != chunks:
@@ -300,23 +344,27 @@ def schedule_kind(name: str, pipeline: Pipeline | None = None) -> ScheduleKind:
             if _KINDS[other].num_chunks in (None, pipeline.num_chunks)
         )
         raise ScheduleError(
-            f"schedule {name!r} runs {chunks} stage(s) per mesh, not {pipeline.num_chunks}; use num_chunks={chunks}, or one of {others}"
+            f"schedule {name!r} runs {chunks} stage(s) per mesh, not {pipeline.num_chunks}; use"
+            f" num_chunks={chunks}, or one of {others}"
         )
     return _KINDS[name]
 
 
 def smallest(name: str) -> Pipeline:
-    """Return a small pipeline that can be scheduled so."""
+    """Return a small pipeline that the schedule `name` can run."""
     return Pipeline(1, 2, schedule_kind(name).num_chunks or 1)
 
 
 def splits_backward(name: str) -> bool:
-    """Whether the backward pass comes in two parts, for inputs and for weights."""
+    """Return whether the schedule has I and W in place of B.
+
+    I computes the gradients of inputs, W those of weights.
+    """
     return "W" in make_schedule(name, smallest(name)).phases
 
 
 def has_backward(name: str) -> bool:
-    """Whether there is a backward pass."""
+    """Return whether the schedule has a backward pass."""
     return bool({"B", "I"} & set(make_schedule(name, smallest(name)).phases))
 
 
@@ -343,7 +391,7 @@ def _inference(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
 
 
 def _alternating(mesh: int, pipeline: Pipeline, depth: int) -> Iterator[Run]:
-    """`depth` forwards, then a backward for every forward."""
+    """Yield `depth` forwards, then a backward after every forward."""
     batches = pipeline.num_micro_batches
     for step in range(batches + depth):
         if step >= depth:
@@ -362,7 +410,11 @@ def _depth_overlap(mesh: int, pipeline: Pipeline) -> int:
 
 
 def _zero_bubble_h1(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
-    """Each I comes as in 1f1b, its W as many microbatches later as meshes come before, so that no mesh holds more than the first."""
+    """Yield tasks in the order of 1f1b, with the gradients of weights delayed.
+
+    Each W comes as many microbatches later as there are meshes before this one. So no mesh holds
+    more activations than the first one.
+    """
     batches = pipeline.num_micro_batches
     warm_up = min(batches, pipeline.num_meshes - mesh - 1)
     yield from (Run(mesh, "F", batch) for batch in range(warm_up))
@@ -377,7 +429,11 @@ def _zero_bubble_h1(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
 
 
 def _interleaved_1f1b(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
-    """Microbatches go through the chunks in groups, as large as the pipeline is long if that divides them, else a bit larger."""
+    """Yield tasks chunk by chunk for groups of microbatches.
+
+    A group has one microbatch per mesh if that divides the number of microbatches, and more
+    otherwise.
+    """
     size, batches = pipeline.num_meshes, pipeline.num_micro_batches
     chunks = range(pipeline.num_chunks)
     count = max(1, batches // size)
@@ -420,12 +476,19 @@ def _inference_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
 
 
 def _v_stages(mesh: int, pipeline: Pipeline) -> tuple[int, int]:
-    """The stages of a mesh where the second chunk goes back over the meshes, so that the first mesh has the last stage."""
+    """Return the stages of a mesh if the second chunk goes back over the meshes.
+
+    The first mesh then has the first and the last stage.
+    """
     return mesh, 2 * pipeline.num_meshes - 1 - mesh
 
 
 class _Tasks:
-    """Lists tasks of a mesh with two chunks, each phase of each chunk microbatch by microbatch."""
+    """The tasks of a mesh with two chunks, with microbatches in order for each chunk and phase.
+
+    Attributes:
+        listed: the tasks.
+    """
 
     def __init__(self, stages: tuple[int, int], num_micro_batches: int) -> None:
         self._stages, self._count = stages, num_micro_batches
@@ -433,27 +496,27 @@ class _Tasks:
         self.listed: list[Run] = []
 
     def add(self, chunk: int, *phases: Phase) -> None:
-        """List the next microbatch of each phase; there are no more than there are."""
+        """List the next microbatch of each phase, if there is one."""
         for phase in phases:
             if (batch := self._next[chunk, phase]) < self._count:
                 self.listed.append(Run(self._stages[chunk], phase, batch))
             self._next[chunk, phase] += 1
 
     def done(self, chunk: int, phase: Phase) -> int:
-        """Return how many of a phase have been listed."""
+        """Return the number of microbatches of a phase that have been listed."""
         return self._next[chunk, phase]
 
 
 def _zero_bubble_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
-    """Forward down the meshes and back up, backward the same way: no mesh waits between its first task and its last, where F, I and W
-    take as long as each other, and each holds as much as the first of 1f1b."""
-    meshes, tasks = (
-        pipeline.num_meshes,
-        _Tasks(_v_stages(mesh, pipeline), pipeline.num_micro_batches),
-    )
-    rounds = max(
-        pipeline.num_micro_batches, 2 * meshes - 1
-    )  # what fills the pipeline; `tasks` lists those that there are
+    """Yield tasks of a pipeline that goes down the meshes and back up.
+
+    Where F, I and W take equally long, no mesh waits between its first task and its last one. Each
+    mesh holds as many activations as the first mesh of 1f1b.
+    """
+    meshes = pipeline.num_meshes
+    tasks = _Tasks(_v_stages(mesh, pipeline), pipeline.num_micro_batches)
+    # Enough rounds to fill the pipeline; `tasks` leaves out microbatches that do not exist.
+    rounds = max(pipeline.num_micro_batches, 2 * meshes - 1)
     for _ in range(2 * (meshes - mesh) - 1):
         tasks.add(0, "F")
     for _ in range(mesh):
@@ -479,14 +542,19 @@ def _zero_bubble_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
 
 
 def _dualpipe_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
-    """Forward of one chunk beside backward of the other, so that the communication of each may hide behind the other's computation."""
+    """Yield tasks in which forwards of one chunk alternate with backwards of the other one.
+
+    The communication of each may overlap with the computation of the other.
+    """
     meshes, batches = pipeline.num_meshes, pipeline.num_micro_batches
     if batches < 2 * meshes:
         raise ScheduleError(
-            f"schedule 'dualpipe_v' needs at least twice as many microbatches as meshes: {2 * meshes} for {meshes} meshes, not {batches}"
+            "schedule 'dualpipe_v' needs at least twice as many microbatches as meshes:"
+            f" {2 * meshes} for {meshes} meshes, not {batches}"
         )
-    tasks, later = _Tasks(_v_stages(mesh, pipeline), batches), meshes - mesh - 1
-    waiting: deque[int] = deque()  # the chunks whose gradients of weights are left for later
+    tasks = _Tasks(_v_stages(mesh, pipeline), batches)
+    later = meshes - mesh - 1
+    delayed: deque[int] = deque()  # chunks of the W tasks that are still to be listed
     for _ in range(2 * later):
         tasks.add(0, "F")
     for _ in range(mesh + 1):
@@ -501,20 +569,19 @@ def _dualpipe_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
     for _ in range(later):
         tasks.add(1, "I", "W", "F")
         tasks.add(0, "I", "W")
-    for number in range(
-        2 * (mesh + 1)
-    ):  # in turns; from the middle on only what the mesh before waits for
+    # The chunks alternate. In the second half only I is listed, which the mesh before depends on.
+    for number in range(2 * (mesh + 1)):
         chunk = 1 - number % 2
         tasks.add(chunk, "I")
         if number < mesh + 1:
             tasks.add(chunk, "W")
         else:
-            waiting.append(chunk)
+            delayed.append(chunk)
     for _ in range(later):
-        tasks.add(waiting.popleft(), "W")
+        tasks.add(delayed.popleft(), "W")
         tasks.add(0, "I")
-        waiting.append(0)
-    for chunk in waiting:
+        delayed.append(0)
+    for chunk in delayed:
         tasks.add(chunk, "W")
     yield from tasks.listed
     yield from (Run(stage, "U") for stage in sorted(_v_stages(mesh, pipeline)))
@@ -529,35 +596,41 @@ _KINDS = {
     "1f1b": ScheduleKind(
         lambda mesh, pipeline: _alternating(mesh, pipeline, _depth_1f1b(mesh, pipeline)),
         _depth_1f1b,
-        "a backward as soon as there is one, so that few activations are alive (PipeDream-flush, Narayanan et al., ICML'21)",
+        "a backward as soon as there is one, so that few activations are alive (PipeDream-flush,"
+        " Narayanan et al., ICML'21)",
     ),
     "1f1b_overlap_friendly": ScheduleKind(
         lambda mesh, pipeline: _alternating(mesh, pipeline, _depth_overlap(mesh, pipeline)),
         _depth_overlap,
-        "1f1b with about twice the warm-up, so that transfers hide behind tasks (Zhuang et al., MLSys'23)",
+        "1f1b with about twice the warm-up, so that transfers hide behind tasks (Zhuang et al.,"
+        " MLSys'23)",
     ),
     "interleaved_1f1b": ScheduleKind(
         _interleaved_1f1b,
         _in_flight_interleaved,
-        "1f1b with several stages on each mesh: a smaller bubble, more transfers (Narayanan et al., SC'21)",
+        "1f1b with several stages on each mesh: a smaller bubble, more transfers (Narayanan et"
+        " al., SC'21)",
         None,
     ),
     "zero_bubble_h1": ScheduleKind(
         _zero_bubble_h1,
         lambda mesh, pipeline: min(pipeline.num_micro_batches, pipeline.num_meshes),
-        "backward split in two; weight gradients fill the bubble of 1f1b in its memory (Qi et al., ICLR'24)",
+        "backward split in two; weight gradients fill the bubble of 1f1b in its memory (Qi et"
+        " al., ICLR'24)",
     ),
     "zero_bubble_v": ScheduleKind(
         _zero_bubble_v,
-        lambda mesh, pipeline: _held(_zero_bubble_v(mesh, pipeline)),
-        "two stages on each mesh, the second on the way back: no bubble in the memory of 1f1b (ZB-V, Qi et al., NeurIPS'24)",
+        lambda mesh, pipeline: _most_in_flight(_zero_bubble_v(mesh, pipeline)),
+        "two stages on each mesh, the second on the way back: no bubble in the memory of 1f1b"
+        " (ZB-V, Qi et al., NeurIPS'24)",
         2,
         "inference_v",
     ),
     "dualpipe_v": ScheduleKind(
         _dualpipe_v,
-        lambda mesh, pipeline: _held(_dualpipe_v(mesh, pipeline)),
-        "placed as zero_bubble_v, forwards beside backwards (DualPipe of DeepSeek-V3, arXiv 2412.19437, cut in half)",
+        lambda mesh, pipeline: _most_in_flight(_dualpipe_v(mesh, pipeline)),
+        "placed as zero_bubble_v, forwards beside backwards (DualPipe of DeepSeek-V3, arXiv"
+        " 2412.19437, cut in half)",
         2,
         "inference_v",
     ),

@@ -1,8 +1,8 @@
 """One stage of a plan as a step of its own, which the intra-operator planner can shard.
 
 A step that is not partitioned is its own stage. In the graph of a pipeline stage, the inputs, sums,
-update and outputs are in the order in which the stage uses them: the order of the whole step follows
-the names of parameters, by which stages that compute the same would differ.
+update and outputs are in the order in which the stage uses them: the order of the whole step
+follows the names of parameters, by which stages that compute the same would differ.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -184,7 +184,7 @@ class _StageEquations:
         )
 
     def _add(self, eqns: Iterable[Numbered]) -> list[Numbered]:
-        """Append the equations that are not there yet; return those, numbered as in the stage."""
+        """Append the equations that are new, and return them numbered as in the stage."""
         first = len(self.eqns)
         for number, eqn in eqns:
             if number not in self._numbers:
@@ -271,7 +271,7 @@ def _sent(partition: Partition, tasks: Sequence[Task], eqns: Sequence[JaxprEqn])
 
 
 def _outputs(partition: Partition, stage: int, positions: Mapping[Var, int]) -> tuple[int, ...]:
-    """Return the outputs of the whole step that belong to a stage, in the order of its equations."""
+    """Return the whole step's outputs that belong to a stage, in the order of its equations."""
     values = list(map(partition.microbatch_value, partition.step.jaxpr.outvars))
     outputs = [o for o, atom in enumerate(values) if _output_stage(partition, atom) == stage]
     return tuple(sorted(outputs, key=lambda o: _position(values[o], positions)))
@@ -362,7 +362,7 @@ class _DividedSteps:
 
 
 def numbers_of(step: StepGraph) -> dict[Var, tuple[int, int]]:
-    """Return for each value the number of its equation, and which of the equation's results it is."""
+    """Return the number of each value's equation, and its position among the results."""
     return {
         var: (number, r)
         for number, eqn in enumerate(step.jaxpr.eqns)
@@ -373,7 +373,7 @@ def numbers_of(step: StepGraph) -> dict[Var, tuple[int, int]]:
 def _exchange_alike(
     whole: Partition, divided: Partition, tasks: Sequence[Task], parts: int
 ) -> bool:
-    """Whether tasks read and compute the same values for microbatches that are smaller by `parts`."""
+    """Whether tasks exchange the same values when microbatches are smaller by `parts`."""
     primitives = [[eqn.primitive for eqn in each.step.jaxpr.eqns] for each in (whole, divided)]
     if primitives[0] != primitives[1]:
         return False

@@ -1,4 +1,4 @@
-"""Which layers form a stage and which devices it gets, as the user says: evenly, one by one, or to be found."""
+"""Stage options: how layers and devices are assigned to stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,17 +24,17 @@ from autopar.sharding.options import AUTO, ShardingOptions
 
 
 class StageError(ValueError):
-    """Layers can't be put on devices as asked."""
+    """Layers cannot be placed on devices as requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a stage consists of.
+    """The layers and devices of one stage.
 
     Attributes:
         layers: its layers, consecutive.
         devices: numbers of its devices in the cluster.
-        shapes: logical mesh shapes to choose from.
+        shapes: shapes of logical mesh to choose from.
         options: limits on its shardings.
     """
 
@@ -48,17 +48,21 @@ _PHYSICAL = items(integer(), "(hosts, devices per host), such as (1, 4)", least=
 
 
 type Placement = Callable[[int], Sequence[int]]
-"""The number of submeshes -> for each stage the number of its submesh."""
+"""(number of submeshes) -> the submesh of each stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class UniformStageOption:
-    """Stages with the same number of devices, and of layers as far as possible.
+    """Stages with the same number of devices and, as far as possible, of layers.
 
     Attributes:
-        num_stages: how many; by default as many as there are layers.
-        submesh_physical_shape: (hosts, devices per host) of each stage; by default the cluster's devices are shared evenly.
-        submesh_logical_shape: logical mesh shape of each stage; by default the cheapest is taken.
+        num_stages: number of stages; by default the number of layers.
+        submesh_physical_shape: (hosts, devices per host) of each stage; by default an equal share
+            of the cluster's devices.
+        submesh_logical_shape: shape of each stage's logical mesh; by default the cheapest.
+
+    Raises:
+        StageError: an option has another type, or the two shapes have different numbers of devices.
     """
 
     num_stages: int | None = None
@@ -84,7 +88,18 @@ class UniformStageOption:
         num_chunks: int,
         placement: Placement,
     ) -> list[Assignment]:
-        """Return the stages, `num_chunks` on each submesh. Raises StageError when there are too few layers or devices."""
+        """Return the layers and devices of each stage.
+
+        Args:
+            num_layers: number of layers of the step.
+            num_devices: number of devices of the cluster.
+            options: limits on shardings.
+            num_chunks: number of stages on each submesh.
+            placement: the submesh of each stage.
+
+        Raises:
+            StageError: there are too few layers or devices.
+        """
         stages = num_layers if self.num_stages is None else self.num_stages
         if stages > num_layers:
             raise StageError(
@@ -94,44 +109,51 @@ class UniformStageOption:
             raise StageError(
                 f"{stages} stages can't be shared by submeshes with {num_chunks} chunks each"
             )
-        count = stages // num_chunks
-        each = (
-            num_devices // count
+        num_meshes = stages // num_chunks
+        num_devices_each = (
+            num_devices // num_meshes
             if self.submesh_physical_shape is None
             else prod(self.submesh_physical_shape)
         )
-        if each < 1 or each * count > num_devices:
+        if num_devices_each < 1 or num_devices_each * num_meshes > num_devices:
             raise StageError(
-                f"{count} submeshes of {max(each, 1)} device(s) need {count * max(each, 1)}, there are {num_devices}"
+                f"{num_meshes} submeshes of {max(num_devices_each, 1)} device(s) need"
+                f" {num_meshes * max(num_devices_each, 1)}, there are {num_devices}"
             )
         shapes = (
-            logical_shapes(each)
+            logical_shapes(num_devices_each)
             if self.submesh_logical_shape is None
             else (tuple(self.submesh_logical_shape),)
         )
-        if prod(shapes[0]) != each:
+        if prod(shapes[0]) != num_devices_each:
             raise StageError(
-                f"submesh_logical_shape {shapes[0]} is of {prod(shapes[0])} device(s), but each of {count} submesh(es) has {each}; give"
+                f"submesh_logical_shape {shapes[0]} is of {prod(shapes[0])} device(s), but each of"
+                f" {num_meshes} submesh(es) has {num_devices_each}; give"
                 " submesh_physical_shape=(hosts, devices per host) too, or a shape of as many"
             )
         bounds = [num_layers * s // stages for s in range(stages + 1)]
-        devices = [tuple(range(mesh * each, (mesh + 1) * each)) for mesh in range(count)]
-        return [
-            Assignment(tuple(range(bounds[s], bounds[s + 1])), devices[mesh], shapes, options)
-            for s, mesh in enumerate(placement(count))
-        ]
+        assignments = []
+        for stage, mesh in enumerate(placement(num_meshes)):
+            layers = tuple(range(bounds[stage], bounds[stage + 1]))
+            devices = tuple(range(mesh * num_devices_each, (mesh + 1) * num_devices_each))
+            assignments.append(Assignment(layers, devices, shapes, options))
+        return assignments
 
 
 @dataclass(frozen=True, slots=True)
 class ManualStageOption:
-    """Stages as given.
+    """Stages that are given one by one.
 
     Attributes:
-        forward_stage_layer_ids: the layers of each stage.
+        forward_stage_layer_ids: layers of each stage.
         submesh_physical_shapes: (hosts, devices per host) of each stage.
-        submesh_logical_shapes: logical mesh shape of each stage.
+        submesh_logical_shapes: shape of each stage's logical mesh.
         submesh_autosharding_option_dicts: for each stage, fields of `ShardingOptions` to replace.
-        submesh_devices: for each stage the numbers of its devices in the cluster; by default they follow one another.
+        submesh_devices: numbers in the cluster of each stage's devices; by default stages follow
+            one another.
+
+    Raises:
+        StageError: an option has another type, or there is not one entry for each stage.
     """
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
@@ -161,11 +183,13 @@ class ManualStageOption:
                 numbers, "the numbers of the devices of each stage, such as [[0, 1], [2, 3]]"
             ),
         )
-        count, changes = len(self.forward_stage_layer_ids), self.submesh_autosharding_option_dicts
+        count = len(self.forward_stage_layer_ids)
+        changes = self.submesh_autosharding_option_dicts
         given = (self.submesh_physical_shapes, self.submesh_logical_shapes, changes or [{}] * count)
-        if any(len(each) != count for each in given):
+        lengths = [len(values) for values in given]
+        if any(length != count for length in lengths):
             raise StageError(
-                f"{count} stages, but {[len(each) for each in given]} physical shapes, logical shapes and options"
+                f"{count} stages, but {lengths} physical shapes, logical shapes and options"
             )
         for physical, logical in zip(
             self.submesh_physical_shapes, self.submesh_logical_shapes, strict=True
@@ -180,15 +204,29 @@ class ManualStageOption:
         num_chunks: int,
         placement: Placement,
     ) -> list[Assignment]:
-        """Return the stages. Raises StageError when they don't fit together."""
+        """Return the layers and devices of each stage.
+
+        Args:
+            num_layers: number of layers of the step.
+            num_devices: number of devices of the cluster.
+            options: limits on shardings.
+            num_chunks: number of stages on each submesh, which must be 1.
+            placement: the submesh of each stage.
+
+        Raises:
+            StageError: the stages do not have every layer once, or need other devices than there
+                are.
+        """
         if num_chunks != 1:
             raise StageError(
-                "a manual stage option gives each stage a submesh of its own; use a UniformStageOption"
+                "a manual stage option gives each stage a submesh of its own; use a"
+                " UniformStageOption"
             )
         stages = [tuple(layers) for layers in self.forward_stage_layer_ids]
         if [layer for layers in stages for layer in layers] != list(range(num_layers)):
             raise StageError(
-                f"stages of layers {stages}, expected each of the {num_layers} layers once, in order"
+                f"stages of layers {stages}, expected each of the {num_layers} layers once, in"
+                " order"
             )
         changes = self.submesh_autosharding_option_dicts or [{}] * len(stages)
         return [
@@ -209,15 +247,16 @@ class ManualStageOption:
             if ends[-1] > num_devices:
                 raise StageError(f"the stages need {ends[-1]} devices, there are {num_devices}")
             return [tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
-        devices = [tuple(each) for each in self.submesh_devices]
-        if [len(each) for each in devices] != sizes:
+        devices = [tuple(stage_devices) for stage_devices in self.submesh_devices]
+        if [len(stage_devices) for stage_devices in devices] != sizes:
             raise StageError(
                 f"submesh_devices are {devices}, but the submeshes have {sizes} devices"
             )
-        every = sorted(device for each in devices for device in each)
+        every = sorted(device for stage_devices in devices for device in stage_devices)
         if len(set(every)) < len(every) or not 0 <= every[0] <= every[-1] < num_devices:
             raise StageError(
-                f"submesh_devices are {devices}, expected numbers from 0 to {num_devices - 1}, each at most once"
+                f"submesh_devices are {devices}, expected numbers from 0 to {num_devices - 1},"
+                " each at most once"
             )
         return devices
 
@@ -238,29 +277,41 @@ def _changes(value: object) -> dict:
 _CHANGES = AllowedValues("", _changes)
 
 PhysicalSpace = Literal["power_of_two", "small_power_of_two", "whole_hosts", "all"]
-"""Submeshes that stages may get: powers of two devices of a host and powers of two hosts; the same with at most four hosts; the same
-with any number of hosts; any number of devices of a host, or of hosts."""
+"""Submeshes that stages may get.
+
+"power_of_two" are powers of two devices of a host and powers of two hosts; "small_power_of_two" are
+the same with at most four hosts; "whole_hosts" are the same with any number of hosts; "all" are any
+number of devices of a host, and of hosts.
+"""
 
 LogicalSpace = Literal[
     "single_node_model_parallel", "same_as_physical", "data_parallel_only", "all"
 ]
-"""Ways to see a submesh as a mesh: one axis, or two of which the second stays within a host; hosts x devices of a host; one axis, for
-the batch; one axis, or any two."""
+"""Shapes of logical mesh that a submesh may have.
+
+"single_node_model_parallel" is one axis, or two of which the second stays within a host;
+"same_as_physical" is hosts x devices of a host; "data_parallel_only" is one axis, for the batch;
+"all" is one axis, or any two.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoStageOption:
-    """Stages that are found: those with the least predicted time of a step that fit in memory (Alpa, OSDI'22, section 5).
+    """Stages with the least predicted time of a step that fit in memory (Alpa, OSDI'22, section 5).
 
     Attributes:
-        submesh_physical_shape_space: see `PhysicalSpace`.
-        submesh_logical_shape_space: see `LogicalSpace`.
-        stage_imbalance_tolerance: how far, relative, the share of the work that a stage does may be above, and below, its share of
-            the devices.
-        leave_idle: devices may be left without work.
-        profile: measure stages on the devices that are here instead of predicting what they take. Every stage that may be worth it
-            is compiled and run, once for all that are alike.
-        cached_profile_result: a file that keeps what was measured, for the next time.
+        submesh_physical_shape_space: submeshes to choose from; see `PhysicalSpace`.
+        submesh_logical_shape_space: logical meshes to choose from; see `LogicalSpace`.
+        stage_imbalance_tolerance: relative difference that is allowed between a stage's share of
+            the work and its share of the devices.
+        leave_idle: whether devices may be left without work.
+        profile: measure stages on the devices of this process instead of predicting their time.
+            Every stage that may be part of the optimum is compiled and run, once for all that are
+            alike.
+        cached_profile_result: file to keep measurements in.
+
+    Raises:
+        StageError: an option has another type, or there is a file and no profiling.
     """
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"
@@ -283,7 +334,8 @@ class AutoStageOption:
         )
         if self.cached_profile_result is not None and not self.profile:
             raise StageError(
-                f"cached_profile_result is {self.cached_profile_result}, which keeps what profile=True measures; give both"
+                f"cached_profile_result is {self.cached_profile_result}, which keeps what"
+                " profile=True measures; give both"
             )
 
 
@@ -291,7 +343,7 @@ type StageOption = UniformStageOption | ManualStageOption | AutoStageOption
 
 
 def logical_shapes(num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a logical mesh of so many devices with at most two axes."""
+    """Return the shapes of a logical mesh of `num_devices` devices with at most two axes."""
     pairs = [
         (a, num_devices // a)
         for a in range(2, num_devices)

@@ -8,7 +8,6 @@ from autopar.pipeline.submeshes import (
     counting_suffices,
     enumerate_submeshes,
     fits,
-    logical_shapes,
     place,
 )
 
@@ -37,10 +36,6 @@ def test_unequal_hosts_are_pools_of_their_own():
         "1:1x2",
         "1:1x4",
     ]
-
-
-def test_devices_are_seen_as_every_mesh_with_two_axes():
-    assert logical_shapes(6) == ((1, 6), (2, 3), (3, 2), (6, 1))
 
 
 @st.composite
