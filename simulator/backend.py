@@ -33,8 +33,11 @@ class Backend:
 
 
 EAGER = Backend("eager", kernel_us=54.4, step_us=5.1e3, update_bytes=60.0, instruction_us=54.4)
-"""PyTorch as Megatron-LM uses it, kernel by kernel. Both times of the host are fitted to 40 rows of
-vTrain's single-node table. The issue of an instruction is assumed to cost as much as a launch."""
+"""PyTorch as Megatron-LM uses it, kernel by kernel.
+
+`python -m simulator.validation.fit_backends` fits both times of the host to 40 rows of vTrain's
+single-node table. The issue of an instruction is assumed to cost as much as a launch.
+"""
 
 ZERO_2021 = replace(EAGER, name="zero-2021", max_nics=1, regathers=True)
 """The first ZeRO-3 of DeepSpeed: an all_gather is one ring, through one NIC of each host."""

@@ -22,7 +22,7 @@ from simulator.report.prediction_table import prediction_json, prediction_table
 from simulator.transformer import predict
 from simulator.transformer.scenario_files import Scenario, load_for_program, load_machine
 from simulator.transformer.what_if import Change
-from simulator.validation.published import published_sets
+from simulator.validation.published import PUBLISHED_SETS
 from simulator.validation.report import (
     Comparison,
     NothingPredictedError,
@@ -184,7 +184,7 @@ def validate(
 
     Prints errors, rank correlation, and the cost of choosing plans by prediction.
     """
-    sets_by_name = {published.name: published for published in published_sets()}
+    sets_by_name = {published.name: published for published in PUBLISHED_SETS}
     if unknown := [name for name in sets or [] if name not in sets_by_name]:
         raise typer.BadParameter(
             f"unknown set {unknown[0]!r}; expected some of {', '.join(sets_by_name)}"

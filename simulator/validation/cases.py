@@ -1,4 +1,4 @@
-"""A prediction beside a measurement, and the published sets of them."""
+"""Cases: a prediction and its measurement, and published sets of them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,14 +8,16 @@ from simulator.engine.prediction import Prediction
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of a published table.
+    """A row of a published table.
 
     Attributes:
-        name: which row it is.
-        measured, predicted: in the unit of the set.
-        alternatives: what the plan competes with: rows with the same text were measured for the same model, devices and batch.
+        name: name of the row.
+        measured: measured value, in the unit of the set.
+        predicted: predicted value, in the unit of the set.
+        alternatives: name of a group of plans for the same model, devices and batch; empty for
+            none.
         fitted: whether parameters were fitted to this row.
-        interval: where four fifths of the measurements are expected.
+        interval: interval that contains four fifths of such measurements.
     """
 
     name: str
@@ -34,7 +36,15 @@ class Case:
         alternatives: str = "",
         fitted: bool = False,
     ) -> "Case":
-        """A step that was measured to take `seconds`, with the interval from P10 to P90 of the prediction."""
+        """Return the case of a step; the interval is from P10 to P90 of the prediction.
+
+        Args:
+            name: name of the row.
+            seconds: measured seconds.
+            prediction: prediction of the step.
+            alternatives: group of plans that the step's plan belongs to.
+            fitted: whether parameters were fitted to this row.
+        """
         interval = (prediction.quantile(0.1), prediction.quantile(0.9))
         return cls(name, seconds, prediction.seconds, alternatives, fitted, interval)
 
@@ -46,7 +56,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Unpredicted:
-    """One row of a published table without a prediction, and why."""
+    """A row of a published table without a prediction.
+
+    Attributes:
+        name: name of the row.
+        why: the reason.
+    """
 
     name: str
     why: str
@@ -54,16 +69,17 @@ class Unpredicted:
 
 @dataclass(frozen=True, slots=True)
 class PublishedSet:
-    """Rows of one published table.
+    """The rows of a published table.
 
     Attributes:
-        title: for a table; `name` is for files and the command line.
-        unit: of what is predicted.
-        source: where the rows are from.
-        target: mean absolute error that we want at most, a fraction; None where there is no target.
-        cases: predicts all rows; given a folder, those of its files in place of the tables that come along.
-        files: the names of these files, without .csv.
-        note: what was assumed, or why a target is missed.
+        name: name in files and on the command line.
+        title: title in figures.
+        unit: unit of the values.
+        source: origin of the rows.
+        cases: function that predicts all rows; its optional argument is a folder with other rows.
+        target: largest acceptable mean absolute relative error; None for no target.
+        note: assumptions, or why a target is missed.
+        files: names of the files with the rows, without .csv.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Writes the comparison with published numbers: tables as CSV, figures as SVG, a summary for the terminal or as JSON."""
+"""Reports of comparisons with published numbers: CSV tables, SVG figures, a summary, and JSON."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +16,19 @@ from simulator.validation.statistics import Statistics, coverage, statistics
 
 
 class NothingPredictedError(ValueError):
-    """A set without a row that can be compared."""
+    """A published set without a row that can be predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A published set with its cases predicted, and the rows for which that was not possible."""
+    """A published set and its predictions.
+
+    Attributes:
+        published: the set.
+        cases: rows with a prediction.
+        statistics: statistics of the cases.
+        unpredicted: rows without a prediction.
+    """
 
     published: PublishedSet
     cases: tuple[Case, ...]
@@ -30,27 +37,43 @@ class Comparison:
 
     @classmethod
     def of(cls, published: PublishedSet, folder: Path | None = None) -> "Comparison":
-        """The comparison, with rows of a folder's files where one is given."""
+        """Predict the rows of a set.
+
+        Args:
+            published: the set.
+            folder: a folder with other rows of the set; the shipped ones by default.
+
+        Raises:
+            NothingPredictedError: no row can be predicted.
+        """
         rows = tuple(published.cases() if folder is None else published.cases(folder))
         cases = tuple(row for row in rows if isinstance(row, Case))
-        without = tuple(row for row in rows if isinstance(row, Unpredicted))
+        unpredicted = tuple(row for row in rows if isinstance(row, Unpredicted))
         if not cases:
-            reasons = "; ".join(f"{row.name}: {row.why}" for row in without) or "there is none"
+            reasons = "; ".join(f"{row.name}: {row.why}" for row in unpredicted) or "there is none"
             raise NothingPredictedError(f"{published.name}: no row to compare: {reasons}")
-        return cls(published, cases, statistics(cases, len(without)), without)
+        return cls(published, cases, statistics(cases, len(unpredicted)), unpredicted)
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met, on the rows that nobody fitted where there are some; None without a target."""
+        """Whether the target is met, on rows to which nothing was fitted if there are some.
+
+        None without a target.
+        """
         if self.published.target is None:
             return None
-        found = self.statistics
-        return (found.mape if found.unseen is None else found.unseen) <= self.published.target
+        numbers = self.statistics
+        error = numbers.mape if numbers.unseen is None else numbers.unseen
+        return error <= self.published.target
 
 
 def summary(comparisons: Sequence[Comparison]) -> Table:
-    """One line per set: rows, how many more could not be predicted and how many were fitted, errors in % (on the unseen rows too), rank correlation, regret, and the
-    part of the rows between P10 and P90."""
+    """Return a table for the terminal, with a line per set.
+
+    Its columns are: numbers of rows, of rows without a prediction and of fitted rows; errors in %,
+    also on unseen rows; rank correlation; regret; and the fraction of rows between P10 and P90, in
+    %.
+    """
     table = Table(
         title="Predicted and published, errors in %",
         caption=_coverage_text(comparisons),
@@ -75,40 +98,42 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for comparison in comparisons:
-        found, target = comparison.statistics, comparison.published.target
+        numbers = comparison.statistics
+        target = comparison.published.target
         table.add_row(
             comparison.published.name,
-            str(found.count),
-            str(found.unpredicted or ""),
-            str(found.fitted or ""),
-            _percent(found.mape),
+            str(numbers.count),
+            str(numbers.unpredicted or ""),
+            str(numbers.fitted or ""),
+            _percent(numbers.mape),
             ""
             if target is None
             else f"[{'green' if comparison.met else 'red'}]{_percent(target)}[/]",
-            "" if found.unseen is None or not found.fitted else _percent(found.unseen),
-            _percent(found.median),
-            _percent(found.p90),
-            _percent(found.largest),
-            f"{100 * found.bias:+.1f}",
-            "" if found.spearman is None else f"{found.spearman:.2f}",
-            "" if found.regret is None else _percent(found.regret),
-            "" if found.covered is None else f"{100 * found.covered:.0f}",
+            "" if numbers.unseen is None or not numbers.fitted else _percent(numbers.unseen),
+            _percent(numbers.median),
+            _percent(numbers.p90),
+            _percent(numbers.largest),
+            f"{100 * numbers.bias:+.1f}",
+            "" if numbers.spearman is None else f"{numbers.spearman:.2f}",
+            "" if numbers.regret is None else _percent(numbers.regret),
+            "" if numbers.covered is None else f"{100 * numbers.covered:.0f}",
         )
     return table
 
 
 def _coverage_text(comparisons: Sequence[Comparison]) -> str:
-    found = coverage([comparison.cases for comparison in comparisons])
-    if found is None:
+    """Return a sentence about the coverage of intervals; empty if too few sets have intervals."""
+    overall = coverage([comparison.cases for comparison in comparisons])
+    if overall is None:
         return ""
     return (
-        f"{100 * found.covered:.0f} % of {found.count} rows that nobody fitted to lie between P10 and P90; "
-        f"{100 * found.held_out:.0f} % with widths from the other sets alone"
+        f"{100 * overall.covered:.0f} % of {overall.count} rows to which nothing was fitted lie "
+        f"between P10 and P90; {100 * overall.held_out:.0f} % with widths from the other sets alone"
     )
 
 
 def as_json(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
-    """Statistics and rows of every set, plain values."""
+    """Return the statistics and rows of each set as plain values."""
     return [
         {
             "name": comparison.published.name,
@@ -127,7 +152,18 @@ def as_json(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
 
 
 def write_report(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
-    """The tables `summary.csv` and `cases.csv` and the figures `scatter.svg` and `errors.svg` in `folder`; their paths."""
+    """Write the tables `summary.csv` and `cases.csv`, and figures `scatter.svg` and `errors.svg`.
+
+    Args:
+        comparisons: the comparisons.
+        folder: folder of the files, which is created if it does not exist.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        FileError: the folder can't be created.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -170,7 +206,7 @@ def _case_rows(comparisons: Iterable[Comparison]) -> pd.DataFrame:
 
 
 def _draw_scatter(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Predicted over measured seconds, both logarithmic."""
+    """Draw predicted over measured seconds on logarithmic axes."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(6.5, 6))
     shown = [comparison for comparison in comparisons if comparison.published.unit == "s"]
@@ -185,11 +221,8 @@ def _draw_scatter(comparisons: Sequence[Comparison], path: Path) -> None:
             color=_color(plt, number),
             label=comparison.published.title,
         )
-    ends = (
-        [f(case.measured for c in shown for case in c.cases) for f in (min, max)]
-        if shown
-        else [1, 10]
-    )
+    seconds = [case.measured for comparison in shown for case in comparison.cases] or [1, 10]
+    ends = [min(seconds), max(seconds)]
     axes.plot(ends, ends, color="black", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s")
     axes.legend(fontsize=6, frameon=False)
@@ -197,7 +230,7 @@ def _draw_scatter(comparisons: Sequence[Comparison], path: Path) -> None:
 
 
 def _draw_errors(comparisons: Sequence[Comparison], path: Path) -> None:
-    """The part of the rows of each set with at most so large an error."""
+    """Draw the cumulative distribution of the absolute error of each set."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(6.5, 4.5))
     for number, comparison in enumerate(comparisons):

@@ -1,8 +1,9 @@
-"""How far predictions are from measurements, and whether they choose the right plan."""
+"""Statistics of predictions: errors, rank correlation, regret, and coverage of intervals."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import log
 
 import numpy as np
@@ -14,19 +15,24 @@ from simulator.validation.cases import Case
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of relative errors.
+    """Statistics of the relative errors of several cases.
 
     Attributes:
-        count: rows, all of them; `fitted` is how many of those parameters were fitted to.
+        count: number of cases.
+        fitted: number of cases to which parameters were fitted.
         mape: mean absolute error.
-        unseen: the same over the rows that nobody fitted; None without such a row.
+        unseen: mean absolute error over cases to which nothing was fitted; None without such a
+            case.
+        median: median of the absolute error.
+        p90: 90th percentile of the absolute error.
+        largest: largest absolute error.
         bias: mean error.
-        spearman: rank correlation of predicted and measured; None for fewer than three rows.
-        covered: part of the rows with an interval, and not fitted to, whose measurement is in it; None without such a row. Four fifths
-            are aimed at.
-        unpredicted: rows that are not among them, as nothing could be predicted.
-        regret: by how much the plan that is predicted to be the fastest is slower than the fastest, mean over the groups of at
-            least three alternatives; None without such a group.
+        spearman: rank correlation of predicted and measured; None for fewer than three cases.
+        regret: `regret` of the cases.
+        covered: fraction of measurements in their interval, over cases with an interval to which
+            nothing was fitted; None without such a case. Intervals are meant to contain four
+            fifths.
+        unpredicted: number of further rows without a prediction.
     """
 
     count: int
@@ -44,7 +50,15 @@ class Statistics:
 
 
 def statistics(cases: Sequence[Case], unpredicted: int = 0) -> Statistics:
-    """The statistics of at least one case; none: `ValueError`."""
+    """Return the statistics of cases.
+
+    Args:
+        cases: at least one case.
+        unpredicted: number of further rows without a prediction.
+
+    Raises:
+        ValueError: there are no cases.
+    """
     if not cases:
         raise ValueError("no cases; expected at least one")
     errors = np.array([case.error for case in cases])
@@ -69,13 +83,14 @@ def statistics(cases: Sequence[Case], unpredicted: int = 0) -> Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How often measurements are in the intervals that predictions give, which four fifths of them should be.
+    """Fractions of measurements in the intervals of predictions, which should be four fifths.
 
     Attributes:
-        count: rows with an interval that nobody fitted to.
-        covered: the part of them in their interval.
-        held_out: the same if intervals were as wide as four fifths of the rows of all *other* sets need. The rows of one set have
-            errors in common, so this says what to expect of a set that nobody has seen.
+        count: number of cases with an interval to which nothing was fitted.
+        covered: fraction of them in their interval.
+        held_out: fraction of them in intervals that are as wide as to contain four fifths of the
+            cases of all *other* sets. Cases of one set have common errors, so this is what to
+            expect of a new set.
     """
 
     count: int
@@ -84,26 +99,26 @@ class Coverage:
 
 
 def coverage(sets: Sequence[Sequence[Case]]) -> Coverage | None:
-    """The coverage over several sets; None for fewer than two with intervals."""
-    distances = [found for cases in sets if (found := _distances(cases))]
+    """Return the coverage over several sets; None if fewer than two have intervals."""
+    distances = [_distances(cases) for cases in sets]
+    distances = [of_set for of_set in distances if of_set]
     if len(distances) < 2:
         return None
     count = sum(map(len, distances))
     held_out = 0
-    for number, found in enumerate(distances):
-        others = [
-            each for other in (*distances[:number], *distances[number + 1 :]) for each in other
-        ]
-        held_out += sum(distance <= np.quantile(others, 0.8) for distance in found)
-    return Coverage(
-        count,
-        sum(each <= 1 for found in distances for each in found) / count,
-        float(held_out / count),
-    )
+    for number, of_set in enumerate(distances):
+        others = list(chain(*distances[:number], *distances[number + 1 :]))
+        held_out += sum(distance <= np.quantile(others, 0.8) for distance in of_set)
+    covered = sum(distance <= 1 for distance in chain(*distances))
+    return Coverage(count, covered / count, float(held_out / count))
 
 
 def _distances(cases: Sequence[Case]) -> list[float]:
-    """From prediction to measurement, in parts of the way to the end of the interval, of rows that nobody fitted to."""
+    """Return the logarithmic distance of each measurement from its prediction.
+
+    The unit is the distance of the end of the interval. Cases to which parameters were fitted are
+    left out.
+    """
     distances = []
     for case in cases:
         if case.interval is not None and not case.fitted:
@@ -113,7 +128,7 @@ def _distances(cases: Sequence[Case]) -> list[float]:
 
 
 def spearman(one: ArrayLike, other: ArrayLike) -> float | None:
-    """The correlation of ranks; None for fewer than three pairs, or where all values are the same."""
+    """Return the correlation of ranks; None for fewer than three pairs, or equal values."""
     ranks = np.array([rankdata(one), rankdata(other)])
     if ranks.shape[1] < 3 or (np.ptp(ranks, axis=1) == 0).any():
         return None
@@ -121,15 +136,18 @@ def spearman(one: ArrayLike, other: ArrayLike) -> float | None:
 
 
 def regret(cases: Sequence[Case]) -> float | None:
-    """By how much choosing by prediction costs, over the groups of at least three alternatives."""
+    """Return the loss of choosing plans by prediction.
+
+    It is the relative slowdown of the plan with the fastest prediction against the fastest plan,
+    mean over groups of at least three alternatives; None without such a group.
+    """
     groups: defaultdict[str, list[Case]] = defaultdict(list)
     for case in cases:
         if case.alternatives:
             groups[case.alternatives].append(case)
-    losses = [
-        min(group, key=lambda case: case.predicted).measured / min(case.measured for case in group)
-        - 1
-        for group in groups.values()
-        if len(group) >= 3
-    ]
+    losses = []
+    for group in groups.values():
+        if len(group) >= 3:
+            chosen = min(group, key=lambda case: case.predicted)
+            losses.append(chosen.measured / min(case.measured for case in group) - 1)
     return float(np.mean(losses)) if losses else None

@@ -15,7 +15,7 @@ from simulator.cli import app
 from simulator.memory import MemoryUse
 from simulator.program import Program, Run
 from simulator.program_file import save_program
-from simulator.validation.published import published_sets
+from simulator.validation.published import PUBLISHED_SETS
 from simulator.work import Collective, Done, Gemm, Kernel, Start
 
 ROOT = Path(simulator.__file__).parent.parent
@@ -42,7 +42,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(simulator.cli, "fit_profiles", lambda: ())
-    monkeypatch.setattr(simulator.cli, "published_sets", lambda: published_sets()[:1])
+    monkeypatch.setattr(simulator.cli, "PUBLISHED_SETS", PUBLISHED_SETS[:1])
     return tmp_path
 
 

@@ -1,14 +1,15 @@
-"""Megatron-LM and its relatives: Narayanan et al. 2021 (arXiv 2104.04473), Megatron-Core on H100, MT-NLG."""
+"""Megatron-LM: Narayanan et al. 2021 (arXiv 2104.04473), Megatron-Core on H100, MT-NLG."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from simulator.transformer import ZERO_2021, Execution, Transformer, predict
-from simulator.validation.cases import Case, Unpredicted
+from simulator.validation.cases import Case, PublishedSet, Unpredicted
 from simulator.validation.sets.published_rows import PUBLISHED, fastest_case, gpt, machine, records
 
 
 def sc21_ptd(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
+    """Yield the steps of Narayanan et al. with pipeline, tensor and data parallelism."""
     for row in records("megatron_sc21_table1", folder=folder):
         model = Transformer(
             layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=row.vocab
@@ -47,6 +48,7 @@ def sc21_ptd(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
 
 
 def sc21_zero3(folder: Path = PUBLISHED) -> Iterator[Case]:
+    """Yield the steps of Narayanan et al. with ZeRO-3."""
     shipped = records("megatron_sc21_table2")
     for row in records("megatron_sc21_table2", folder=folder):
         if row.scheme != "ZeRO-3":
@@ -70,6 +72,7 @@ def sc21_zero3(folder: Path = PUBLISHED) -> Iterator[Case]:
 
 
 def megatron_core(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
+    """Yield the steps of Megatron-Core's weak scaling on H100."""
     for row in records("megatron_core_h100_weak", folder=folder):
         model = Transformer(
             layers=row.layers,
@@ -105,6 +108,7 @@ def megatron_core(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
 
 
 def mt_nlg(folder: Path = PUBLISHED) -> Iterator[Case]:
+    """Yield the steps of MT-NLG 530B."""
     for row in records("mtnlg_530B_a100_40", folder=folder):
         plan = Execution(
             tensor=8,
@@ -116,3 +120,56 @@ def mt_nlg(folder: Path = PUBLISHED) -> Iterator[Case]:
         )
         where = machine("dgx_a100_40", row.gpus)
         yield Case.of_step(f"530B on {row.gpus}", row.iter_s, predict(gpt("530B"), plan, where))
+
+
+SC21_PTD = PublishedSet(
+    name="sc21-ptd",
+    title="Narayanan et al. 2021, tables 1 and 2, PTD",
+    unit="s",
+    source="arXiv 2104.04473, A100-80 (Selene)",
+    cases=sc21_ptd,
+    target=0.08,
+    note="microbatch and interleaving are not given in table 1: the best of those that fit",
+    files=("megatron_sc21_table1", "megatron_sc21_table2"),
+)
+
+SC21_ZERO3 = PublishedSet(
+    name="sc21-zero3",
+    title="Narayanan et al. 2021, table 2, ZeRO-3",
+    unit="s",
+    source="arXiv 2104.04473, A100-80 (Selene)",
+    cases=sc21_zero3,
+    target=0.15,
+    note=(
+        "the contention of computation and collectives, which all backends share, is fitted to "
+        "both rows; one NIC a ring"
+    ),
+    files=("megatron_sc21_table2",),
+)
+
+MEGATRON_CORE = PublishedSet(
+    name="megatron-core-h100",
+    title="Megatron-Core, weak scaling on H100",
+    unit="s",
+    source="Megatron-LM README, H100",
+    cases=megatron_core,
+    target=0.10,
+    note=(
+        "microbatch and interleaving are not given: the best of those that fit; all communication "
+        "overlaps, as its README says"
+    ),
+    files=("megatron_core_h100_weak",),
+)
+
+MT_NLG = PublishedSet(
+    name="mt-nlg",
+    title="MT-NLG 530B",
+    unit="s",
+    source="llm-analysis README, A100-40 (Selene)",
+    cases=mt_nlg,
+    note=(
+        "no target. Predicted too fast: DeepSpeed's pipeline engine, which ran it, sends whole "
+        "activations between stages and waits for them; the table doesn't say what was overlapped"
+    ),
+    files=("mtnlg_530B_a100_40",),
+)

@@ -1,4 +1,4 @@
-"""What the published sets share: models, machines, tables, and the choice of what a table doesn't say."""
+"""Helpers of the published sets: tables, models, machines, and options that a table omits."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -17,59 +17,84 @@ from simulator.validation.cases import Case, Unpredicted
 
 GIB = 2**30
 
-GPT = {  # layers, hidden, heads
+_GPT_SIZES = {
     "22B": (48, 6144, 64),
     "175B": (96, 12288, 96),
     "530B": (105, 20480, 128),
     "1T": (128, 25600, 160),
 }
+"""Layers, hidden size and heads of Megatron-LM's models."""
 
 
 @cache
 def machine(cluster: str, devices: int, backend: Backend = EAGER, nics: int = 8) -> Machine:
-    """Whole hosts of a shipped cluster, at least as many as hold `devices`."""
+    """Return a machine of complete hosts of a shipped cluster, with 8 devices each.
+
+    Args:
+        cluster: name of the cluster.
+        devices: number of devices that are needed.
+        backend: the software.
+        nics: NICs of each host.
+    """
     hosts = Cluster.load(cluster).with_size(-(-devices // 8))
     return Machine(hosts.model_copy(update={"nics_per_host": nics}), backend)
 
 
 PUBLISHED = DATA / "published"
-"""The tables that come with the package."""
+"""Folder of the shipped tables."""
 
 
 def table(name: str, columns: list[str] | None = None, folder: Path = PUBLISHED) -> pd.DataFrame:
-    """One published table, or rows of the same columns in another folder; `columns` replace the names in the file.
+    """Return a published table, or a table with the same columns in another folder.
+
+    Args:
+        name: name of the file, without .csv.
+        columns: names that replace those of the columns.
+        folder: folder of the file.
 
     Raises:
-        ValueError: the other file lacks a column that the table has.
+        ValueError: a file in another folder lacks a column of the shipped one.
     """
     path = folder / f"{name}.csv"
-    found = read_table(path)
+    rows = read_table(path)
     expected = list(pd.read_csv(PUBLISHED / f"{name}.csv", nrows=0).columns)
-    if missing := [column for column in expected if column not in found]:
+    if missing := [column for column in expected if column not in rows]:
         raise ValueError(f"{path}: no column {missing[0]!r}; expected {', '.join(expected)}")
     names = dict(zip(expected, columns or expected, strict=True))
-    return found.reindex(columns=expected).rename(columns=names)
+    return rows.reindex(columns=expected).rename(columns=names)
 
 
 def records(name: str, columns: list[str] | None = None, folder: Path = PUBLISHED) -> list[Any]:
-    """The rows of a table, with a column to an attribute; none where another folder doesn't have it."""
+    """Return the rows of a table, with an attribute for each column.
+
+    Args and errors are those of `table`; a file that another folder lacks has no rows.
+    """
     if folder != PUBLISHED and not (folder / f"{name}.csv").exists():
         return []
     return list(table(name, columns, folder).itertuples(index=False))
 
 
-def chosen[Known](name: str, known: Mapping[str, Known], what: str) -> Known:
-    """What is known of a name in a table; an unknown one: `ValueError`."""
-    if name not in known:
+def look_up[Entry](name: str, entries: Mapping[str, Entry], what: str) -> Entry:
+    """Return the entry of a name in a table.
+
+    Args:
+        name: the name.
+        entries: entries by name.
+        what: what the name is of, for errors.
+
+    Raises:
+        ValueError: there is no such entry.
+    """
+    if name not in entries:
         raise ValueError(
-            f"unknown {what} {name!r} in the table; expected one of {', '.join(known)}"
+            f"unknown {what} {name!r} in the table; expected one of {', '.join(entries)}"
         )
-    return known[name]
+    return entries[name]
 
 
 def gpt(size: str, **changes: object) -> Transformer:
-    """One of Megatron-LM's models, by its size."""
-    layers, hidden, heads = chosen(size, GPT, "model")
+    """Return a model of Megatron-LM by its number of parameters, with other fields changed."""
+    layers, hidden, heads = look_up(size, _GPT_SIZES, "model")
     return Transformer.model_validate(
         {"layers": layers, "hidden": hidden, "heads": heads, "seq": 2048, "vocab": 51200} | changes
     )
@@ -83,26 +108,31 @@ def fastest_case(
     plan: dict[str, object],
     choices: dict[str, Iterable[object]],
 ) -> Case | Unpredicted:
-    """The row of a table that doesn't tell `choices`: the fastest of all combinations that divide the model and fit in memory.
+    """Return a case of a row that omits some options: the fastest combination that fits in memory.
 
     Args:
-        measured: its seconds, which may depend on what is predicted of the model.
+        name: name of the row.
+        measured: function that returns the measured seconds; the prediction has the model FLOP.
+        model: the model of the row.
+        where: the machine of the row.
+        plan: fields of the execution that the table has.
+        choices: values of each field that it omits.
+
+    Returns:
+        The case, or why none of the combinations can be predicted.
     """
-    found: list[Prediction] = []
+    fitting: list[Prediction] = []
     for values in product(*choices.values()):
         try:
-            candidate = predict(
-                model,
-                Execution.model_validate(plan | dict(zip(choices, values, strict=True))),
-                where,
-            )
+            fields = plan | dict(zip(choices, values, strict=True))
+            candidate = predict(model, Execution.model_validate(fields), where)
         except ValueError:
             continue
         if candidate.memory.fits:
-            found.append(candidate)
-    if not found:
+            fitting.append(candidate)
+    if not fitting:
         return Unpredicted(
             name, f"as no {' and '.join(choices)} divides the model and fits in memory"
         )
-    best = min(found, key=lambda prediction: prediction.seconds)
+    best = min(fitting, key=lambda prediction: prediction.seconds)
     return Case.of_step(name, measured(best), best)
