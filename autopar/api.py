@@ -53,10 +53,10 @@ from autopar.tracing.arguments import (
     check_arrays,
     check_hashable,
     donated_arguments,
+    dynamic_arguments,
     leaves_of,
     static_arguments,
     static_key,
-    without,
 )
 from autopar.tracing.trace import abstract, trace
 
@@ -224,7 +224,7 @@ class ParallelizedFunction[E: AnyExecutable]:
                 static_key(args[i]) for i in static if i < len(args)
             ):
                 try:
-                    return executable(*without(args, static))
+                    return executable(*dynamic_arguments(args, static))
                 except (TypeError, ValueError):
                     # other shapes or structure, or arrays not distributed yet: handled below
                     pass
@@ -270,7 +270,7 @@ class ParallelizedFunction[E: AnyExecutable]:
             self._unchecked.clear()
         check_args(getattr(self.fun, "__name__", "the step"), args)
         static = static_arguments(self._static_argnums, args)
-        dynamic = tuple(without(args, static))
+        dynamic = tuple(dynamic_arguments(args, static))
         leaves, tree = jax.tree.flatten(dynamic)
         if self._backend is LOCAL and any(isinstance(leaf, DistributedArray) for leaf in leaves):
             leaves = [

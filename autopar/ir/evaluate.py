@@ -20,7 +20,7 @@ Operands that are not there to be seen, the tokens of regions and what the other
 """
 
 
-def as_is(number: int, values: list[Any]) -> list[Any]:
+def unchanged(number: int, values: list[Any]) -> list[Any]:
     """A hook that changes nothing."""
     return values
 

@@ -81,7 +81,7 @@ class LogicalMesh:
 
         return tuple(tuple(base + offset for offset in offsets(inner)) for base in offsets(outer))
 
-    def along(self, groups: Groups) -> str:
+    def axes_of_groups(self, groups: Groups) -> str:
         """The axes along which members of a group differ, `x,y`; nothing if all are alone."""
         found: set[str] = set()
         for first, *others in groups:
@@ -90,9 +90,9 @@ class LogicalMesh:
                     self.axis_names, self._position(first), self._position(other), strict=True
                 )
                 found.update(axis for axis, one, another in positions if one != another)
-        return self.joined(found)
+        return self.axes_text(found)
 
-    def joined(self, axes: Collection[str]) -> str:
+    def axes_text(self, axes: Collection[str]) -> str:
         """Names of axes as `Collective.axis` has them: `x,y`."""
         return ",".join(axis for axis in self.axis_names if axis in axes)
 
@@ -148,7 +148,7 @@ def from_partition_spec(spec: PartitionSpec, rank: int) -> Spec:
     return (*entries, *((),) * (rank - len(entries)))
 
 
-def misfit(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
+def spec_problem(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
     """Why an array of `shape` can't be split as `spec` says over mesh axes of these sizes, and what to do; "" if it can."""
     if len(spec) > len(shape):
         return f"{spec} is for {len(spec)} dims, but its shape {tuple(shape)} has {len(shape)}; leave some out"

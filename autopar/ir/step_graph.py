@@ -99,7 +99,7 @@ class StepGraph:
             raise ValueError(f"arguments of structure {tree}, expected {self.in_tree}")
         return leaves
 
-    def cut(self, ways: int) -> "StepGraph":
+    def split_microbatches(self, ways: int) -> "StepGraph":
         """The step with every microbatch cut once more, into `ways` equal parts, such as devices take.
 
         Raises:
@@ -107,9 +107,9 @@ class StepGraph:
         """
         found = self.retrace(self.num_micro_batches * ways)
         if found.microbatching and self.microbatching:
-            if self.run % found.run:
+            if self.run_length % found.run_length:
                 raise MicrobatchError(
-                    f"runs of {found.run} examples, which stay together, are not in runs of {self.run}"
+                    f"runs of {found.run_length} examples, which stay together, are not in runs of {self.run_length}"
                 )
             if [len(loop.marks) for loop in found.microbatching.loops] != [
                 len(loop.marks) for loop in self.microbatching.loops
@@ -134,7 +134,7 @@ class StepGraph:
         return self.microbatching.chunks if self.microbatching else 1
 
     @property
-    def run(self) -> int:
+    def run_length(self) -> int:
         """Neighbouring examples that stay together in a microbatch."""
         return (
             aval_of(self.jaxpr.invars[min(self.batch)]).shape[0] // self.chunks if self.batch else 1

@@ -65,7 +65,7 @@ def compile_planned(
             key = function.jitted.lower(*function.in_avals).as_text(), mesh
             if key not in compiled:
                 target = compile_for(function.jitted, function.in_avals, pool)
-                body = with_axes(parse_hlo(target.hlo_text), stage.mesh.along)
+                body = with_axes(parse_hlo(target.hlo_text), stage.mesh.axes_of_groups)
                 compiled[key] = body, target.memory, memory_roles_at_peak(target.hlo_text)
             body, used, temporaries = compiled[key]
             bodies[function.task.name] = body

@@ -285,5 +285,9 @@ class _ProgramBuilder:
         num_bytes = resharding.gathered_bytes(array_bytes((), aval_of(crossing.var).dtype))
         groups = resharding.gather_groups
         return Collective(
-            f"gather {name}", "all_gather", num_bytes, groups, axis=resharding.mesh.along(groups)
+            f"gather {name}",
+            "all_gather",
+            num_bytes,
+            groups,
+            axis=resharding.mesh.axes_of_groups(groups),
         )

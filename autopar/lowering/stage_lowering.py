@@ -131,7 +131,7 @@ class StageLowering:
             source_ways = ways[producer.stage]
             if var not in self.partition.batch_facts.rows or source_ways == self.values.ways:
                 continue
-            divided = self.partition.step.cut(max(self.values.ways, source_ways))
+            divided = self.partition.step.split_microbatches(max(self.values.ways, source_ways))
             assert divided.microbatching is not None
             if power := divided.microbatching.powers[numbers[var]]:
                 scales[var] = (self.values.ways / source_ways) ** -power
@@ -233,7 +233,7 @@ class StageLowering:
             for r, var in enumerate(eqn.outvars)
         )
         inputs = tuple(value.spec for value in stage.inputs)
-        parts = step.cut(self.values.ways)
+        parts = step.split_microbatches(self.values.ways)
         return LocalAccumulation(parts, self.mesh, stage.deferred, inputs, results)
 
     def _run_update(self, task: Task, *operands: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.ir.spec import misfit
+from autopar.ir.spec import spec_problem
 
 
 def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
@@ -22,7 +22,7 @@ def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
     """
 
     def sharding(path: Any, x: Any, spec: PartitionSpec) -> NamedSharding:
-        if reason := misfit(spec, x.shape, mesh.shape):
+        if reason := spec_problem(spec, x.shape, mesh.shape):
             raise ValueError(
                 f"argument {jax.tree_util.keystr(path, simple=True, separator='/')}: {reason}"
             )

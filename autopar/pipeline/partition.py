@@ -139,7 +139,7 @@ class Partition:
             MicrobatchError: microbatches cannot be divided that way; see `StepGraph.cut`.
         """
         if parts not in self._divided:
-            self._divided[parts] = self.partitioner.partition(self.step.cut(parts))
+            self._divided[parts] = self.partitioner.partition(self.step.split_microbatches(parts))
         return self._divided[parts]
 
     @cached_property

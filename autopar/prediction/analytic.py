@@ -218,7 +218,7 @@ class _StageModel:
             return
         yield Start(
             Collective(
-                name, kind, 0.0, self._mesh.groups(axes), seconds, axis=self._mesh.joined(axes)
+                name, kind, 0.0, self._mesh.groups(axes), seconds, axis=self._mesh.axes_text(axes)
             )
         )
         yield Done(name)

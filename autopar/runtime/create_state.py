@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import Literal
 
 from autopar.ir import graph
-from autopar.ir.evaluate import as_is, evaluate
+from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.spec import AnyMesh
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.job import Array, Call, Input, Job, Output, StageMesh
@@ -136,7 +136,7 @@ def part_of_state(
 
     def run(*args: Any) -> list[jax.Array]:
         env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*args, *jaxpr.consts), strict=True))
-        evaluate(eqns, env, as_is, as_is, shardwise(mesh))
+        evaluate(eqns, env, unchanged, unchanged, shardwise(mesh))
         values = (atom.val if isinstance(atom, Literal) else env[atom] for atom in wanted)
         return [
             jax.lax.convert_element_type(value, graph.aval_of(atom).dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.ir.evaluate import as_is, evaluate
+from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.graph import aval_of, constant, source_line
 from autopar.ir.keys import is_key
 from autopar.ir.spec import partition_spec
@@ -85,7 +85,7 @@ def _first_equation(
     lowering = StageLowering(executable.planned.graphs[0], [stage], mesh)
     shardings = [NamedSharding(mesh, partition_spec(value.spec)) for value in stage.inputs]
     planned = jax.jit(partial(_values, step, lowering.run_eqns), in_shardings=shardings)(*args)
-    whole = jax.jit(partial(_values, step, partial(evaluate, before=as_is, after=as_is)))
+    whole = jax.jit(partial(_values, step, partial(evaluate, before=unchanged, after=unchanged)))
     expected = whole(*args)
     noisy = whole(*perturbed)
     for number, values in planned.items():

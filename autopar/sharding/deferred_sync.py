@@ -40,7 +40,7 @@ def check_parts(step: StepGraph, mesh: LogicalMesh, deferred: Axes) -> None:
     """
     if not deferred:
         return
-    parts = step.cut(mesh.ways(deferred))
+    parts = step.split_microbatches(mesh.ways(deferred))
     planned = [eqn.primitive for eqn in step.jaxpr.eqns]
     if mesh.ways(deferred) < mesh.num_devices and planned != [
         eqn.primitive for eqn in parts.jaxpr.eqns

@@ -18,8 +18,8 @@ from autopar.ir.spec import (
     axes_of,
     divides,
     from_partition_spec,
-    misfit,
     partition_spec,
+    spec_problem,
 )
 from autopar.ir.step_graph import StepGraph
 from autopar.sharding.dataflow import InputRole
@@ -204,7 +204,7 @@ class Pins:
 
 
 def _checked(name: str, partition: PartitionSpec, shape: Sequence[int], mesh: LogicalMesh) -> Spec:
-    if reason := misfit(partition, shape, mesh.sizes):
+    if reason := spec_problem(partition, shape, mesh.sizes):
         raise ShardingError(f"{name} is pinned to {partition}: {reason}")
     spec = from_partition_spec(partition, len(shape))
     return tuple(tuple(axis for axis in axes if mesh.sizes[axis] > 1) for axes in spec)

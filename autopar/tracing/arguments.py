@@ -34,7 +34,7 @@ _MANY_VALUES = 3
 """Values of a Python number for which a step is compiled before its user hears of it."""
 
 
-def without(args: Sequence[Any], static: Sequence[int]) -> Sequence[Any]:
+def dynamic_arguments(args: Sequence[Any], static: Sequence[int]) -> Sequence[Any]:
     return [arg for i, arg in enumerate(args) if i not in static] if static else args
 
 

@@ -75,14 +75,14 @@ def test_meshes_that_make_no_sense_are_refused(shape, names):
 @given(meshes(), st.data())
 def test_groups_lie_along_the_axes_that_they_are_made_of(mesh, data):
     axes = data.draw(st.sets(st.sampled_from(mesh.axis_names)))
-    assert mesh.along(mesh.groups(tuple(axes))) == mesh.joined(
+    assert mesh.axes_of_groups(mesh.groups(tuple(axes))) == mesh.axes_text(
         {axis for axis in axes if mesh.sizes[axis] > 1}
     )
 
 
 def test_groups_that_are_part_of_an_axis_lie_along_it_and_pairs_along_what_they_cross():
     mesh = LogicalMesh((2, 4), ("x", "y"))  # 0 1 2 3 / 4 5 6 7
-    assert mesh.along(((0, 1), (2, 3), (4, 5), (6, 7))) == "y"
-    assert mesh.along(((0, 4), (1, 5))) == "x"  # of a collective_permute
-    assert mesh.along(((1, 6),)) == "x,y"
-    assert mesh.along(((3, 3), (5,))) == ""
+    assert mesh.axes_of_groups(((0, 1), (2, 3), (4, 5), (6, 7))) == "y"
+    assert mesh.axes_of_groups(((0, 4), (1, 5))) == "x"  # of a collective_permute
+    assert mesh.axes_of_groups(((1, 6),)) == "x,y"
+    assert mesh.axes_of_groups(((3, 3), (5,))) == ""
