@@ -1,1 +1,1 @@
-"""Simulation of programs: the event engine, its fast forms, and the timelines and predictions it returns."""
+"""Simulation of programs: the event engine, its fast forms, timelines and predictions."""

@@ -1,4 +1,4 @@
-"""Predictions of programs: a timeline, and where its seconds go."""
+"""Predictions of programs: the breakdown of a timeline's seconds."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -35,12 +35,22 @@ def predict(
     tokens: int = 0,
     backend: Backend | None = None,
 ) -> Prediction:
-    """What one step of `program` takes on `cluster`; `simulator.transformer.predict` answers the same for a transformer's sizes.
+    """Predict one step of `program` on `cluster`.
+
+    `simulator.transformer.predict` does so for the sizes of a transformer.
 
     Args:
-        program, cluster, costs, dispatch, backend: as for `simulator.engine.simulation.simulate`, which also says what may be wrong with them.
-        model_flops: FLOP that the step needs, nothing computed twice, of all devices; by default what the program says.
-        tokens: that the step learns from.
+        program: as in `simulator.engine.simulation.simulate`, like the next four.
+        cluster: where the program runs.
+        costs: the cost model.
+        dispatch: seconds of the host for each instruction.
+        model_flops: FLOP that the step needs, without remat, on all devices; by default those of
+            the program.
+        tokens: tokens that the step learns from.
+        backend: the software that drives the devices.
+
+    Raises:
+        ValueError: as `simulate` does.
     """
     return prediction_of(
         simulate(program, cluster, costs, dispatch, backend), cluster, model_flops, tokens
@@ -50,39 +60,44 @@ def predict(
 def prediction_of(
     timeline: Timeline, cluster: AnyCluster, model_flops: float | None = None, tokens: int = 0
 ) -> Prediction:
-    """Where the seconds of a timeline go, on the mesh that computes longest; arguments as of `predict`."""
+    """Return the breakdown of a timeline on the mesh that computes longest.
+
+    Args:
+        timeline: the timeline.
+        cluster: the cluster on which it was simulated.
+        model_flops: FLOP that the step needs, without remat, on all devices; by default those of
+            the timeline.
+        tokens: tokens that the step learns from.
+    """
     mesh = max(range(len(timeline.meshes)), key=lambda mesh: timeline.busy(mesh, "compute"))
     own = [span for span in timeline.spans if span.mesh == mesh]
     parts, exposed = _compute_seconds(own)
     computed = max((span.end for span in own if span.stream == "compute"), default=0.0)
     parts["bubble"] += timeline.makespan - computed
-    moved: defaultdict[str, float] = defaultdict(float)
-    late: defaultdict[str, float] = defaultdict(
-        float
-    )  # nobody waits for it, except for the end of the step
+    communication: defaultdict[str, float] = defaultdict(float)
+    tail: defaultdict[str, float] = defaultdict(float)  # communication after the last kernel
     for span in own:
         if span.stream == "communication":
-            moved[_axis(span)] += span.seconds
+            communication[_axis(span)] += span.seconds
             part = max(0.0, span.end - max(span.start, computed)) / (span.end - span.start or 1.0)
-            late[_axis(span)] += part * span.seconds
-    # over different links it goes on at the same time, which counts once
-    total = sum(late.values())
-    once = (
-        min(1.0, max((span.end - computed for span in own), default=0.0) / total) if total else 0.0
-    )
-    for axis, seconds in late.items():
+            tail[_axis(span)] += part * span.seconds
+    # Communication over different links at the same time counts once.
+    total = sum(tail.values())
+    end = max((span.end for span in own), default=computed)
+    share = min(1.0, (end - computed) / total) if total else 0.0
+    for axis, seconds in tail.items():
         if seconds:
-            exposed[axis] += once * seconds
-            parts["bubble"] -= once * seconds
-    of_mesh = [cluster.pools[cluster.pool_of(devices)].device for devices in timeline.meshes]
-    used = [(use.parts(), device) for use, device in zip(timeline.memory, of_mesh, strict=False)]
-    held, device = max(
-        used,
-        key=lambda each: sum(each[0].values()) / each[1].memory_bytes,
-        default=({}, of_mesh[mesh]),
+            exposed[axis] += share * seconds
+            parts["bubble"] -= share * seconds
+    devices = [cluster.pools[cluster.pool_of(ids)].device for ids in timeline.meshes]
+    memory = [(use.parts(), device) for use, device in zip(timeline.memory, devices, strict=False)]
+    memory_parts, device = max(
+        memory,
+        key=lambda use: sum(use[0].values()) / use[1].memory_bytes,
+        default=({}, devices[mesh]),
     )
     sizes = list(map(len, timeline.meshes))
-    needed = timeline.model_flops if model_flops is None else model_flops
+    flops = timeline.model_flops if model_flops is None else model_flops
     return Prediction(
         seconds=timeline.makespan,
         forward=parts["forward"],
@@ -92,12 +107,13 @@ def prediction_of(
         bubble=parts["bubble"],
         host=parts["host"],
         exposed=dict(exposed),
-        communication=dict(moved),
-        memory=Footprint(held, 1e9 * device.reserve_gb, device.memory_bytes),
-        model_flops=nan if needed is None else needed,
+        communication=dict(communication),
+        memory=Footprint(memory_parts, 1e9 * device.reserve_gb, device.memory_bytes),
+        model_flops=nan if flops is None else flops,
         hardware_flops=sum(timeline.flops.values()) or nan,
         peak_flop_per_s=sum(
-            _peak(timeline.flops, each) * size for each, size in zip(of_mesh, sizes, strict=True)
+            _peak(timeline.flops, device) * size
+            for device, size in zip(devices, sizes, strict=True)
         ),
         devices=sum(sizes),
         tokens=tokens,
@@ -109,7 +125,7 @@ def prediction_of(
 
 
 def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-    """What the compute stream of a mesh does, and what collectives it waits for."""
+    """Return the seconds of a compute stream by part of the step, and its waits by mesh axis."""
     parts: defaultdict[str, float] = defaultdict(float)
     exposed: defaultdict[str, float] = defaultdict(float)
     trains = any(span.phase == "backward" for span in own)
@@ -133,7 +149,7 @@ def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultd
 
 
 def _axis(span: Span) -> str:
-    """What communication counts for, or waiting for it: the axes it lies along, or else its kind."""
+    """Return the mesh axes of communication or of a wait for it; its kind if they are unknown."""
     kind = span.category if span.stream == "communication" else span.awaited or "wait"
     return "pipeline" if kind == "send" else span.axis or kind
 
@@ -144,10 +160,10 @@ def _part(task: str) -> str:
     return _PARTS[instruction.phase] if isinstance(instruction, Run) else "unattributed"
 
 
-def _peak(done: Mapping[str, float], device: Device) -> float:
-    """FLOP per second of a device that does this mixture of precisions at the peak of each."""
+def _peak(flops_by_dtype: Mapping[str, float], device: Device) -> float:
+    """Return FLOP per second of a device that does these FLOP at the peak of each dtype."""
     seconds = sum(
         flops / device.peak_tflop_per_s.get(dtype, device.vector_tflop_per_s)
-        for dtype, flops in done.items()
+        for dtype, flops in flops_by_dtype.items()
     )
-    return 1e12 * sum(done.values()) / seconds if seconds else nan
+    return 1e12 * sum(flops_by_dtype.values()) / seconds if seconds else nan

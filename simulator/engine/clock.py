@@ -232,18 +232,15 @@ def _play(
 ):
     """Return the makespan; nan for a deadlock.
 
-    `simulator.program.walk` with times, one function of numbers and arrays (or lists) so that numba
-    compiles it and Python calls nothing for an instruction. It applies the effects that
-    `stream_rules` determines; what it states itself is that a mesh waits for its host and for what
-    it receives.
+    This is `simulator.program.walk` with times. It applies the effects that `stream_rules`
+    determines, and states only that a mesh waits for its host and for what it receives. It is one
+    function over arrays or lists, because numba compiles it and because a call for each instruction
+    would cost Python as much as the rest.
 
-    Args:
-        dispatch: seconds of the host for each instruction.
-        rows, source, kind: as in `Clock`.
-        maps, begins, pieces: an `_EffectTable`.
-        at: the next instruction of each mesh. Overwritten, as are the other arguments.
-        sent: when each instruction's transfer ends; nan before it is carried out.
-        compute, within, between, host: until when the streams and the host of each mesh are busy.
+    `rows`, `source` and `kind` are those of `Clock`; `maps`, `begins` and `pieces` are an
+    `_EffectTable`. The others are overwritten: `at` is the next instruction of each mesh, `sent`
+    the end of each instruction's transfer, nan before it is carried out, and `compute`, `within`,
+    `between` and `host` are the times until which the streams and the host of each mesh are busy.
     """
     progressed = True
     while progressed:

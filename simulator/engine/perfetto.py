@@ -1,7 +1,8 @@
 """Timelines in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 
-A process per mesh; in it a thread for whole tasks, one for each stream and for each class of links that is used, and a counter of memory, by what it holds.
-Arrows lead from a send to the task that goes on with what was sent.
+Each mesh is a process. It has a thread for whole tasks, one for each stream and each class of links
+that is used, and a counter of memory by role. Arrows connect a send with the task that uses the
+value.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,10 @@ def chrome_trace(
     Args:
         meshes: for each mesh, the ids of its devices.
         tasks: a span for each whole task.
-        levels: for each mesh, from when on (seconds) one of its devices holds what.
+        spans: the spans of all streams.
+        arrows: the values sent from mesh to mesh.
+        levels: for each mesh, the memory of one of its devices by role, each level with the second
+            at which it begins.
     """
     events: list[dict[str, Any]] = []
     for mesh, devices in enumerate(meshes):
@@ -52,12 +56,12 @@ def chrome_trace(
         events.append(
             name | {"ph": "f", "bp": "e", "pid": arrow.to, "tid": 0, "ts": arrow.received * 1e6}
         )
-    for mesh, of_mesh in enumerate(levels):
+    for mesh, mesh_levels in enumerate(levels):
         counter = {"ph": "C", "name": "memory", "pid": mesh}
-        roles: list[Role] = list(dict.fromkeys(role for _, level in of_mesh for role in level))
-        for seconds, level in of_mesh:
-            held = {f"{role}, GB": level.get(role, 0) / 1e9 for role in roles}
-            events.append(counter | {"ts": seconds * 1e6, "args": held})
+        roles: list[Role] = list(dict.fromkeys(role for _, level in mesh_levels for role in level))
+        for seconds, level in mesh_levels:
+            sizes = {f"{role}, GB": level.get(role, 0) / 1e9 for role in roles}
+            events.append(counter | {"ts": seconds * 1e6, "args": sizes})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -84,7 +88,7 @@ def _event(span: "Span", thread: int) -> dict[str, Any]:
 
 
 def _ranges(devices: tuple[int, ...]) -> str:
-    """`0-7` for consecutive ids, else all of them."""
+    """Return `0-7` for consecutive ids, else all of them."""
     first, last = min(devices), max(devices)
     return (
         f"{first}-{last}"

@@ -1,4 +1,4 @@
-"""What is predicted of a training step."""
+"""Predictions of training steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,36 +9,46 @@ from simulator.engine.timeline import Timeline
 from simulator.memory import Footprint
 
 PARTS = ("forward", "backward", "recompute", "update", "unattributed", "bubble", "host")
-"""Where the time goes, beside exposed communication."""
+"""The parts of the time, beside exposed communication."""
 
-# Standard deviations of the relative error of each kind of time. Products and collectives that were measured one by one are off by 6 to 7 % and
-# by 5 to 9 % on rows outside the fits, which are means: deviations are a quarter larger. Sharing of network cards is not among those
-# measurements, so networks get half as much again, and what hosts do is a guess. `python -m simulator validate` says how often published
-# steps are in the interval, also with all three scaled to sets other than the one that is looked at.
+# Standard deviations of the relative error of each kind of time. On rows outside the fits, products
+# and collectives measured one by one have mean errors of 6 to 7 % and 5 to 9 %; standard deviations
+# are a quarter larger than mean errors. Those measurements lack NIC contention, so the network's
+# deviation is half as large again. The host's is a guess. `python -m simulator validate` prints how
+# often published steps are in the interval, also with all three scaled to the other sets.
 _DEVIATION = {"compute": 0.08, "network": 0.15, "host": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One training step, in seconds; the parts, `exposed` among them, sum up to `seconds`.
+    """The prediction of one training step, in seconds.
+
+    The parts and the values of `exposed` sum up to `seconds`.
 
     Attributes:
-        forward, backward, recompute: computation of all microbatches on the busiest device. A compiled program tells what it computes again
-            by the names that JAX gives operations (`jax.checkpoint`); without them it is part of `backward`.
+        seconds: the step.
+        forward: forward computation of all microbatches on the busiest device.
+        backward: backward computation, likewise.
+        recompute: remat, likewise. Programs have it if JAX's names of operations show it
+            (`jax.checkpoint`); otherwise it is part of `backward`.
         update: the optimizer.
-        unattributed: computation of a program that is not cut into phases.
-        bubble: waiting for other stages.
-        host: waiting for the host to launch kernels or to hand over instructions.
-        exposed: communication that nothing hides, by axis: "tensor", "pipeline" and "data" of a scenario; the axes of the mesh of a program
-            ("x", or "x,y" along both; the kind of a collective that doesn't say), and "pipeline" for sends between stages.
-        communication: all of it, likewise.
-        memory: bytes on the device that needs most; without parts if the program does not say.
-        model_flops, hardware_flops: of all devices, without and with what is computed twice; nan if the program does not say.
-        peak_flop_per_s: of all devices, in the precisions that are used.
-        devices: how many.
-        tokens, examples: of the step; 0 if the program does not say.
-        unmodelled_kernels: how many kernels of each sort were priced by the bytes they must move, as nobody knows what they cost.
-        timeline: what happens when; None for a scenario.
+        bubble: waits for other stages.
+        host: waits for the host to launch kernels or to issue instructions.
+        exposed: exposed communication, by mesh axis. The axes of a scenario are "tensor",
+            "pipeline" and "data"; those of a program are its mesh's ("x", or "x,y" for both), and
+            "pipeline" for sends between stages. A collective of unknown axes counts by its kind.
+        communication: all communication, likewise.
+        memory: bytes on the device that needs most; without parts if unknown.
+        model_flops: FLOP on all devices without remat; nan if unknown.
+        hardware_flops: FLOP on all devices; nan if unknown.
+        peak_flop_per_s: FLOP per second of all devices at the peaks of the dtypes in use.
+        devices: the number of devices.
+        tokens: tokens that the step learns from; 0 if unknown.
+        examples: examples that the step learns from; 0 if unknown.
+        unattributed: computation of a program without phases.
+        unmodelled_kernels: how many kernels of each sort no model has the cost of. They were priced
+            by the bytes that they must move.
+        timeline: the timeline; None for a scenario.
     """
 
     seconds: float
@@ -82,29 +92,33 @@ class Prediction:
         for name, number in numbers.items():
             if not isfinite(number):
                 raise ValueError(
-                    f"the prediction's {name} would be {number}; expected numbers of the cluster and of what runs on it that are not so "
-                    "large or small"
+                    f"the prediction's {name} would be {number}; expected numbers of the cluster"
+                    " and of what runs on it that are not so large or small"
                 )
 
     @property
     def tflop_per_s_per_device(self) -> float:
-        """Model FLOP."""
+        """Model TFLOP per second and device."""
         return self._rate(self.model_flops) / self.devices / 1e12
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation."""
+        """Model FLOP utilization: a part of the peak."""
         return self._rate(self.model_flops) / self.peak_flop_per_s
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOP utilisation: what is computed twice counts twice."""
+        """Hardware FLOP utilization, with remat: a part of the peak."""
         return self._rate(self.hardware_flops) / self.peak_flop_per_s
 
     def quantile(self, probability: float) -> float:
-        """Seconds that the step takes at most with this probability, between 0 and 1, both excluded.
+        """Return the seconds that the step does not exceed with this probability.
 
-        Errors of the kinds of time are taken to be independent and their effect on the whole log-normal.
+        The errors of the kinds of time are assumed to be independent, and the error of the step to
+        be log-normal.
+
+        Raises:
+            ValueError: the probability is not between 0 and 1, both excluded.
         """
         if not 0 < probability < 1:
             raise ValueError(f"a probability of {probability}; expected one between 0 and 1")
@@ -123,20 +137,20 @@ class Prediction:
 
     @property
     def examples_per_s(self) -> float:
-        """nan if the program does not say how many there are."""
+        """Examples per second; nan if unknown."""
         return self._rate(self.examples or nan)
 
     @property
     def tokens_per_s(self) -> float:
-        """nan if the program does not say how many there are."""
+        """Tokens per second; nan if unknown."""
         return self._rate(self.tokens or nan)
 
     def _rate(self, amount: float) -> float:
-        """How much of it a second; nan of a step that takes no time."""
+        """Return the amount per second; nan for a step that takes no time."""
         return amount / self.seconds if self.seconds else nan
 
     def row(self) -> dict[str, float | int | bool]:
-        """Everything as one row of a table: `pandas.DataFrame([prediction.row(), ...])`."""
+        """Return all values as a row of a table: `pandas.DataFrame([prediction.row(), ...])`."""
         row: dict[str, float | int | bool] = {"seconds": self.seconds}
         row |= {f"p{percent}": self.quantile(percent / 100) for percent in (10, 50, 90)}
         row |= {name: getattr(self, name) for name in PARTS}

@@ -1,8 +1,10 @@
-"""Clock of hosts that are processes on one machine and share its cores: virtual CPU devices that stand in for a cluster.
+"""Simulation of hosts that are processes of one machine and share its CPU cores.
 
-Such a process carries out one instruction after the other, those of all its meshes in the order of `walk`, and waits for each to end.
-What is under way at the same time shares the cores of the machine, whichever host it is of: up to `Processes.concurrent_instructions` instructions go
-on at full speed, more of them each at an equal part of it (processor sharing; Kleinrock, Queueing Systems II, 1976, chapter 4).
+Such processes, with virtual CPU devices, stand in for a cluster. A process carries out the
+instructions of all its meshes one after the other, in the order of `walk`. Instructions that run at
+the same time share the cores, whichever process they belong to. Up to
+`Processes.concurrent_instructions` of them run at full speed; more share that speed equally
+(processor sharing; Kleinrock, Queueing Systems II, 1976, chapter 4).
 """
 
 from collections import Counter, deque
@@ -18,65 +20,81 @@ from simulator.spans import Arrow, Link, Span
 from simulator.work import on_devices
 
 type _Value = tuple[str, int, int]
-"""A value, its mesh, and the one it is for."""
+"""A value, the mesh that sends it and the mesh that receives it."""
 
 
 @dataclass(slots=True)
 class _Process:
-    """One host: what it has to do, and how many seconds of the first of it are left; None: not begun."""
+    """One host.
+
+    Attributes:
+        todo: the instructions that remain, each with its mesh.
+        left: seconds that remain of the first instruction; None if it has not started.
+        start: when the first instruction started.
+        idle_since: when the instruction before it ended.
+    """
 
     todo: deque[tuple[int, Instruction]] = field(default_factory=deque)
     left: float | None = None
-    begun: float = 0.0
+    start: float = 0.0
     idle_since: float = 0.0
 
 
 def simulate_processes(
     program: Program, cluster: Cluster, seconds: Mapping[str, float], costs: CostModel | None = None
 ) -> Timeline:
-    """The timeline of one step of `program` where the hosts of `cluster` are processes of one machine.
+    """Return the timeline of one step on hosts that are processes of one machine.
 
-    A mesh that spans hosts is carried out in equal parts by each of them. A value is on its way while its receiver fetches it.
+    Hosts of one mesh carry out equal parts of its instructions. A value is on its way while its
+    receiver fetches it.
 
     Args:
-        seconds: of each task (`Run.task`), running by itself.
-        costs: of transfers; those that `cluster` implies by default.
+        program: what runs.
+        cluster: the cluster, with `processes`.
+        seconds: for each task (`Run.task`), its seconds if nothing else runs.
+        costs: seconds of transfers; by default those of `cluster`.
 
     Raises:
         DeadlockError: the meshes wait for one another.
-        ValueError: `cluster` says nothing of processes, or `seconds` nothing of a task.
+        ValueError: `cluster` has no `processes`, or `seconds` lacks a task.
     """
-    clock = _Clock(program, cluster, seconds, costs or costs_of(cluster))
-    while clock.advance():
+    machine = _Machine(program, cluster, seconds, costs or costs_of(cluster))
+    while machine.advance():
         pass
-    return Timeline(tuple(clock.spans), program.meshes, program.memory, tuple(clock.arrows))
+    return Timeline(tuple(machine.spans), program.meshes, program.memory, tuple(machine.arrows))
 
 
-class _Clock:
+class _Machine:
     def __init__(
         self, program: Program, cluster: Cluster, seconds: Mapping[str, float], costs: CostModel
     ) -> None:
         if cluster.processes is None:
             raise ValueError(
-                f"cluster {cluster.name!r} doesn't say what its hosts cost as processes of one machine; give its file a section"
-                f" processes with {', '.join(Processes.model_fields)}, or simulate it as hosts of their own (simulator.simulate)"
+                f"cluster {cluster.name!r} doesn't say what its hosts cost as processes of one"
+                " machine; give its file a section processes with"
+                f" {', '.join(Processes.model_fields)}, or simulate it as hosts of their own"
+                " (simulator.simulate)"
             )
-        self._program, self._seconds, self._costs, self._cluster = program, seconds, costs, cluster
+        self._program = program
+        self._seconds = seconds
+        self._costs = costs
         self._host: Processes = cluster.processes
-        self._of_mesh = [sorted(set(map(cluster.host_of, devices))) for devices in program.meshes]
-        self._processes = {host: _Process() for hosts in self._of_mesh for host in hosts}
+        self._hosts = [sorted(set(map(cluster.host_of, devices))) for devices in program.meshes]
+        self._processes = {host: _Process() for hosts in self._hosts for host in hosts}
         for mesh, instruction in walk(program):
-            for host in self._of_mesh[mesh]:
+            for host in self._hosts[mesh]:
                 if not isinstance(instruction, Free):
                     self._processes[host].todo.append((mesh, instruction))
         self._num_bytes = {
-            (each.value, mesh, each.to): each.num_bytes
+            (op.value, mesh, op.to): op.num_bytes
             for mesh, row in enumerate(program.instructions)
-            for each in row
-            if isinstance(each, Send)
+            for op in row
+            if isinstance(op, Send)
         }
         self._sent: Counter[_Value] = Counter()
-        self._time, self.spans, self.arrows = self._host.step_us * 1e-6, list[Span](), list[Arrow]()
+        self._time = self._host.step_us * 1e-6
+        self.spans: list[Span] = []
+        self.arrows: list[Arrow] = []
         for process in self._processes.values():
             process.idle_since = self._time
         if self._time:
@@ -86,15 +104,15 @@ class _Clock:
             ]
 
     def advance(self) -> bool:
-        """Go on until an instruction ends; False if there is none left."""
+        """Advance until an instruction ends; return False if none is left."""
         for process in self._processes.values():
             if process.left is None and process.todo and self._is_ready(*process.todo[0]):
-                process.left, process.begun = self._work(*process.todo[0]), self._time
+                process.left = self._full_speed_seconds(*process.todo[0])
+                process.start = self._time
         busy = [process for process in self._processes.values() if process.left is not None]
         if not busy:
-            assert not any(
-                process.todo for process in self._processes.values()
-            )  # else `walk` had found a deadlock
+            # `walk` raises an error for a deadlock.
+            assert not any(process.todo for process in self._processes.values())
             return False
         rate = min(1.0, self._host.concurrent_instructions / len(busy))
         least = min(process.left for process in busy if process.left is not None)
@@ -110,27 +128,29 @@ class _Clock:
         if not isinstance(instruction, Recv):
             return True
         return self._sent[instruction.value, instruction.source, mesh] == len(
-            self._of_mesh[instruction.source]
+            self._hosts[instruction.source]
         )
 
-    def _work(self, mesh: int, instruction: Instruction) -> float:
-        """Seconds of an instruction that has the machine to itself, the part that each host of the mesh does."""
-        share = 1 / len(self._of_mesh[mesh])
+    def _full_speed_seconds(self, mesh: int, instruction: Instruction) -> float:
+        """Return the seconds of one host's part of an instruction, if nothing else runs."""
+        share = 1 / len(self._hosts[mesh])
         match instruction:
             case Run():
                 if instruction.task not in self._seconds:
                     raise ValueError(
-                        f"task {instruction.task} has no seconds; they are given of: {', '.join(sorted(self._seconds))}"
+                        f"task {instruction.task} has no seconds;"
+                        f" they are given of: {', '.join(sorted(self._seconds))}"
                     )
                 return share * (self._seconds[instruction.task] + self._host.task_us * 1e-6)
             case Recv(value, source, gather):
                 pairs = self._program.pairs(source, mesh)
                 num_bytes = self._num_bytes[value, source, mesh]
-                found = self._costs.collective("collective_permute", num_bytes / len(pairs), pairs)
+                num_bytes /= len(pairs)
+                seconds = self._costs.collective("collective_permute", num_bytes, pairs)
                 if gather is not None:
                     groups = on_devices(gather, self._program.meshes[mesh])
-                    found += self._costs.collective(gather.kind, gather.num_bytes, groups)
-                return share * found
+                    seconds += self._costs.collective(gather.kind, gather.num_bytes, groups)
+                return share * seconds
             case Send() | Free():
                 return 0.0
             case _:
@@ -138,25 +158,27 @@ class _Clock:
 
     def _end(self, process: _Process) -> None:
         mesh, instruction = process.todo.popleft()
-        name, begun = str(instruction), process.begun
+        name = str(instruction)
+        start = process.start
         match instruction:
             case Run():
-                self.spans.append(Span(name, mesh, "compute", begun, self._time, "task", name))
+                self.spans.append(Span(name, mesh, "compute", start, self._time, "task", name))
             case Send(value, to):
                 self._sent[value, mesh, to] += 1
             case Recv(value, source):
-                if begun > process.idle_since:
+                if start > process.idle_since:
                     self.spans.append(
-                        Span(name, mesh, "compute", process.idle_since, begun, "bubble")
+                        Span(name, mesh, "compute", process.idle_since, start, "bubble")
                     )
-                hosts = (*self._of_mesh[source], *self._of_mesh[mesh])
+                hosts = (*self._hosts[source], *self._hosts[mesh])
                 link: Link = "between hosts" if len(set(hosts)) > 1 else "within hosts"
                 self.spans.append(
-                    Span(name, mesh, "communication", begun, self._time, "send", link=link)
+                    Span(name, mesh, "communication", start, self._time, "send", link=link)
                 )
-                self.arrows.append(Arrow(value, source, begun, mesh, self._time))
+                self.arrows.append(Arrow(value, source, start, mesh, self._time))
             case Free():
                 pass
             case _:
                 assert_never(instruction)
-        process.left, process.idle_since = None, self._time
+        process.left = None
+        process.idle_since = self._time

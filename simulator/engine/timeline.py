@@ -1,4 +1,4 @@
-"""What happened when: the spans of one simulated step, and what they add up to."""
+"""Timelines: the spans of one simulated step, and their sums."""
 
 import json
 from collections import Counter
@@ -21,13 +21,17 @@ class Timeline:
     """One step of a program on a cluster.
 
     Attributes:
+        spans: what the streams of all meshes did.
         meshes: for each mesh, the ids of its devices.
-        memory: for each mesh, the memory of one of its devices; empty if the program does not say.
-        arrows: the values that go from mesh to mesh.
-        levels: for each mesh, from when on (seconds) one of its devices holds what; empty if the program does not say.
-        flops: of products and convolutions on all devices, by what they compute in; empty if nobody says.
-        unmodelled_kernels: how many kernels of each sort were priced by their bytes alone, as nobody knows what they cost.
-        model_flops, examples: as of a `Program`.
+        memory: for each mesh, the memory of one of its devices; empty if unknown.
+        arrows: the values sent from mesh to mesh.
+        levels: for each mesh, the memory of one of its devices by role, each level with the second
+            at which it begins; empty if unknown.
+        flops: FLOP of products and convolutions on all devices, by dtype; empty if unknown.
+        unmodelled_kernels: how many kernels of each sort no model has the cost of. They were priced
+            by their bytes.
+        model_flops: FLOP that the step needs, as in `Program`; None if unknown.
+        examples: examples that the step learns from; 0 if unknown.
     """
 
     spans: tuple[Span, ...]
@@ -47,19 +51,19 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on the fullest device; 0 if the program does not say."""
+        """Bytes on the device that needs most; 0 if unknown."""
         return max((use.total for use in self.memory), default=0)
 
     def busy(self, mesh: int, stream: Stream) -> float:
-        """Seconds in which a stream works; a compute stream that waits does not."""
+        """Return the seconds in which a stream of a mesh does work, rather than wait."""
         return sum(
-            s.seconds
-            for s in self.spans
-            if (s.mesh, s.stream) == (mesh, stream) and s.category not in _IDLE
+            span.seconds
+            for span in self.spans
+            if (span.mesh, span.stream) == (mesh, stream) and span.category not in _IDLE
         )
 
     def seconds_by_category(self, mesh: int) -> dict[Category, float]:
-        """Seconds that each kind of kernel, collective and idling takes on a mesh."""
+        """Return the seconds of each kind of kernel, collective and wait on a mesh."""
         total: Counter[Category] = Counter()
         for span in self.spans:
             if span.mesh == mesh:
@@ -67,7 +71,7 @@ class Timeline:
         return dict(total)
 
     def tasks(self) -> list[Span]:
-        """One span from the first to the last kernel of each instruction, waiting included."""
+        """Return one span for each instruction, from its first to its last kernel, with waits."""
         tasks: dict[tuple[int, str], Span] = {}
         for span in self.spans:
             if span.task and span.stream == "compute":
@@ -78,7 +82,11 @@ class Timeline:
         return list(tasks.values())
 
     def fits(self, cluster: AnyCluster) -> bool:
-        """Whether every mesh has room on its devices of `cluster`."""
+        """Return whether the memory of every mesh fits on its devices of `cluster`.
+
+        Raises:
+            ValueError: the memory is unknown.
+        """
         if not self.memory:
             raise ValueError(
                 "this timeline knows no memory; give the program `memory`, one MemoryUse per mesh"
@@ -97,10 +105,10 @@ class Timeline:
                 + ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in parts)
             )
         for mesh, use in enumerate(self.memory):
-            held = sorted(use.parts().items(), key=lambda part: -part[1])
+            parts = sorted(use.parts().items(), key=lambda part: -part[1])
             rows.append(
                 f"mesh {mesh} holds "
-                + ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in held if size)
+                + ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in parts if size)
             )
         rows += [
             f"{count} x {name}: cost unknown, priced by its bytes"
@@ -109,9 +117,13 @@ class Timeline:
         return "\n".join(rows)
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open (`simulator.engine.perfetto`)."""
+        """Return the timeline in the Trace Event Format, which ui.perfetto.dev opens."""
         return chrome_trace(self.meshes, self.tasks(), self.spans, self.arrows, self.levels)
 
     def save_chrome_trace(self, path: str | Path) -> None:
-        """Write `chrome_trace` as JSON; open it at ui.perfetto.dev."""
+        """Write `chrome_trace` as JSON.
+
+        Raises:
+            FileError: the file can't be written.
+        """
         write_text(path, json.dumps(self.chrome_trace()))

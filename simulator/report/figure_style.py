@@ -1,4 +1,4 @@
-"""Style and saving of figures; matplotlib is imported when a figure is drawn."""
+"""Style and files of figures. Matplotlib is imported when a figure is drawn."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,11 @@ from simulator.files import unwritable
 
 
 def pyplot() -> Any:
-    """Drawing is for the experiments' environment only, so it is imported when it is needed."""
+    """Return `matplotlib.pyplot` with the project's style.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed; only the experiments' environment has it.
+    """
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -15,16 +19,19 @@ def pyplot() -> Any:
             "figures need matplotlib: install the dependency group `experiments`"
         ) from None
     matplotlib.use("Agg")
-    matplotlib.rcParams.update(
-        {"svg.hashsalt": "autopar", "font.size": 8}
-    )  # the same file each time
+    # The salt makes the file the same each time.
+    matplotlib.rcParams.update({"svg.hashsalt": "autopar", "font.size": 8})
     from matplotlib import pyplot
 
     return pyplot
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write the figure, the same file each time, and forget it."""
+    """Write a figure, the same file each time, and close it.
+
+    Raises:
+        FileError: the file can't be written.
+    """
     figure.tight_layout()
     try:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

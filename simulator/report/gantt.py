@@ -1,4 +1,4 @@
-"""A timeline as a Gantt chart."""
+"""Timelines as Gantt charts."""
 
 from pathlib import Path
 
@@ -23,7 +23,16 @@ _LINKS: dict[Link | None, tuple[str, str]] = {
 
 
 def save_gantt(timeline: Timeline, path: str | Path) -> None:
-    """Draw when each mesh computes, task by task, and below it when it communicates; the file's ending says the format."""
+    """Draw the tasks of each mesh and, below them, its communication.
+
+    Args:
+        timeline: the timeline.
+        path: the file, whose ending determines the format: .svg, .png or .pdf.
+
+    Raises:
+        FileError: the file can't be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(10, 1 + 0.45 * len(timeline.meshes)))
     legend: dict[str, str] = {}
