@@ -30,7 +30,7 @@ _COLLECTIVES: Mapping[str, CollectiveKind] = {
     "all-to-all": "all_to_all",
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "collective_permute",
-    "collective-broadcast": "all_gather",  # each device receives the array once, as in it
+    "collective-broadcast": "all_gather",  # each device receives the array once
 }
 
 _FREE = frozenset(

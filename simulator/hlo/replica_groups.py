@@ -1,12 +1,14 @@
 """Groups of devices of a collective: the notations of `replica_groups` and `source_target_pairs`.
 
-    {{0,1},{2,3}}                       listed {}                                  all devices
-    [4,2]<=[2,4]T(1,0)                  0 ... 7 as (2, 4), transposed, regrouped as 4 groups of 2
-    mesh['x'=2,'y'=4] {'y'}             along axes of a mesh, here {{0,1,2,3},{4,5,6,7}}; `'y':(2)2`
-    is a part of an axis
+    {{0,1},{2,3}}               a list
+    {}                          all devices
+    [4,2]<=[2,4]T(1,0)          0 ... 7 as (2, 4), transposed, regrouped as 4 groups of 2
+    mesh['x'=2,'y'=4] {'y'}     along axes of a mesh, here {{0,1,2,3},{4,5,6,7}}
+    mesh['x'=2,'y'=4] {'y':(2)2}
+                                along a part of an axis
 
-The last notation is that of xla/hlo/ir/mesh_and_axis.cc: an axis of size n, reshaped to (pre, size,
-rest), gives its part of `size`.
+A part of an axis is that of xla/hlo/ir/mesh_and_axis.cc: `'y':(pre)size` reshapes the axis to (pre,
+size, rest), and takes `size`.
 """
 
 import math

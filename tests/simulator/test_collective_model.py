@@ -116,7 +116,7 @@ def test_short_all_reduces_over_many_hosts_take_trees_and_long_ones_rings() -> N
     assert seconds["ring"] == pytest.approx(
         (curve.launch_us + 2 * (112 * curve.hop_us + 16 * 24)) * 1e-6
     )
-    # twice the array through 8 cards of 24.2 GB/s, at 0.92 of their bandwidth
+    # twice the array through 8 NICs of 24.2 GB/s, at 0.92 of their bandwidth
     long = network.seconds_by_algorithm("all_reduce", 1e12, network.ring(128))["tree"]
     assert long == pytest.approx(2e12 / 0.92 / (8 * 24.2e9), rel=0.01)
 
@@ -161,7 +161,7 @@ def test_a_planted_switch_is_found_again_where_it_is_faster_than_the_ring() -> N
 
 
 def test_between_hosts_bandwidth_ramps_up_as_it_does_in_simai() -> None:
-    # its cards are taken to be of 400 Gb/s; its times are those of rings, for they grow with the number of hosts
+    # its NICs are taken to be of 400 Gb/s; its times are those of rings, for they grow with the number of hosts
     wide = pd.read_csv(DATA / "simai_nic_ratio.csv").drop(columns="1")
     table = wide.melt("bytes", var_name="hosts", value_name="ratio").astype({"hosts": int})
     table = table[table.ratio > 0.2]

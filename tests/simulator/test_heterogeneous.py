@@ -212,7 +212,7 @@ def test_a_message_between_pools_takes_the_slower_card(tmp_path: Path) -> None:
     costs = HeterogeneousCosts(load(tmp_path, pools=[fast, slow]))
     assert costs.collective("collective_permute", 1e9, ((0, 4),)) == pytest.approx(0.1)
     assert costs.collective("collective_permute", 1e9, ((4, 0),)) == pytest.approx(0.1)
-    # four messages leave by four cards and meet at one
+    # four messages leave by four NICs and meet at one
     assert costs.collective(
         "collective_permute", 1e9, tuple((i, 4 + i) for i in range(4))
     ) == pytest.approx(0.4)

@@ -1,4 +1,4 @@
-"""Messages of several meshes that share network cards."""
+"""Messages of several meshes that share NICs."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ BASE = Cluster.load("p3.16xlarge")
 
 
 def toy(hosts: int = 2, nics: int = 1, latency_us: float = 0.0) -> Cluster:
-    """Hosts of two at 100 GB/s; cards of 1 GB/s; nothing else costs anything."""
+    """Hosts of two at 100 GB/s; NICs of 1 GB/s; nothing else costs anything."""
     return BASE.with_size(hosts, 2).model_copy(
         update={
             "nics_per_host": nics,
@@ -129,7 +129,7 @@ def test_messages_between_pools_take_a_part_of_the_faster_card() -> None:
     both = HeterogeneousCluster(name="both", description="", pools=(toy(2), fast))
     costs = costs_of(both)
     assert costs.nics(((0, 4),)) == {(0, "out", 0): 1, (1, "in", 0): 0.5}
-    # two slow cards into one that is twice as fast: nobody waits
+    # two slow NICs into one that is twice as fast: nobody waits
     rows = (Send("x", 2, 10**9),), (Send("y", 2, 10**9),), (Recv("x", 0), Recv("y", 1))
     assert simulate(Program(((0,), (2,), (4,)), rows), both).makespan == pytest.approx(1)
 
@@ -161,12 +161,12 @@ def test_a_deadlock_is_shown() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=6))
 def test_one_card_is_never_idle_while_somebody_sends(messages: list[tuple[int, int]]) -> None:
     """Everybody has sent when one after the other would have."""
-    cards = NicSharing()
+    nics = NicSharing()
     for mesh, (ready, seconds) in enumerate(messages):
-        cards.send(Message("", ("x", mesh, 9), ready, 0.0, seconds, {"card": 1.0}))
+        nics.send(Message("", ("x", mesh, 9), ready, 0.0, seconds, {"card": 1.0}))
     ends = {}
-    while message := cards.arrival():
-        ends[message.mesh] = cards.time
+    while message := nics.arrival():
+        ends[message.mesh] = nics.time
     last = 0
     for ready, seconds in sorted(messages):
         last = max(last, ready) + seconds

@@ -18,7 +18,7 @@ BASE = Cluster.load("dgx_h100")
 
 
 def toy(**changes: object) -> ClusterCosts:
-    """Two hosts of four at 100 GB/s, two cards of 10 GB/s each, and nothing else costs anything."""
+    """Two hosts of four at 100 GB/s, two NICs of 10 GB/s each, and nothing else costs anything."""
     fields = {name: getattr(BASE, name) for name in Cluster.model_fields}
     fields |= {
         "hosts": 2,
@@ -48,7 +48,7 @@ def test_a_ring_in_a_host_sends_its_fraction_of_the_array(
 
 
 def test_a_ring_across_hosts_goes_at_the_pace_of_its_cards() -> None:
-    # 8 devices, both cards of each host to themselves: 20 GB/s
+    # 8 devices, both NICs of each host to themselves: 20 GB/s
     assert toy().collective("all_gather", 1e9, ALL) == pytest.approx(7 / 8 / 20)
 
 
@@ -63,7 +63,7 @@ def test_groups_that_use_a_card_at_the_same_time_share_it() -> None:
 
 
 def test_a_device_with_several_cards_sends_over_all_of_them() -> None:
-    # 8 cards of 10 GB/s a host, two of each device: 20 GB/s for a pair, however many pairs there are
+    # 8 NICs of 10 GB/s a host, two of each device: 20 GB/s for a pair, however many pairs there are
     costs = toy(nics_per_host=8)
     assert costs.collective("all_gather", 1e9, ((0, 4),)) == pytest.approx(1 / 2 / 20)
     assert costs.collective("collective_permute", 1e9, ((0, 4), (1, 5))) == pytest.approx(1 / 20)

@@ -46,7 +46,7 @@ RAILS = toy(rails=True, oversubscription=4)
         ("all_gather", ((0, 4),), 1 / 2 / 2.5),  # hosts 0 and 2 are not
         ("all_gather", ((0, 2), (1, 5)), 1 / 2 / 2.5),  # the slower group counts
         ("all_reduce", ((0, 2, 4, 6),), 2 * 3 / 4 / 2.5),
-        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # over both cards
+        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # over both NICs
         ("all_gather", ((0, 1, 4, 5),), 3 / 4 / 5),
         ("collective_permute", ((0, 2),), 1 / 10),
         ("collective_permute", ((0, 4),), 1 / 2.5),
@@ -84,7 +84,7 @@ def test_messages_that_leave_count_beside_those_that_share_a_card() -> None:
             "all_gather",
             ((0, 2, 4, 6),),
             3 / 4 / 10,
-        ),  # the first cards of all hosts are on one switch
+        ),  # the first NICs of all hosts are on one switch
         (
             "all_gather",
             ((0, 1, 2, 3),),
@@ -145,7 +145,7 @@ def test_devices_share_the_link_of_their_port(
 
 
 def test_rings_over_hosts_share_ports_too() -> None:
-    # fast cards: within each host the two rings go through each port; a quarter of 4 parts stays with each device
+    # fast NICs: within each host the two rings go through each port; a quarter of 4 parts stays with each device
     costs = ClusterCosts(
         toy(
             hosts=2,

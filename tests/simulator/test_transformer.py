@@ -170,7 +170,7 @@ def test_time_does_not_depend_on_how_many_devices_there_are_to_think_about() -> 
 
 
 def test_groups_that_share_network_cards_slow_each_other() -> None:
-    # tensor 2 and data 64 over 16 hosts: the two groups of a host have half of its cards each, and fewer cards if there are fewer
+    # tensor 2 and data 64 over 16 hosts: the two groups of a host have half of its NICs each, and fewer NICs if there are fewer
     plan = Execution(tensor=2, data=64, microbatch=4, global_batch=256)
     wide, narrow = (predict(GPT, plan, a100(16, nics_per_host=nics)) for nics in (8, 2))
     assert narrow.exposed["data"] > 3 * wide.exposed["data"]

@@ -98,7 +98,7 @@ def korthikanti_figure1(folder: Path = PUBLISHED) -> Iterator[Case]:
 
 
 def korthikanti_figure7(folder: Path = PUBLISHED) -> Iterator[Case]:
-    """Yield the activations of each mode in figure 7, in % of those without any saving."""
+    """Yield the activations of each mode in figure 7, in % of those without recomputation."""
 
     def activations(model: Transformer, recompute: str, sequence: bool) -> float:
         plan = Execution.model_validate(
