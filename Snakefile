@@ -1,11 +1,11 @@
-# The sweep: models x meshes x strategies, planned, measured here, simulated for clusters that are not here.
-# `uv run snakemake --cores all` makes everything; `--configfile mine.yaml` changes what mine.yaml names.
+# The sweep: models x meshes x strategies, planned, measured on this machine, and simulated for clusters.
+# `uv run snakemake --cores all` computes everything; `--configfile mine.yaml` overrides the keys in mine.yaml.
 
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, workflow.basedir)  # the project itself, wherever the results go
+sys.path.insert(0, workflow.basedir)  # the project may not be the working directory
 
 from experiments.sources import CODE, code_hash
 from experiments.sweep import make_sweep
@@ -15,17 +15,17 @@ from simulator import cluster_files
 configfile: f"{workflow.basedir}/experiments/config/default.yaml"
 
 
-sweep = make_sweep(config)  # every key and name is right, or nothing starts
+sweep = make_sweep(config)  # raises before any job starts if a key or a name is wrong
 
 PYTHON = f"PYTHONPATH={workflow.basedir} {sys.executable} -m"
-ISOLATE = f"{PYTHON} experiments.isolate"  # one cell's failure is that cell's result
+ISOLATE = f"{PYTHON} experiments.isolate"  # a cell that fails gets a result that says so
 
 
 wildcard_constraints:
     job=r"[^/]+/[^/]+/[^/]+", # platform/model-size/mesh
 
 
-# Cells are asked for by name: they are not tracked, so a fresh clone computes them although it holds tables and figures.
+# Cells are inputs, too: git tracks tables and figures but not cells, and so a fresh clone computes them.
 rule all:
     input:
         expand("results/cells/{cell}", cell=sweep.cells),

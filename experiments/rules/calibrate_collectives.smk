@@ -1,4 +1,5 @@
-# Time single collectives on the devices present, and fit the simulator's curves to them: `snakemake calibrate_collectives` runs this alone.
+# Time single collectives on the devices of this machine, and fit the simulator's curves to them.
+# `snakemake calibrate_collectives` runs this alone.
 
 
 rule calibrate_collectives:

@@ -1,4 +1,4 @@
-# Step time and memory of every strategy, a figure for each model on each platform.
+# Draw step time and memory of every strategy, in a figure for each model on each platform.
 
 
 rule draw_figures:

@@ -1,4 +1,4 @@
-# Run each plan on the devices present. Takes all cores, so that nothing else runs during a measurement.
+# Run each plan on the devices of this machine. It takes all cores, so that measurements are undisturbed.
 
 
 rule measure_cells:

@@ -1,4 +1,4 @@
-# Decide how each strategy shards a model on a mesh of a cluster. Needs no device.
+# Plan how each strategy shards a model on a mesh of a cluster. Uses no device.
 
 
 rule plan_cells:

@@ -1,4 +1,4 @@
-# Compile each plan for a cluster that is not here, and time it on a simulated clock.
+# Compile each plan for a cluster, and simulate it. Uses no device.
 
 
 rule simulate_cells:

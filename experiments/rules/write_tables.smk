@@ -1,4 +1,4 @@
-# Collect all cells into tidy tables, and set predictions beside published numbers.
+# Collect all cells into tables, and compare predictions with published numbers.
 
 
 rule write_tables:

@@ -2,8 +2,9 @@
 # %% [markdown]
 # # Distributed arrays and programs in JAX, from meshes to collectives
 #
-# Cell by cell the tutorial `learn_jax/parallel/intro_to_distributed.py`, on today's JAX. What had to change is said where it did.
-# Runs anywhere, on eight virtual CPU devices: `python -m experiments.tutorials.intro_to_distributed`.
+# This is the tutorial `learn_jax/parallel/intro_to_distributed.py`, cell by cell, on current JAX.
+# Comments say what had to change. It runs on any machine, on eight virtual CPU devices:
+# `python -m experiments.tutorials.intro_to_distributed`.
 
 # %%
 import os
@@ -11,7 +12,8 @@ from functools import partial
 
 import autopar.manual as manual
 
-# Eight devices that share the cores of this machine. XLA reads its flags at the first use of a device: set them before that.
+# Eight virtual devices share the cores of this machine. XLA reads its flags at the first use of a
+# device, so they are set first.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -19,8 +21,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 manual.check_xla_flags()
 
 # %%
-# A flag that XLA doesn't know ends the process, and two of those that tutorials recommend for GPUs are gone. The check
-# tries them in a process of its own, so that this one lives on.
+# An unknown flag makes XLA abort the process, and XLA has removed two of the flags that tutorials
+# recommend for GPUs. The check tries flags in a process of its own, so that this one survives.
 GPU_FLAGS = """
     --xla_gpu_enable_triton_softmax_fusion=true
     --xla_gpu_triton_gemm_any=false
@@ -45,7 +47,7 @@ from jax.sharding import PartitionSpec as P
 print(jax.devices())
 
 # %%
-# An array knows where it is. Without being told, JAX puts it on the first device.
+# An array has a sharding. By default JAX puts it on the first device.
 a = jnp.arange(8)
 print("Array", a)
 print("Device", a.device)
@@ -54,8 +56,9 @@ print("Sharding", a.sharding)
 # %% [markdown]
 # ## A mesh of one axis
 #
-# A mesh is an array of devices whose axes have names. A PartitionSpec names, for each dim of an array, the mesh axis that it is
-# split over; the two together are a sharding. (Axes have types today: Auto ones are those of the tutorial.)
+# A mesh is an array of devices whose axes have names. A PartitionSpec names, for each dim of an
+# array, the mesh axis that it is split over. A mesh and a PartitionSpec make a sharding. (In
+# current JAX axes have types; the tutorial's are Auto.)
 
 # %%
 mesh = Mesh(np.array(jax.devices()), ("i",), axis_types=(AxisType.Auto,))
@@ -72,7 +75,7 @@ print("Sharding", a_sharded.sharding)
 jax.debug.visualize_array_sharding(a_sharded)
 
 # %%
-# What is computed from a sharded array is computed where its parts are, and stays there.
+# A computation on a sharded array runs on the devices of its shards, and so its result is sharded.
 out = nn.tanh(a_sharded)
 print("Output array", np.round(out, 4))
 jax.debug.visualize_array_sharding(out)
@@ -80,8 +83,8 @@ jax.debug.visualize_array_sharding(out)
 # %% [markdown]
 # ## A mesh of two axes
 #
-# With rows of x split over one axis and columns of w over the other, every device has what it needs for one block of the
-# product, and nothing is communicated.
+# With the rows of x split over one axis and the columns of w over the other, every device has all
+# that one block of the product needs, and nothing is communicated.
 
 # %%
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
@@ -109,8 +112,9 @@ jax.debug.visualize_array_sharding(out)
 # %% [markdown]
 # ## shard_map
 #
-# So far XLA found out what each device does. With `jax.shard_map` one writes that oneself: a function of the parts that one
-# device has, mapped over all devices of the mesh. (`pmap` did the same along a single axis only. The mesh is a keyword today.)
+# So far XLA has decided what each device does. With `jax.shard_map` we write that ourselves: a
+# function of the shards of one device, mapped over all devices of the mesh. (`pmap` does the same
+# along a single axis. In current JAX the mesh is a keyword.)
 
 
 # %%
@@ -134,12 +138,13 @@ jax.debug.visualize_array_sharding(y)
 # %% [markdown]
 # ## Communication along an axis
 #
-# `pmean` is the mean over the devices along a mesh axis: entry by entry of their parts, and not over the entries of a part.
+# `pmean` is the elementwise mean of the shards along a mesh axis, not the mean within a shard.
 
 
 # %%
-# The tutorial's cell, as it stands: meant to normalise rows, it takes the mean of the two entries that are at the same place in the
-# parts of the two devices along j. Of two numbers, one is their standard deviation below the mean and the other as much above.
+# This cell is the tutorial's. It is meant to normalise rows, but takes the mean of the two entries
+# at the same place in the shards of the two devices along j. Of two numbers, one is a standard
+# deviation below their mean and the other a standard deviation above, so all results are 1 or -1.
 @partial(jax.shard_map, mesh=mesh, in_specs=P("i", "j"), out_specs=P("i", "j"))
 def parallel_normalize(x: jax.Array) -> jax.Array:
     mean = jax.lax.pmean(x, axis_name="j")
@@ -155,7 +160,7 @@ print("Absolute values", np.unique(np.abs(out).round(2)))
 
 
 # %%
-# Rows are normalised with the mean over the device's own columns first, then over the devices.
+# To normalise rows, take the mean over the device's own columns first, then over the devices.
 @partial(jax.shard_map, mesh=mesh, in_specs=P("i", "j"), out_specs=P("i", "j"))
 def normalize_rows(x: jax.Array) -> jax.Array:
     def row_mean(x: jax.Array) -> jax.Array:
@@ -173,8 +178,9 @@ print("Std of rows", np.unique(out.std(axis=1).round(4)))
 
 
 # %%
-# all_gather: a weight that is stored in parts is put together where it is used, which is what FSDP does. (The tutorial asserts
-# equality to the last bit, which not every machine gives: a product of fewer rows may be added up in another order.)
+# all_gather: a weight that is stored in shards is gathered before its use, as in FSDP. (The
+# tutorial asserts equality to the last bit, which some machines do not give: a product of fewer
+# rows may be summed in another order.)
 @partial(jax.shard_map, mesh=mesh, in_specs=(P("i", None), P("i", None)), out_specs=P("i", None))
 def matmul_with_weight_gather(x: jax.Array, w: jax.Array) -> jax.Array:
     print("Original w shape", w.shape)
@@ -188,8 +194,9 @@ np.testing.assert_allclose(out, jnp.dot(x, w), rtol=1e-5, atol=1e-5)
 
 
 # %%
-# psum_scatter: the sum over the devices, of which each keeps a part. Not being `tiled`, it drops the dim that it scatters, so that
-# a device is left with one dim, and the out_specs must not have two (JAX used to overlook that).
+# psum_scatter: the sum over the devices, of which each keeps a part. It is not `tiled`, so it drops
+# the dim that it scatters. A device is left with one dim, and the out_specs must not have two
+# (older versions of JAX accepted that).
 @partial(jax.shard_map, mesh=mesh, in_specs=P("i", None), out_specs=P("i"))
 def scatter_example(x: jax.Array | np.ndarray) -> jax.Array:
     return jax.lax.psum_scatter(x, axis_name="i", scatter_dimension=1)
@@ -200,7 +207,8 @@ print("Output", scatter_example(x_exmp))
 
 
 # %%
-# ppermute: everyone sends its part to someone else, here to the next device of a ring, as the stages of a pipeline do.
+# ppermute: each device sends its shard to another, here to the next of a ring, as the stages of a
+# pipeline do.
 @partial(jax.shard_map, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
 def ppermute_example(x: jax.Array | np.ndarray) -> jax.Array:
     axis_size = jax.lax.axis_size("i")
@@ -216,7 +224,7 @@ print("Before", x_exmp)
 print("After", ppermute_example(x_exmp))
 
 # %%
-# axis_index: which device along an axis this one is.
+# axis_index: the index of this device along an axis.
 axis_idx_fn = jax.jit(
     jax.shard_map(
         lambda: jnp.stack([jax.lax.axis_index("i"), jax.lax.axis_index("j")])[None],
@@ -229,7 +237,8 @@ for device, (i, j) in enumerate(jax.device_get(axis_idx_fn())):
     print(f"Device {device}: i-axis={i}, j-axis={j}")
 
 # %%
-# Its use: a random key for each device along an axis, from one key. Devices that differ along j only get the same one.
+# It gives each device along an axis its own random key, derived from one key. Devices that differ
+# only along j get the same key.
 fold_fn = jax.jit(
     jax.shard_map(
         partial(manual.fold_rng_over_axis, axis="i"),

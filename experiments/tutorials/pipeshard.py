@@ -1,12 +1,12 @@
-"""Alpa's tutorial on pipelines, run by autopar: an MLP in stages that are marked, and in stages that are found.
+"""Alpa's tutorial on pipelines, on autopar: an MLP with manual and with automatic stages.
 
-At its own size it wants 8 GPUs. On a machine without any, on 8 virtual CPU devices and smaller:
+At its default size it needs 8 GPUs. Without GPUs, run a smaller size on 8 virtual CPU devices:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 \
         python -m experiments.tutorials.pipeshard --dim 128 --batch-size 128
 
-Only the import and the spelling of JAX differ from Alpa's text, and the devices: they are those of this process unless it is given
---cluster ray, as there. The step on a single device uses `model.apply`, as there.
+Only the import, JAX's names and the default devices differ from Alpa's text: devices are those of
+this process, unless `--cluster ray` is given.
 """
 
 import argparse
@@ -37,7 +37,7 @@ if flags.cluster == "ray":
     ray.init()
 alpa.init(cluster=flags.cluster, **nodes)
 
-# --- Train an MLP on a single device -------------------------------------------------------------------------------------
+# --- Train an MLP on a single device --------------------------------------------------------------
 
 
 class MLPModel(nn.Module):
@@ -92,7 +92,7 @@ def train_step(state, batch):
 batch = {"x": x, "y": y}
 expected_state = train_step(state, batch)
 
-# --- Pipeline parallelism with manual assignment -------------------------------------------------------------------------
+# --- Pipeline parallelism with manual assignment --------------------------------------------------
 
 
 # The model with a pipeline marker.
@@ -124,15 +124,15 @@ manual_pipeline_state = TrainState.create(
 # "alpa.PipeshardParallel" uses both pipeline parallelism and shard parallelism.
 @alpa.parallelize(method=alpa.PipeshardParallel(num_micro_batches=16))
 def manual_pipeline_train_step(state, batch):
-    # Say that pipeline stages are assigned by hand.
+    # Pipeline stages are assigned manually, by the markers.
     @alpa.manual_layer_construction
     def loss_func(params):
         out = state.apply_fn(params, batch["x"])
         loss = jnp.mean((out - batch["y"]) ** 2)
         return loss
 
-    # `alpa.grad` separates the update from the forward and backward stages of the pipeline, which is what makes the
-    # accumulation of gradients right.
+    # `alpa.grad` separates the update from the forward and backward stages of the pipeline, so that
+    # gradients are accumulated before the update.
     grads = alpa.grad(loss_func)(state.params)
     new_state = state.apply_gradients(grads=grads)
     return new_state
@@ -144,16 +144,16 @@ print("Manual assignment: equal to the single device")
 
 alpa.shutdown()
 
-# --- Pipeline parallelism with automatic assignment ----------------------------------------------------------------------
+# --- Pipeline parallelism with automatic assignment -----------------------------------------------
 
 alpa.init(cluster=flags.cluster, **nodes)
 
 
-# The same model and state as on a single device; only the two decorators are new. Layers are found by clustering operators,
-# stages and their meshes by solving for the fastest step.
+# The model and state are those of the single device; only the two decorators are new. Layers result
+# from clustering operators, stages and their meshes from a search for the fastest step.
 @alpa.parallelize(method=alpa.PipeshardParallel(num_micro_batches=16, stage_mode="auto"))
 def auto_pipeline_train_step(state, batch):
-    # `layer_num` is how many layers to look for.
+    # `layer_num` is the number of layers.
     @alpa.automatic_layer_construction(layer_num=2)
     def loss_func(params):
         out = state.apply_fn(params, batch["x"])

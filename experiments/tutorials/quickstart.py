@@ -1,13 +1,14 @@
-"""Alpa's quickstart, run by autopar: an MLP on one device, parallelized automatically, and under `jax.pmap`.
+"""Alpa's quickstart, on autopar: an MLP on one device, parallelized automatically, and with pmap.
 
-At its own size it wants 8 GPUs. On a machine without any, on 8 virtual CPU devices and smaller:
+At its default size it needs 8 GPUs. Without GPUs, run a smaller size on 8 virtual CPU devices:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 \
         python -m experiments.tutorials.quickstart --dim 128 --batch-size 128
 
-Only the spelling differs from Alpa's text, where JAX's has changed since: arrays are replicated and split over devices by
-`jax.device_put`, memory is told by `memory_analysis()`, and since `jax.jit` now runs where its arguments are, the serial step
-is given arguments on one device. With --cluster ray what alpa parallelizes runs on the hosts of a Ray cluster.
+It differs from Alpa's text only where JAX has changed: `jax.device_put` replicates and splits
+arrays, `memory_analysis()` reports memory, and the arguments of the serial step are on one device,
+since `jax.jit` runs on the devices of its arguments. With `--cluster ray` the parallelized step
+runs on the hosts of a Ray cluster.
 """
 
 import argparse
@@ -41,7 +42,7 @@ if flags.cluster == "ray":
         cluster="ray", num_nodes=flags.num_nodes, num_devices_per_node=flags.num_devices_per_node
     )
 
-# --- Train an MLP on a single device -------------------------------------------------------------------------------------
+# --- Train an MLP on a single device --------------------------------------------------------------
 
 
 class MLPModel(nn.Module):
@@ -96,10 +97,11 @@ def train_step(state, batch):
 batch = {"x": x, "y": y}
 expected_state = train_step(state, batch)
 
-# --- Auto-parallelization with alpa.parallelize --------------------------------------------------------------------------
+# --- Auto-parallelization with alpa.parallelize ---------------------------------------------------
 
 
-# The body of this function is the same as the ``train_step`` above. The only difference is the decorator.
+# The body of this function is the same as the ``train_step`` above.
+# The only difference is the decorator.
 @alpa.parallelize
 def alpa_train_step(state, batch):
     def loss_func(params):
@@ -122,7 +124,7 @@ print("Output parameter type:", type(actual_state.params["params"]["Dense_0"]["k
 # We can use `np.array` to convert a distributed array back to a numpy array.
 kernel_np = np.array(actual_state.params["params"]["Dense_0"]["kernel"])
 
-# --- Execution speed comparison ------------------------------------------------------------------------------------------
+# --- Execution speed comparison -------------------------------------------------------------------
 
 # We need this assignment because the original `state` is "donated" and freed.
 state = jax.device_put(jax.tree.map(np.array, actual_state), jax.devices()[0])
@@ -160,7 +162,7 @@ print(
     f"Alpa execution time.   Mean: {np.mean(alpa_costs):.2f} ms, Std: {np.std(alpa_costs):.2f} ms"
 )
 
-# --- Memory usage comparison ---------------------------------------------------------------------------------------------
+# --- Memory usage comparison ----------------------------------------------------------------------
 
 GB = 1024**3
 
@@ -175,10 +177,11 @@ print(f"Serial execution per GPU memory usage: {total_allocation_size(jit_execut
 
 alpa_executable = alpa_train_step.get_executable(state, batch)
 print(
-    f"Alpa execution per GPU memory usage:   {alpa_executable.get_total_allocation_size() / GB:.2f} GB"
+    "Alpa execution per GPU memory usage:  "
+    f" {alpa_executable.get_total_allocation_size() / GB:.2f} GB"
 )
 
-# --- Comparison against data parallelism (or jax.pmap) -------------------------------------------------------------------
+# --- Comparison against data parallelism (or jax.pmap) --------------------------------------------
 
 
 @partial(jax.pmap, axis_name="batch")
@@ -220,7 +223,8 @@ def data_parallel_execution():
 costs = benchmark_func(data_parallel_execution, sync_func, warmup=5, number=10, repeat=5) * 1e3
 print(f"Data parallel execution time. Mean: {np.mean(costs):.2f} ms, Std: {np.std(costs):.2f} ms")
 print(
-    f"Alpa execution time.          Mean: {np.mean(alpa_costs):.2f} ms, Std: {np.std(alpa_costs):.2f} ms\n"
+    f"Alpa execution time.          Mean: {np.mean(alpa_costs):.2f} ms,"
+    f" Std: {np.std(alpa_costs):.2f} ms\n"
 )
 
 executable = pmap_train_step.lower(state, batch).compile()
@@ -228,5 +232,6 @@ print(
     f"Data parallel execution per GPU memory usage: {total_allocation_size(executable) / GB:.2f} GB"
 )
 print(
-    f"Alpa execution per GPU memory usage:          {alpa_executable.get_total_allocation_size() / GB:.2f} GB"
+    "Alpa execution per GPU memory usage:         "
+    f" {alpa_executable.get_total_allocation_size() / GB:.2f} GB"
 )

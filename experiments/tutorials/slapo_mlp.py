@@ -1,28 +1,33 @@
-"""Slapo's tutorial "Optimize MLP Module on Multi-Device", on Flax: a schedule apart from the model, on 1, 2, 4 or 8 devices.
+"""Slapo's tutorial "Optimize MLP Module on Multi-Device", with directives on a Flax model.
 
     python -m experiments.tutorials.slapo_mlp --devices 2
 
-Without --devices on all that are here; on a machine without GPUs these are 8 virtual ones that share its CPU.
+It runs on 1, 2, 4 or 8 devices, by default on all of this machine. Without GPUs these are 8 virtual
+devices that share the CPU.
 
-What differs from Slapo's text:
+Differences from Slapo's text:
 
-- There is no launcher, as one process has all devices: neither rank nor world size is printed, but how many devices are used.
-- A model is scheduled together with the shapes of its parameters and inputs, which its tree shows.
-- Flax keeps a kernel as (in, out), so that "weight", axis=0 is "kernel", axis=1.
-- Flax's activations are functions: there is no module `activation` in the tree, and a match lists the equations of gelu.
-- Modules stay what they are, with their directives below them, where Slapo puts `LinearWithSyncFunc` or `LinearWithSeparateBias`.
-- `Verify`, of which Slapo only speaks, is run: around shard and sync, and on the whole schedule before it is built.
-- Fused equations are compiled by XLA, compiler="xla", in place of TorchScript.
-- `build` returns one value, whose `init` makes the parameters in parts, in place of a pair and of init_weights=False.
+- There is no launcher, since one process has all devices. The number of devices is printed in place
+  of rank and world size.
+- `create_schedule` also takes the shapes of parameters and inputs, which the tree of modules shows.
+- Flax stores a kernel as (in, out), so "weight", axis=0 becomes "kernel", axis=1.
+- Flax's activations are functions, so the tree has no module `activation`, and a match lists the
+  equations of gelu.
+- Modules keep their class, with directives listed below them, where Slapo replaces them by
+  `LinearWithSyncFunc` or `LinearWithSeparateBias`.
+- `Verify`, which Slapo's text only mentions, runs around shard and sync, and on the whole schedule
+  before it is built.
+- Fused equations are compiled by XLA, compiler="xla", instead of TorchScript.
+- `build` returns one value instead of a pair. Its `init` creates the parameters in shards, where
+  Slapo has init_weights=False.
 """
 # ruff: noqa: E402 (devices are set up before JAX starts)
 
 import argparse
 import os
 
-VIRTUAL = (
-    "--xla_force_host_platform_device_count"  # of the CPU, which JAX takes where there is no GPU
-)
+# It sets the number of CPU devices, which JAX uses without GPUs.
+VIRTUAL = "--xla_force_host_platform_device_count"
 if VIRTUAL not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {VIRTUAL}=8"
 
@@ -38,7 +43,7 @@ parser.add_argument("--sequence-length", type=int, default=512)
 flags = parser.parse_args()
 print(f"devices: {flags.devices} of {len(jax.devices())}")
 
-# --- Model definition ----------------------------------------------------------------------------------------------------
+# --- Model definition -----------------------------------------------------------------------------
 
 
 class MLP(nn.Module):
@@ -57,17 +62,18 @@ class MLP(nn.Module):
 
 model = MLP(flags.hidden_size)
 
-# --- Create model schedule -----------------------------------------------------------------------------------------------
+# --- Create model schedule ------------------------------------------------------------------------
 
 data = jax.random.normal(jax.random.key(0), (2, flags.sequence_length, flags.hidden_size))
 shapes = jax.eval_shape(model.init, jax.random.key(1), data)
 sch = autopar.create_schedule(model, shapes, [data], mesh=flags.devices)
 print(sch.mod)
 
-# --- Tensor parallelism --------------------------------------------------------------------------------------------------
+# --- Tensor parallelism ---------------------------------------------------------------------------
 
-# The first linear layer by column, the second by row (Megatron-LM): each device has its part of both, and the partial sums
-# that the second makes are added up, as are, in the backward pass, the gradients of what goes into the first.
+# The first linear layer is split by columns, the second by rows (Megatron-LM). The forward pass
+# all_reduces the partial sums of the second layer, the backward pass the gradients of the first
+# layer's input.
 with autopar.Verify(sch, [data]):
     sch["linear1"].shard("kernel", axis=1)
     sch["linear1"].shard("bias", axis=0)
@@ -77,13 +83,14 @@ with autopar.Verify(sch, [data]):
 print(sch.mod)
 print("verified: the loss and every gradient are those of the model")
 
-# --- Operator fusion -----------------------------------------------------------------------------------------------------
+# --- Operator fusion ------------------------------------------------------------------------------
 
-# The bias of the first layer is to be fused with the activation: it has to be seen apart from the product.
+# To fuse the bias of the first layer with the activation, it has to be separate from the product.
 sch["linear1"].decompose()
 print(sch.mod)
 
-# `find` sees a graph of equations: those of the whole model, not of single modules, if it is flattened.
+# `find` searches a graph of equations. With flatten=True that is the graph of the whole model
+# instead of single modules.
 sch.trace(flatten=True)
 print(sch.mod)
 
@@ -99,11 +106,11 @@ print(*subgraph)
 sch.fuse(subgraph, compiler="xla", name="BiasGeLU")
 print(sch.mod)
 
-# --- Build the optimized model -------------------------------------------------------------------------------------------
+# --- Build the optimized model --------------------------------------------------------------------
 
 autopar.Verify(sch, [data]).check()
 opt_model = autopar.build(sch)
-params = opt_model.init(model.init, jax.random.key(1), data)  # each device makes its own part
+params = opt_model.init(model.init, jax.random.key(1), data)  # creates shards
 kernel = params["params"]["linear1"]["kernel"]
 print(f"linear1/kernel: {kernel.shape}, {kernel.addressable_shards[0].data.shape} on each device")
 compiled = jax.jit(opt_model.apply).lower(params, data).compile()

@@ -1,9 +1,11 @@
-"""The knobs of a scheduled GPT, tuned for 8 GPUs that are not here: every candidate is scheduled, compiled for them, and simulated.
+"""Tuning the schedule of a GPT for 8 GPUs that are not present.
 
     JAX_PLATFORMS=cpu AUTOPAR_PROGRESS=1 python -m experiments.tutorials.tune_gpt
 
-Degrees of pipeline, tensor and data parallelism, microbatches, how many blocks are recomputed, sequence parallelism, attention. Each
-candidate takes 10 to 60 seconds, so the search goes one knob after the other; `--search-by exhaustive` tries all.
+The knobs are the degrees of pipeline, tensor and data parallelism, the number of microbatches, the
+part of the blocks that are recomputed, sequence parallelism and flash attention. Each candidate is
+compiled for the GPUs and simulated, which takes up to a minute. By default the search therefore
+varies one knob after the other; `--search-by exhaustive` tries all combinations.
 """
 
 from dataclasses import replace
@@ -23,7 +25,12 @@ app = typer.Typer(add_completion=False)
 
 
 def knobs_of(model: GPT, devices: int) -> dict[str, Domain]:
-    """What there is to choose: `devices` are split into tensor x stages x data, the batch into microbatches for each part of the data."""
+    """Return the search space of the knobs, in which tensor x stages x data = `devices`.
+
+    Args:
+        model: the model, whose batch is split over data parallelism and microbatches.
+        devices: number of devices.
+    """
     degrees = [2**k for k in range(devices.bit_length())]
     return {
         "tensor": degrees,
@@ -39,7 +46,7 @@ def knobs_of(model: GPT, devices: int) -> dict[str, Domain]:
 
 
 def candidate_of(model: GPT) -> StepFactory:
-    """From a candidate to its training step, the step's arguments, and the method that keeps its schedule."""
+    """Return a function that makes the training step, arguments and method of a candidate."""
 
     def make(chosen, mesh):
         knobs = Knobs(
