@@ -246,13 +246,13 @@ def _write(
     table = pd.DataFrame([asdict(row) for row in rows], columns=list(GpuStep.__dataclass_fields__))
     for name in PREDICTED:
         table[f"{name}_error"] = table[name] / table["measured"] - 1
-    beside = circumstances(repeat) | {
+    record = circumstances(repeat) | {
         "complete": not left,
         "not_measured": list(map(step_name, left)),
         "failed": failed,
     }
     _replace(out / "gpu.csv", lambda path: table.to_csv(path, index=False, float_format="%.6g"))
-    _replace(out / "gpu.json", lambda path: path.write_text(json.dumps(beside, indent=1) + "\n"))
+    _replace(out / "gpu.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n"))
     return table
 
 

@@ -76,8 +76,8 @@ def main(
 ) -> None:
     published = PUBLISHED.get(name)
     if not isinstance(published, GPT):
-        known = ", ".join(name for name, model in PUBLISHED.items() if isinstance(model, GPT))
-        raise typer.BadParameter(f"no GPT is called {name!r}; expected one of {known}")
+        names = ", ".join(name for name, model in PUBLISHED.items() if isinstance(model, GPT))
+        raise typer.BadParameter(f"no GPT is called {name!r}; expected one of {names}")
     model = replace(published, num_layers=layers, batch_size=batch_size, remat=False)
     space = knobs_of(model, devices)
     tuned = autopar.tune(

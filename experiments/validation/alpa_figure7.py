@@ -116,20 +116,23 @@ def compare(published: AlpaPlan, gpus: int, measured: str, which: Which) -> Figu
     model = published.model()
     assert isinstance(model, GPT | MoE)
 
-    cluster, stages = p3(published.num_devices), published.option()
+    cluster = p3(published.num_devices)
+    stages = published.option()
     try:
-        found, fits = plan_pipeline(published, stages), True
+        plan = plan_pipeline(published, stages)
+        fits = True
     except (autopar.NoStagesError, autopar.InfeasibleError):
-        found, fits = plan_pipeline(published, stages, _ANY_SIZE), False
+        plan = plan_pipeline(published, stages, _ANY_SIZE)
+        fits = False
     return FigureBar(
         model=published.family,
         gpus=gpus,
         plan=which,
         published=measured,
-        predicted=step_flops(model) / found.predicted_seconds / 1e15
+        predicted=step_flops(model) / plan.predicted_seconds / 1e15
         if fits and which == "alpa"
         else None,
-        predicted_gb=found.predicted_bytes / 1e9,
+        predicted_gb=plan.predicted_bytes / 1e9,
         usable_gb=cluster.device.usable_bytes / 1e9,
     )
 

@@ -158,8 +158,10 @@ class PipelineComparison:
 def compare(published: AlpaPlan) -> PipelineComparison:
     """Plan a model automatically, and with Alpa's stages."""
     count = published.num_devices
-    found, missing = _plan(published, autopar.AutoStageOption(submesh_logical_shape_space="all"))
-    stages = _stages() if found else ""
+    automatic, missing = _plan(
+        published, autopar.AutoStageOption(submesh_logical_shape_space="all")
+    )
+    stages = _stages() if automatic else ""
     alpa, unfit = _plan(published, published.option())
     problems = [
         f"{whose}: {error}"
@@ -170,12 +172,14 @@ def compare(published: AlpaPlan) -> PipelineComparison:
         model=published.name,
         devices=count,
         micro_batches=published.micro_batches,
-        found_seconds=found.predicted_seconds if found else None,
-        found_gb=found.predicted_bytes / 1e9 if found else None,
+        found_seconds=automatic.predicted_seconds if automatic else None,
+        found_gb=automatic.predicted_bytes / 1e9 if automatic else None,
         alpa_seconds=alpa.predicted_seconds if alpa else None,
         alpa_gb=alpa.predicted_bytes / 1e9 if alpa else None,
-        ahead=1 - found.predicted_seconds / alpa.predicted_seconds if found and alpa else None,
-        planning_seconds=found.planning_seconds if found else None,
+        ahead=(
+            1 - automatic.predicted_seconds / alpa.predicted_seconds if automatic and alpa else None
+        ),
+        planning_seconds=automatic.planning_seconds if automatic else None,
         stages=stages,
         status="; ".join(problems) or "ok",
     )
@@ -220,10 +224,13 @@ def _plan(published: AlpaPlan, stages: StageOption) -> tuple[autopar.Plan | None
 
 def _stages() -> str:
     """Return the stages that were constructed last as text."""
-    found = autopar.get_last_dp_result()
-    assert found is not None
+    result = autopar.get_last_dp_result()
+    assert result is not None
     parts = zip(
-        found.forward_stage_layer_ids, found.submesh_shapes, found.logical_mesh_shapes, strict=True
+        result.forward_stage_layer_ids,
+        result.submesh_shapes,
+        result.logical_mesh_shapes,
+        strict=True,
     )
     return "; ".join(
         f"{ids[0]}-{ids[-1]} {hosts}x{devices} as {logical}"
@@ -261,7 +268,8 @@ def _text(row: PipelineComparison) -> str:
     def text(seconds: float | None, size: float | None) -> str:
         return "does not fit" if seconds is None else f"{seconds:8.3f} s {size:6.2f} GB"
 
-    found, alpa = text(row.found_seconds, row.found_gb), text(row.alpa_seconds, row.alpa_gb)
+    found = text(row.found_seconds, row.found_gb)
+    alpa = text(row.alpa_seconds, row.alpa_gb)
     ahead = "" if row.ahead is None else f"{row.ahead:+7.1%}"
     return f"{row.model:8} found {found}, Alpa's {alpa} {ahead} ({row.stages})"
 

@@ -74,7 +74,7 @@ def measure(
     cluster: Cluster,
     mesh: Shape,
     ways: Sequence[str] = (),
-    known: Sequence[WayResult] = (),
+    earlier: Sequence[WayResult] = (),
 ) -> Iterator[WayResult]:
     """Plan, compile and simulate each way to run a model.
 
@@ -84,14 +84,14 @@ def measure(
         cluster: the cluster to compile for.
         mesh: shape of the mesh.
         ways: names of the ways; all by default.
-        known: results on other meshes, from which those of data parallelism are taken.
+        earlier: results on other meshes, from which those of data parallelism are taken.
     """
     for way, method in (METHODS | ANNOTATED[len(mesh)]).items():
         if ways and way not in ways:
             continue
         row = WayResult(name, cluster.name, "x".join(map(str, mesh)), way, "ok")
         place = name, cluster.name, way
-        same = [known_row for known_row in known if _place(known_row) == place]
+        same = [other for other in earlier if _place(other) == place]
         if way in DATA_PARALLEL and same:
             yield replace(same[0], mesh=row.mesh)
             continue
@@ -185,15 +185,15 @@ def main() -> None:
     with args.output.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
-        known: list[WayResult] = []
+        earlier: list[WayResult] = []
         for name, model, cluster, mesh in _cells(args.full):
             if not re.search(args.only, f"{name} {cluster} {'x'.join(map(str, mesh))}"):
                 continue
             rows = []
             ways = args.ways.split(",") if args.ways else ()
-            for row in measure(name, model, Cluster.load(cluster), mesh, ways, known):
+            for row in measure(name, model, Cluster.load(cluster), mesh, ways, earlier):
                 rows.append(row)
-                known.append(row)
+                earlier.append(row)
                 writer.writerow(asdict(row))
                 file.flush()
                 print(_text(row), flush=True)

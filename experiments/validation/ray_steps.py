@@ -357,7 +357,7 @@ def main() -> None:
             rows.append(RayMeasurement(name, *SHAPES[0], "seconds", seconds))
     fitted = calibrated(transfers, steps)
     clusters = {"fitted_here": fitted, "shipped": Cluster.load("cpu-hosts")}
-    clusters = {name: each for name, each in clusters.items() if each.processes is not None}
+    clusters = {name: cluster for name, cluster in clusters.items() if cluster.processes}
     for step in steps:
         rows += rows_of(step, clusters)
     write(flags.output, rows)
