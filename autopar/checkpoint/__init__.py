@@ -1,11 +1,12 @@
-"""Checkpoints: a state saved as it lies on the devices, and restored as any other plan wants it.
+"""Checkpoints: states saved shard by shard, and restored for any plan, mesh and number of hosts.
 
-    <directory>/20/manifest.json     what the arrays are, which part of each is where, and checksums of both
-    <directory>/20/host-0/           the parts that host 0 wrote, with Orbax
-    <directory>/autopar.lock         names the process that writes there, while one does
-    <directory>/30.damaged/          a checkpoint that could not be read when the one before it was restored
+    <directory>/20/manifest.json     arrays, the files of their tiles, and checksums of both
+    <directory>/20/host-0/           the tiles that host 0 wrote, with Orbax
+    <directory>/autopar.lock         names the process that writes to the directory
+    <directory>/30.damaged/          a checkpoint that could not be read during a restore
 
-A folder has a step's number for its name only once all of it is written, so what has such a name is whole.
+A folder gets a step's number as its name after everything in it has been written, so a folder with
+such a name is complete.
 """
 
 from autopar.checkpoint.manifest import (

@@ -1,8 +1,8 @@
-"""The lock of a directory of checkpoints: one process at a time writes there.
+"""Locks of checkpoint directories: one process at a time writes to a directory.
 
-A lock is a file that names its owner. The owner touches the file while it runs. A lock is stale, and may be taken over, when its
-owner is a process of this machine that has ended, or when it has not been touched for `STALE_SECONDS`, by the clock of the file
-system.
+A lock is a file that names its owner. The owner touches the file while it runs. A lock is stale,
+and may be taken over, if its owner is a process of this machine that has ended, or if it has not
+been touched for `STALE_SECONDS` by the clock of the file system.
 """
 
 import os
@@ -22,18 +22,29 @@ from autopar.progress import log_progress
 
 LOCK = "autopar.lock"
 STALE_SECONDS = 120
+"""Seconds after which an untouched lock of another machine is stale."""
+
 _BEAT_SECONDS = 10
+"""Seconds between two touches of a lock by its owner."""
+
 _SETTLE_SECONDS = 0.2
-"""Two processes may find the same stale lock. Each replaces it with its own and waits this long; the one that wrote last owns it."""
+"""Seconds to wait after replacing a stale lock.
+
+Two processes may find the same stale lock. Each replaces it by its own and waits; the process that
+wrote last owns the directory.
+"""
 
 
 class Owner(BaseModel):
-    """The process that has a lock.
+    """The process that owns a lock.
 
     Attributes:
-        host, pid, since: its names for a reader.
-        machine: the boot of the machine and the namespace of the pid; None where they are unknown.
-        birth: start of the process in clock ticks since the boot; a later process with the same pid has another.
+        host: name of its machine, for people.
+        pid: process id.
+        since: when it took the lock, for people.
+        machine: the boot of the machine and the namespace of the pid; None if they are unknown.
+        birth: start of the process in clock ticks since the boot, which distinguishes it from a
+            later process with the same pid.
         token: unique to this lock.
     """
 
@@ -49,11 +60,11 @@ class Owner(BaseModel):
     @staticmethod
     def this() -> "Owner":
         """Return this process as the owner of a new lock."""
-        pid, since = os.getpid(), datetime.now().astimezone().isoformat(timespec="seconds")
+        pid = os.getpid()
         return Owner(
             host=socket.gethostname(),
             pid=pid,
-            since=since,
+            since=datetime.now().astimezone().isoformat(timespec="seconds"),
             machine=_machine(),
             birth=_birth(pid),
             token=uuid.uuid4().hex,
@@ -61,10 +72,10 @@ class Owner(BaseModel):
 
     @staticmethod
     def load(file: Path) -> "Owner | None":
-        """Return the owner that a lock file names, or None if the file names none.
+        """Return the owner that a lock file names, or None if it names none.
 
         Raises:
-            FileNotFoundError: there is no lock.
+            FileNotFoundError: there is no lock file.
         """
         try:
             return Owner.model_validate_json(file.read_bytes())
@@ -76,26 +87,38 @@ class Owner(BaseModel):
 
 
 class DirectoryLock:
-    """The lock of a directory, held by this process until every use of it is released."""
+    """This process's lock of a directory.
+
+    Attributes:
+        file: the lock file.
+        owner: this process.
+        uses: number of uses that have not been released.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Take the lock.
 
         Raises:
-            CheckpointError: another process has it.
+            CheckpointError: another process owns it.
         """
-        self.file, self.owner, self.uses = directory / LOCK, Owner.this(), 0
+        self.file = directory / LOCK
+        self.owner = Owner.this()
+        self.uses = 0
         self._take()
         self._released = threading.Event()
         threading.Thread(target=self._beat, name="autopar-lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise CheckpointError if another process has taken the lock over, e.g. while this one was suspended."""
-        holder = self._holder()
-        if holder != self.owner:
+        """Raise CheckpointError if another process has taken over the lock.
+
+        This can happen while this process is suspended.
+        """
+        owner = self._present_owner()
+        if owner != self.owner:
             raise CheckpointError(
-                f"{self.file} is no longer the lock of this process, but of {holder or 'nobody'}: it was removed, or taken over while this"
-                " process was suspended, so nothing is saved; go on with one process only"
+                f"{self.file} is no longer the lock of this process, but of"
+                f" {owner or 'no process'}: it was removed, or taken over while this process was"
+                " suspended, so nothing is saved; go on with one process only"
             )
 
     def release(self) -> None:
@@ -106,10 +129,10 @@ class DirectoryLock:
                 return
             _locks.pop(self.file, None)
             self._released.set()
-            if self._holder() == self.owner:
+            if self._present_owner() == self.owner:
                 self.file.unlink(missing_ok=True)
 
-    def _holder(self) -> Owner | None:
+    def _present_owner(self) -> Owner | None:
         try:
             return Owner.load(self.file)
         except FileNotFoundError:
@@ -126,39 +149,39 @@ class DirectoryLock:
                 _create(mine, text)
                 mine.replace(self.file)
                 time.sleep(_SETTLE_SECONDS)
-                if self._holder() == self.owner:
+                if self._present_owner() == self.owner:
                     return
 
     def _is_stale(self) -> bool:
-        """Return whether the current lock is stale; False if it has been removed.
+        """Return whether the lock file is stale; False if it has been removed.
 
         Raises:
             CheckpointError: its owner still runs.
         """
         try:
-            holder, age = Owner.load(self.file), _age(self.file)
+            owner = Owner.load(self.file)
+            age = _age(self.file)
         except FileNotFoundError:
             return False
-        if (
-            holder is not None
-            and holder.machine is not None
-            and holder.machine == self.owner.machine
-        ):
-            is_gone, seen = _birth(holder.pid) != holder.birth, ""
+        machine = None if owner is None else owner.machine
+        if owner is not None and machine is not None and machine == self.owner.machine:
+            is_gone = _birth(owner.pid) != owner.birth
+            seen = ""
         else:
             is_gone = age > STALE_SECONDS
             seen = f", last seen {max(age, 0):.0f} s ago and taken for gone after {STALE_SECONDS} s"
-        named = "a process that has not written its name" if holder is None else str(holder)
+        named = "a process that has not written its name" if owner is None else str(owner)
         if not is_gone:
             raise CheckpointError(
-                f"{self.file.parent} is in use by {named}{seen}: it trains or saves there. Wait until it has ended, or use another"
-                f" directory; remove {self.file} only if you know that the process is gone"
+                f"{self.file.parent} is in use by {named}{seen}: it trains or saves there. Wait"
+                f" until it has ended, or use another directory; remove {self.file} only if you"
+                " know that the process is gone"
             )
         log_progress(f"taking over {self.file} of {named}, which is gone")
         return True
 
     def _beat(self) -> None:
-        while not self._released.wait(_BEAT_SECONDS) and self._holder() == self.owner:
+        while not self._released.wait(_BEAT_SECONDS) and self._present_owner() == self.owner:
             with suppress(OSError):
                 os.utime(self.file)
 
@@ -168,14 +191,16 @@ _guard = threading.Lock()
 
 
 def lock(directory: Path, is_alone: bool = False) -> DirectoryLock:
-    """Lock a directory for this process, or share the lock that it already has. Call `DirectoryLock.release` when done.
+    """Lock a directory for this process, or share the lock that the process already owns.
+
+    Call `DirectoryLock.release` when done.
 
     Args:
-        directory: created if it does not exist.
+        directory: the directory, which is created if it does not exist.
         is_alone: whether to refuse a directory that this process has already locked.
 
     Raises:
-        CheckpointError: another process has the lock, or `directory` is no directory.
+        CheckpointError: another process owns the lock, or `directory` is not a directory.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -184,19 +209,20 @@ def lock(directory: Path, is_alone: bool = False) -> DirectoryLock:
             f"{directory} is not a directory, expected one to save checkpoints in"
         ) from None
     with _guard:
-        held = _locks.get(file := directory.resolve() / LOCK)
-        if (
-            held is not None and held.owner.pid != os.getpid()
-        ):  # of the process that this one was forked from
-            held = None
-        if held is not None and is_alone:
+        file = directory.resolve() / LOCK
+        own = _locks.get(file)
+        # A lock with another pid belongs to the process that this one was forked from.
+        if own is not None and own.owner.pid != os.getpid():
+            own = None
+        if own is not None and is_alone:
             raise CheckpointError(
-                f"{directory} is in use by this process, which trains or saves there already; use another directory"
+                f"{directory} is in use by this process, which trains or saves there already; use"
+                " another directory"
             )
-        if held is None:
-            held = _locks[file] = DirectoryLock(directory.resolve())
-        held.uses += 1
-        return held
+        if own is None:
+            own = _locks[file] = DirectoryLock(directory.resolve())
+        own.uses += 1
+        return own
 
 
 def _create(file: Path, text: str) -> None:
@@ -217,15 +243,16 @@ def _age(file: Path) -> float:
 
 
 def _machine() -> str | None:
-    """Return an identifier of this boot of this machine and of its PID namespace, or None if the system has none."""
+    """Return an identifier of this boot of the machine and of the PID namespace, or None."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return None
 
 
 def _birth(pid: int) -> int | None:
-    """Return the start time of a process of this machine, in clock ticks since the boot, or None if it does not run."""
+    """Return the start of a process in clock ticks since the boot, or None if it does not run."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

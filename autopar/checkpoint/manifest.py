@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, and the checkpoints in a directory."""
+"""Manifests of checkpoints, and the folders of a checkpoint directory."""
 
 import itertools
 import os
@@ -31,11 +31,12 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class SavedPiece(BaseModel):
-    """A tile of an array, and where it is.
+    """A tile of an array, and the file that stores it.
 
     Attributes:
-        part: the folder.
-        name: of the tile there.
+        tile: for each dim the start and stop of the tile.
+        part: the folder of the process that wrote it.
+        name: name of the tile in that folder.
         checksum: CRC-32 of its bytes in row-major order; None in checkpoints of format 1.
     """
 
@@ -48,11 +49,14 @@ class SavedPiece(BaseModel):
 
 
 class SavedArray(BaseModel):
-    """An array of the state, whose pieces fill it.
+    """An array of the state.
 
     Attributes:
-        path: where it was in the state, as `jax.tree_util.keystr` writes it.
-        key: of random keys, the implementation; shape and dtype are then those of their data.
+        path: its path in the state, as `jax.tree_util.keystr` writes it.
+        shape: its shape; for random keys the shape of their data.
+        dtype: its dtype; for random keys the dtype of their data.
+        key: the implementation of random keys; None for other arrays.
+        pieces: tiles that fill the array.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,15 +95,17 @@ class SavedArray(BaseModel):
 
     @property
     def jax_dtype(self) -> np.dtype:
-        """The dtype as a JAX array, which may have fewer bits than a number of NumPy or Python."""
+        """The dtype of a JAX array, which may have fewer bits than one of NumPy or Python."""
         return np.dtype(jax.dtypes.canonicalize_dtype(self.dtype))
 
 
 class Manifest(BaseModel):
-    """All of a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
         format: 2; checkpoints of format 1 have no checksums.
+        step: number of the step whose state was saved.
+        arrays: the arrays of the state.
         checksum: CRC-32 of the rest of the manifest.
     """
 
@@ -118,7 +124,7 @@ class Manifest(BaseModel):
         return self
 
     def to_json(self) -> str:
-        """Return the manifest with its checksum."""
+        """Return the manifest, with its checksum, as JSON."""
         return self.model_copy(update={"checksum": self._checksum()}).model_dump_json()
 
     def _checksum(self) -> int:
@@ -129,14 +135,15 @@ class Manifest(BaseModel):
         """Load the manifest of the checkpoint of a step.
 
         Raises:
-            DamagedCheckpointError: it is missing, or not as it was written.
+            DamagedCheckpointError: it is missing, or differs from what was written.
             CheckpointError: there is no such checkpoint, or this process may not read it.
         """
         file = directory / str(step) / _MANIFEST
-        if step not in (steps := saved_steps(directory)):
-            there = ", ".join(map(str, steps)) or "none"
+        steps = saved_steps(directory)
+        if step not in steps:
+            listed = ", ".join(map(str, steps)) or "none"
             raise CheckpointError(
-                f"{directory} has no checkpoint of step {step}; those it has: {there}"
+                f"{directory} has no checkpoint of step {step}; those it has: {listed}"
             )
         try:
             manifest = Manifest.model_validate_json(file.read_bytes())
@@ -146,9 +153,10 @@ class Manifest(BaseModel):
             raise DamagedCheckpointError(f"{file} can't be read: {error}") from None
         except ValidationError as error:
             first = error.errors()[0]
-            said = " ".join([".".join(map(str, first["loc"])), first["msg"]]).strip()
+            cause = " ".join([".".join(map(str, first["loc"])), first["msg"]]).strip()
             raise DamagedCheckpointError(
-                f"{file} is not the manifest of a checkpoint that this version of autopar reads: {said}"
+                f"{file} is not the manifest of a checkpoint that this version of autopar reads:"
+                f" {cause}"
             ) from None
         if manifest.format == 2 and manifest.checksum != manifest._checksum():
             raise DamagedCheckpointError(
@@ -162,7 +170,7 @@ class Manifest(BaseModel):
 
 
 def saved_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps of the checkpoints in a directory, ascending."""
+    """Return the steps of the checkpoints in a directory, in ascending order."""
     directory = directory_path(directory)
     if not directory.is_dir():
         return []
@@ -171,7 +179,7 @@ def saved_steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def directory_path(ckpt_dir: str | os.PathLike[str]) -> Path:
-    """Return `ckpt_dir` as a Path. Raises TypeError if it is not a path."""
+    """Return `ckpt_dir` as a Path; raise TypeError if it is not a path."""
     if not isinstance(ckpt_dir, str | os.PathLike):
         raise TypeError(f"ckpt_dir is {ckpt_dir!r}, expected the path of a directory, e.g. 'run'")
     return Path(ckpt_dir)
@@ -192,21 +200,22 @@ def check_keep(keep: object) -> None:
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """The step of the last checkpoint in a directory, or None if there is none."""
+    """Return the step of the last checkpoint in a directory, or None if there is none."""
     return max(saved_steps(directory), default=None)
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Create a folder to write the checkpoint of a step to, and remove unfinished folders of processes that were killed.
+    """Create a folder for the checkpoint of a step, which counts as a checkpoint after `commit`.
 
-    It does not count as a checkpoint until `commit`.
+    Also removes unfinished folders of processes that were killed.
 
     Raises:
-        CheckpointError: there is one of this step already.
+        CheckpointError: there is a checkpoint of this step.
     """
     if (directory / str(step)).exists():
         raise CheckpointError(
-            f"{directory} has a checkpoint of step {step} already; remove it, or save to another directory if this is another run"
+            f"{directory} has a checkpoint of step {step} already; remove it, or save to another"
+            " directory if this is another run"
         )
     for unfinished in directory.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -216,14 +225,25 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def set_aside(directory: Path, step: int) -> Path:
-    """Rename a checkpoint that can't be read, so that it is not taken for the last one; return its new path."""
-    names = itertools.chain([""], map(".{}".format, itertools.count(2)))
-    free = (path for name in names if not (path := directory / f"{step}{_DAMAGED}{name}").exists())
-    return (directory / str(step)).rename(next(free))
+    """Rename a damaged checkpoint, so that it no longer counts as one; return its new path."""
+    path = directory / f"{step}{_DAMAGED}"
+    numbers = itertools.count(2)
+    while path.exists():
+        path = directory / f"{step}{_DAMAGED}.{next(numbers)}"
+    return (directory / str(step)).rename(path)
 
 
 def commit(folder: Path, manifest: Manifest, keep: int | None) -> Path:
-    """Rename a finished folder to that of its checkpoint, then remove all checkpoints but the last `keep`."""
+    """Turn a complete folder into a checkpoint, and remove all checkpoints but the last `keep`.
+
+    Args:
+        folder: the folder from `begin`, with all its parts.
+        manifest: the manifest to write there.
+        keep: number of checkpoints to keep; None for all.
+
+    Returns:
+        The path of the checkpoint.
+    """
     with (folder / _MANIFEST).open("w") as file:
         file.write(manifest.to_json())
         file.flush()
@@ -231,7 +251,7 @@ def commit(folder: Path, manifest: Manifest, keep: int | None) -> Path:
     directory = folder.parent
     final = folder.rename(directory / str(manifest.step))
     for old in saved_steps(directory)[: -keep if keep else 0]:
-        # Its name goes first: removing takes a while, and half a checkpoint must not look like one.
-        gone = (directory / str(old)).rename(directory / f"{old}{_UNFINISHED}")
-        shutil.rmtree(gone, ignore_errors=True)
+        # Removing takes a while, and half a checkpoint must not look like a checkpoint.
+        removed = (directory / str(old)).rename(directory / f"{old}{_UNFINISHED}")
+        shutil.rmtree(removed, ignore_errors=True)
     return final

@@ -1,6 +1,6 @@
-"""What one process writes of a checkpoint, and what it reads: tiles of arrays, kept by Orbax.
+"""The part of a checkpoint that one process writes or reads: tiles of arrays, stored with Orbax.
 
-No process waits for another in here, so one that dies takes nobody with it.
+Processes do not wait for each other here, so the death of one does not block the others.
 """
 
 import zlib
@@ -28,20 +28,26 @@ if TYPE_CHECKING:
     from orbax.checkpoint import Checkpointer
 
 _READ_BYTES = 1 << 30
-"""How much is in host memory at a time while arrays are restored, unless one array is larger."""
-_SAID = 300
-"""How many characters of an error of Orbax an error shows."""
+"""Bytes of host memory for arrays during a restore, unless a single array is larger."""
+
+_CAUSE_LENGTH = 300
+"""Maximum number of characters of Orbax's error message in an error."""
 
 
 def tile_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Tile:
-    """A shard's index as JAX has it, in numbers; None: everything."""
+    """Return the tile of a shard, given its index in JAX; None stands for the whole array."""
     if index is None:
         return tuple((0, size) for size in shape)
-    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+    return tuple(bounds.indices(size)[:2] for bounds, size in zip(index, shape, strict=True))
 
 
 def copied(array: jax.Array | np.ndarray, tiles: Iterable[Tile]) -> list[np.ndarray]:
-    """Shards of an array as host memory that is nobody else's: what was saved may be donated at once."""
+    """Return copies of an array's shards in host memory, so that the array may be donated.
+
+    Args:
+        array: the array.
+        tiles: the tile of each shard.
+    """
     if isinstance(array, np.ndarray):
         return [np.array(array) for _ in tiles]
     shards = {tile_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
@@ -57,46 +63,50 @@ def checksums(arrays: Mapping[Any, np.ndarray]) -> dict[Any, int]:
         return dict(zip(arrays, values, strict=True))
 
 
-def in_part(part: str, found: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """Return checksums by part and name."""
-    return {(part, name): checksum for name, checksum in found.items()}
+def in_part(part: str, by_name: Mapping[str, int]) -> dict[tuple[str, str], int]:
+    """Return checksums by part and name, given those of one part by name."""
+    return {(part, name): checksum for name, checksum in by_name.items()}
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray], verify: bool = True) -> dict[str, int]:
-    """Keep arrays in a new folder, by name, and return their checksums.
+    """Write arrays to a new folder and return their checksums by name.
 
     Args:
+        folder: the folder.
+        arrays: the arrays by name.
         verify: whether to read back what was written.
 
     Raises:
-        CheckpointError: what was read back is something else.
+        CheckpointError: an array that was read back differs.
     """
     from orbax.checkpoint.args import PyTreeSave
 
-    found = checksums(arrays)
+    written = checksums(arrays)
     with _checkpointer() as checkpointer:
         checkpointer.save(folder.absolute(), args=PyTreeSave(dict(arrays)))
     if verify:
         for names in _groups(arrays, lambda name: arrays[name].nbytes):
             back = checksums(read(folder, names))
-            if wrong := [name for name in names if back[name] != found[name]]:
+            wrong = [name for name in names if back[name] != written[name]]
+            if wrong:
                 raise CheckpointError(
-                    f"{folder} was written, but {len(wrong)} of its arrays are read back with other numbers: the file system or the memory"
-                    " of this host is not to be trusted; save to another directory"
+                    f"{folder} was written, but {len(wrong)} of its arrays are read back with other"
+                    " numbers: the file system or the memory of this host is not to be trusted;"
+                    " save to another directory"
                 )
-    return found
+    return written
 
 
 def read(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Arrays that were kept in a folder.
+    """Return arrays of a folder by name.
 
     Raises:
         DamagedCheckpointError: they can't be read.
+        CheckpointError: this process may not read them.
     """
     import orbax.checkpoint as ocp
 
-    each = ocp.RestoreArgs(restore_type=np.ndarray)
-    wanted = dict.fromkeys(names, each)
+    wanted = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
     with _checkpointer() as checkpointer:
         args = ocp.args.PyTreeRestore(
             item=dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True
@@ -107,77 +117,88 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
             raise
         except PermissionError as error:
             raise CheckpointError(f"{folder} may not be read: {error}") from error
-        except Exception as error:  # Orbax and TensorStore raise all kinds for damaged files
-            said = (str(error).splitlines() or [""])[0]
+        except Exception as error:  # Orbax and TensorStore raise many types for damaged files
+            cause = (str(error).splitlines() or [""])[0]
             raise DamagedCheckpointError(
-                f"{folder} can't be read: {type(error).__name__}: {said[:_SAID]}"
+                f"{folder} can't be read: {type(error).__name__}: {cause[:_CAUSE_LENGTH]}"
             ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An array to restore, and its sharding; None for host memory."""
+    """An array to restore.
+
+    Attributes:
+        saved: the array as it was saved.
+        sharding: its sharding; None for host memory.
+    """
 
     saved: SavedArray
     sharding: Sharding | None
 
 
 def restore(folder: Path, wanted: Sequence[Wanted], verify: bool = True) -> list[Any]:
-    """Read arrays of a checkpoint onto the devices of this process; only the pieces that these need are read.
+    """Restore arrays of a checkpoint, and read only the pieces that this process needs.
 
     Args:
+        folder: the folder of the checkpoint.
+        wanted: the arrays and their shardings.
         verify: whether to compare checksums.
 
+    Returns:
+        The arrays, which are numpy arrays if they have no sharding.
+
     Raises:
-        DamagedCheckpointError: a piece can't be read, or is not what was saved.
+        DamagedCheckpointError: a piece can't be read, or differs from what was saved.
     """
-    made: list[Any] = []
-    for group in _groups(wanted, lambda each: _nbytes(each.saved)):
-        needed: dict[str, set[str]] = defaultdict(set)
-        for each in group:
-            for piece in _needed(each):
-                needed[piece.part].add(piece.name)
+    arrays: list[Any] = []
+    for group in _groups(wanted, lambda array: _nbytes(array.saved)):
+        names_of: dict[str, set[str]] = defaultdict(set)
+        for array in group:
+            for piece in _needed(array):
+                names_of[piece.part].add(piece.name)
         pieces = {
             (part, name): value
-            for part, names in needed.items()
+            for part, names in names_of.items()
             for name, value in read(folder / part, sorted(names)).items()
         }
-        found = checksums(pieces) if verify else {}
-        for each in group:
-            _check(folder, each, pieces, found)
-        made += [_made(each, pieces) for each in group]
-    return made
+        actual = checksums(pieces) if verify else {}
+        for array in group:
+            _check(folder, array, pieces, actual)
+        arrays += [_restored(array, pieces) for array in group]
+    return arrays
 
 
 def _check(
     folder: Path,
     wanted: Wanted,
     pieces: Mapping[tuple[str, str], np.ndarray],
-    found: Mapping[tuple[str, str], int],
+    actual: Mapping[tuple[str, str], int],
 ) -> None:
-    """Raise DamagedCheckpointError unless the pieces that were read of an array are those that were saved."""
+    """Raise DamagedCheckpointError if a piece that was read differs from what was saved."""
     saved = wanted.saved
     for piece in _needed(wanted):
-        value, checksum = pieces[piece.part, piece.name], found.get((piece.part, piece.name))
+        value = pieces[piece.part, piece.name]
+        checksum = actual.get((piece.part, piece.name))
         shape = tuple(stop - start for start, stop in piece.tile)
         if value.shape != shape or value.dtype != np.dtype(saved.dtype):
-            said = f"{value.dtype}{list(value.shape)}, expected {saved.dtype}{list(shape)}"
+            damage = f"{value.dtype}{list(value.shape)}, expected {saved.dtype}{list(shape)}"
         elif None not in (checksum, piece.checksum) and checksum != piece.checksum:
-            said = "not what was saved: its checksum is another"
+            damage = "not what was saved: its checksum is another"
         else:
             continue
         raise DamagedCheckpointError(
-            f"{folder / piece.part} is damaged: tile {piece.tile} of {saved.path} is {said}"
+            f"{folder / piece.part} is damaged: tile {piece.tile} of {saved.path} is {damage}"
         )
 
 
 def _needed(wanted: Wanted) -> list[SavedPiece]:
-    """The pieces of an array that some device here needs something of."""
+    """Return the pieces of an array that overlap a shard of this process."""
     saved = wanted.saved
     if wanted.sharding is None:
         return list(saved.pieces)
-    here = wanted.sharding.addressable_devices_indices_map(saved.shape).values()
-    tiles = {tile_of(index, saved.shape) for index in here}
+    indices = wanted.sharding.addressable_devices_indices_map(saved.shape).values()
+    tiles = {tile_of(index, saved.shape) for index in indices}
     return [
         piece
         for piece in saved.pieces
@@ -185,7 +206,7 @@ def _needed(wanted: Wanted) -> list[SavedPiece]:
     ]
 
 
-def _made(wanted: Wanted, pieces: Mapping[tuple[str, str], np.ndarray]) -> Any:
+def _restored(wanted: Wanted, pieces: Mapping[tuple[str, str], np.ndarray]) -> Any:
     saved = wanted.saved
 
     def part(index: Sequence[slice] | None) -> np.ndarray:
@@ -202,17 +223,18 @@ def _made(wanted: Wanted, pieces: Mapping[tuple[str, str], np.ndarray]) -> Any:
 def _filled(
     tile: Tile, saved: SavedArray, pieces: Mapping[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
-    """A tile, of what pieces have in common with it."""
-    made = np.empty([stop - start for start, stop in tile], saved.dtype)
+    """Return a tile, filled from the pieces that overlap it."""
+    values = np.empty([stop - start for start, stop in tile], saved.dtype)
     for piece in saved.pieces:
-        if (common := _common(piece.tile, tile)) is not None:
-            made[_within(common, tile)] = pieces[piece.part, piece.name][
-                _within(common, piece.tile)
-            ]
-    return made
+        common = _common(piece.tile, tile)
+        if common is not None:
+            source = pieces[piece.part, piece.name]
+            values[_within(common, tile)] = source[_within(common, piece.tile)]
+    return values
 
 
 def _common(one: Tile, other: Tile) -> Tile | None:
+    """Return the intersection of two tiles, or None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
@@ -225,15 +247,15 @@ def _within(inner: Tile, outer: Tile) -> tuple[slice, ...]:
 
 
 def _groups[T](items: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:
-    """Items in their order, as many together as host memory should hold."""
+    """Return the items in order, in groups of at most `_READ_BYTES` or one item."""
     groups: list[list[T]] = []
     room = 0
-    for each in items:
-        size = nbytes(each)
+    for item in items:
+        size = nbytes(item)
         if size > room or not groups:
             groups.append([])
             room = _READ_BYTES
-        groups[-1].append(each)
+        groups[-1].append(item)
         room -= size
     return groups
 
@@ -243,12 +265,13 @@ def _nbytes(saved: SavedArray) -> int:
 
 
 def _checkpointer() -> "Checkpointer":
-    """Orbax for this process alone, also where it is one of several that share meshes."""
+    """Return Orbax's checkpointer for this process alone, even if processes share meshes."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint._src.multihost import multihost
 
     if jax.process_count() > 1:
-        # Orbax lets process 0 alone write host memory, taking it to be the same in all. (A private name, seen in 0.12.8.)
+        # Orbax lets only process 0 write host memory, on the assumption that all processes have
+        # the same. (A private name, seen in 0.12.8.)
         multihost.process_index = lambda: 0
     alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)

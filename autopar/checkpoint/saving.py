@@ -1,12 +1,13 @@
-"""Saving a state: values are copied at once, and written while the next steps run, if one likes."""
+"""Saving of states: values are copied during the call, and may be written while steps run."""
 
 import atexit
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,11 @@ from autopar.ir.keys import is_key
 from autopar.lowering.cross_mesh_resharding import Tile
 from autopar.progress import log_progress
 
-_HERE = "driver"
-"""The part that this process writes."""
+_DRIVER = "driver"
+"""Name of the part that this process writes."""
 
 type Writer = Callable[[], Mapping[tuple[str, str], int]]
 """Writes a part, and returns the checksum of each piece by part and name."""
-
-_thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-checkpoint")
-_last: "Saving | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +44,56 @@ class Saving:
     """A checkpoint that is being written.
 
     Attributes:
-        step: of the state.
+        step: the step of the state.
     """
 
     step: int
     _future: Future[Path]
 
     def wait(self) -> Path:
-        """The checkpoint's folder, when it is whole.
+        """Wait until the checkpoint is complete, and return its folder.
 
         Raises:
-            HostLostError, OSError, ...: it could not be written; the ones before it are as they were.
+            Exception: the error of writing it, such as HostLostError or OSError. The earlier
+                checkpoints are unchanged.
         """
-        global _last
-        if _last is self:
-            _last = None
+        _queue.forget(self)
         return self._future.result()
 
     def done(self) -> bool:
-        """Whether it is written, or has failed."""
+        """Return whether the checkpoint is complete or has failed."""
         return self._future.done()
+
+
+class SavingQueue:
+    """A thread that writes checkpoints, and the last checkpoint if its result is unknown.
+
+    The next save or restore waits for that checkpoint, so that no error is lost.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-checkpoint")
+        self._unfinished: Saving | None = None
+
+    def start(self, step: int, write: Callable[[], Path]) -> Saving:
+        """Write the checkpoint of a step in the thread."""
+        saving = Saving(step, self._thread.submit(write))
+        self._unfinished = saving
+        return saving
+
+    def forget(self, saving: Saving) -> None:
+        """Record that the caller learns the result of a checkpoint."""
+        if self._unfinished is saving:
+            self._unfinished = None
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, and raise its error, unless its result is known."""
+        if self._unfinished is not None:
+            self._unfinished.wait()
+
+
+_queue = SavingQueue()
+"""The checkpoints of this process."""
 
 
 def save_checkpoint(
@@ -77,26 +105,28 @@ def save_checkpoint(
     wait: bool = True,
     verify: bool = True,
 ) -> Saving:
-    """Save a state to `ckpt_dir/<step>`, from where it is: on this process's devices, or on those of other hosts.
+    """Save a state to `ckpt_dir/<step>`, from this process's devices or those of other hosts.
 
-    A process that is killed while it writes leaves the checkpoints before this one as they were.
+    If the process is killed meanwhile, the earlier checkpoints are unchanged.
 
     Args:
-        ckpt_dir: all hosts see it, if the state is on other hosts.
-        target: a pytree of arrays and numbers.
-        keep: how many checkpoints stay in the directory, the last ones; all by default.
-        wait: until it is written. If not, this returns when the values are copied, so that the step may go on with the state, and
-            donate it; they are written meanwhile. The next save or restore, and `autopar.shutdown`, wait for it; a program that
-            ends without either has to, with `Saving.wait`.
-        verify: whether to read back what was written and compare its checksums.
+        ckpt_dir: the directory of the checkpoints. If the state is on other hosts, all hosts must
+            see it.
+        target: the state, a pytree of arrays and numbers.
+        step: the step of the state.
+        keep: number of checkpoints to keep in the directory, the last ones; None for all.
+        wait: whether to return only after the checkpoint is complete. Otherwise this returns after
+            the values are copied, so that a step may donate the state, and a thread writes them.
+            The next save or restore and `autopar.shutdown` wait for that thread. A program that
+            ends without any of these must call `Saving.wait`.
+        verify: whether to read back what was written and compare checksums.
 
     Raises:
-        CheckpointError: there is a checkpoint of this step already, there is nothing to save, a leaf is no array, another process
-            saves to the directory, or what was written is read back with other numbers.
+        CheckpointError: there is a checkpoint of this step, the state has no arrays, a leaf is not
+            an array, another process saves to the directory, or what was read back differs.
         HostsError: a host is lost.
-        Exception: what the checkpoint before it failed of, if nobody has waited for that.
+        Exception: the error of the checkpoint before, if its result has not been asked for.
     """
-    global _last
     directory = directory_path(ckpt_dir)
     check_step(step)
     check_keep(keep)
@@ -105,28 +135,26 @@ def save_checkpoint(
         raise CheckpointError("the state has no arrays, so there is nothing to save")
     finish_saving()
     with ExitStack() as undo:
-        held = lock(directory)
-        undo.callback(held.release)
+        directory_lock = lock(directory)
+        undo.callback(directory_lock.release)
         folder = begin(directory, int(step))
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         arrays, writers = _copy(folder, leaves, verify)
         undo.pop_all()
-    _last = saving = Saving(
-        int(step), _thread.submit(_write, folder, int(step), arrays, writers, keep, held)
-    )
+    write = partial(_write, folder, int(step), arrays, writers, keep, directory_lock)
+    saving = _queue.start(int(step), write)
     if wait:
         finish_saving()
     return saving
 
 
 def finish_saving() -> None:
-    """Wait for the checkpoint that is being written, if one is; what it failed of is raised."""
-    if _last is not None:
-        _last.wait()
+    """Wait for the checkpoint that is being written, if any, and raise its error."""
+    _queue.finish()
 
 
 def forget_saving() -> None:
-    """Wait for the checkpoint that is being written, if one is, and leave it at that if it has failed."""
+    """Wait for the checkpoint that is being written, if any, and log its error."""
     try:
         finish_saving()
     except Exception as error:
@@ -139,8 +167,9 @@ def _write(
     arrays: Sequence[SavedArray],
     writers: Sequence[Writer],
     keep: int | None,
-    held: DirectoryLock,
+    directory_lock: DirectoryLock,
 ) -> Path:
+    """Write all parts, then turn the folder into a checkpoint."""
     try:
         checksums: dict[tuple[str, str], int] = {}
         for writer in writers:
@@ -148,53 +177,63 @@ def _write(
         unseen = sorted({part for part, _ in checksums if not (folder / part).is_dir()})
         if unseen:
             raise CheckpointError(
-                f"{', '.join(unseen)} wrote to {folder}, but this process does not see it there; save to a directory of a file system"
-                " that all hosts share"
+                f"{', '.join(unseen)} wrote to {folder}, but this process does not see it there;"
+                " save to a directory of a file system that all hosts share"
             )
         manifest = Manifest(
             step=step, arrays=tuple(array.with_checksums(checksums) for array in arrays)
         )
-        held.check()
+        directory_lock.check()
         return commit(folder, manifest, keep)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # what was committed has another name
-        held.release()
+        shutil.rmtree(folder, ignore_errors=True)  # a complete checkpoint has another name
+        directory_lock.release()
 
 
 def _copy(
     folder: Path, leaves: Mapping[str, Any], verify: bool
 ) -> tuple[tuple[SavedArray, ...], list[Writer]]:
-    """The arrays of the checkpoint, and what writes their values, which are copied now."""
+    """Copy the values of a state.
+
+    Args:
+        folder: the folder of the checkpoint.
+        leaves: the leaves of the state by path.
+        verify: whether to read back what is written.
+
+    Returns:
+        The arrays of the checkpoint, and functions that write the copies.
+    """
     saved: dict[str, SavedArray] = {}
-    here: dict[str, np.ndarray] = {}
-    elsewhere: dict[str, ArrayHandle] = {}
+    copies: dict[str, np.ndarray] = {}
+    handles: dict[str, ArrayHandle] = {}
     for number, (path, leaf) in enumerate(leaves.items()):
         if isinstance(leaf, ArrayHandle):
             leaf.check()
-            elsewhere[path] = leaf
+            handles[path] = leaf
             continue
         array, key = _data(path, leaf)
         tiles = _tiles(array)
         names = [f"{number}.{n}" for n in range(len(tiles))]
-        here.update(zip(names, copied(array, tiles), strict=True))
+        copies.update(zip(names, copied(array, tiles), strict=True))
         saved[path] = SavedArray(
             path=path,
             shape=array.shape,
             dtype=str(array.dtype),
             key=key,
             pieces=tuple(
-                SavedPiece(tile=t, part=_HERE, name=n) for t, n in zip(tiles, names, strict=True)
+                SavedPiece(tile=tile, part=_DRIVER, name=name)
+                for tile, name in zip(tiles, names, strict=True)
             ),
         )
-    writers: list[Writer] = (
-        [lambda: in_part(_HERE, write(folder / _HERE, here, verify))] if here else []
-    )
-    for hosts in dict.fromkeys(each.hosts for each in elsewhere.values()):
-        mine = {path: each for path, each in elsewhere.items() if each.hosts is hosts}
-        pieces, writer = hosts.save(folder.absolute(), mine, verify)
+    writers: list[Writer] = []
+    if copies:
+        writers.append(lambda: in_part(_DRIVER, write(folder / _DRIVER, copies, verify)))
+    for hosts in dict.fromkeys(handle.hosts for handle in handles.values()):
+        group = {path: handle for path, handle in handles.items() if handle.hosts is hosts}
+        pieces, writer = hosts.save(folder.absolute(), group, verify)
         writers.append(writer)
-        for path, each in mine.items():
-            array = each.array
+        for path, handle in group.items():
+            array = handle.array
             saved[path] = SavedArray(
                 path=path,
                 shape=array.shape,
@@ -206,7 +245,7 @@ def _copy(
 
 
 def _data(path: str, leaf: Any) -> tuple[Any, str | None]:
-    """A leaf as an array that can be written; of random keys their data and implementation."""
+    """Return a leaf as an array that can be written, and the implementation of random keys."""
     if not isinstance(leaf, jax.Array):
         array = np.asarray(leaf)
         try:
@@ -218,8 +257,9 @@ def _data(path: str, leaf: Any) -> tuple[Any, str | None]:
         return array, None
     if not leaf.is_fully_addressable:
         raise CheckpointError(
-            f"an array of shape {leaf.shape} is on devices of other processes than this one; have the step run on hosts by"
-            " autopar.init(cluster='ray'), whose arrays are saved where they are"
+            f"an array of shape {leaf.shape} is on devices of other processes than this one; have"
+            " the step run on hosts by autopar.init(cluster='ray'), whose arrays are saved where"
+            " they are"
         )
     if is_key(leaf.dtype):
         return jax.random.key_data(leaf), str(jax.random.key_impl(leaf))
@@ -227,15 +267,15 @@ def _data(path: str, leaf: Any) -> tuple[Any, str | None]:
 
 
 def _tiles(array: Any) -> list[Tile]:
-    """The different shards of an array, without empty ones."""
+    """Return the tiles of an array's distinct shards that are not empty."""
     shape = array.shape
-    found = (
-        array.sharding.devices_indices_map(shape).values()
-        if isinstance(array, jax.Array)
-        else [None]
-    )
-    tiles = dict.fromkeys(tile_of(index, shape) for index in found)
+    if isinstance(array, jax.Array):
+        indices: Iterable[Any] = array.sharding.devices_indices_map(shape).values()
+    else:
+        indices = [None]
+    tiles = dict.fromkeys(tile_of(index, shape) for index in indices)
     return [tile for tile in tiles if all(start < stop for start, stop in tile)]
 
 
-atexit.register(finish_saving)  # too late to write, since Orbax needs threads, but not to say so
+# At exit it is too late to write, since Orbax needs threads, but the error can be reported.
+atexit.register(finish_saving)
