@@ -40,7 +40,7 @@ def solve_ilp(
         np.where(is_allowed, cost, 0.0) / scale,
         integrality=np.concatenate(program.is_binary),
         bounds=Bounds(0, np.where(is_allowed, 1.0, 0.0)),  # pyright: ignore[reportArgumentType]
-        constraints=LinearConstraint(rows, lower, upper),
+        constraints=LinearConstraint(rows, lower, upper),  # pyright: ignore[reportArgumentType]
         options={"time_limit": time_limit, "mip_rel_gap": gap},
     )
     if result.x is None:
