@@ -27,7 +27,6 @@ from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.primitives import kernel_of
 from autopar.sharding.memory_constraint import Memory
-from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.mesh_costs import Step
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.heterogeneous import AnyCluster
@@ -141,7 +140,7 @@ class _StageModel:
 
     def peak_memory(self) -> dict[Role, int]:
         """Return the bytes on one device at its peak, by role."""
-        return _rounded(roles_at_peak(self._memory, self._choices.selected))
+        return _rounded(self._memory.roles_at_peak(self._choices.selected))
 
     def temporaries(self, numbers: Sequence[int]) -> dict[Role, int]:
         """Return the peak bytes on one device by role while the given equations run.
@@ -155,7 +154,7 @@ class _StageModel:
         }
         for _, mark in self._step.microbatching.marks if self._step.microbatching else ():
             task_values.update((*mark.invars, *mark.outvars))
-        return _rounded(roles_at_peak(self._memory, self._choices.selected, numbers, task_values))
+        return _rounded(self._memory.roles_at_peak(self._choices.selected, numbers, task_values))
 
     @cached_property
     def _memory(self) -> Memory:

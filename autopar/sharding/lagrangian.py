@@ -90,7 +90,7 @@ class PricedProblem:
             found = propagate(self.decisions.problem())
         choice, gap = found.choice, found.gap or 0.0
         held, resident = self._held.used(choice), self._resident.used(choice)
-        used = self._memory.value_bytes(choice) + self._memory.copy_bytes(choice)
+        used = self._memory.live_bytes(choice)
         seconds = self.decisions.problem().cost(choice)
         return Priced(
             choice,

@@ -5,9 +5,10 @@ input. Other values live from the equation that makes them to the last that read
 fusion keeps in registers is not. What microbatches accumulate lives as long as their loop.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ from autopar.ir.spec import LogicalMesh, Spec, Specs, local_shape
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
 from autopar.sharding.distinct_options import each_once
+from autopar.sharding.memory_roles import ValueRoles
 from autopar.sharding.mesh_costs import COMBINED_BYTES
 from autopar.sharding.objective import Decisions
 from autopar.sharding.reshard_hoisting import passes_moves
 from autopar.sharding.selection_problem import CapacityConstraint
 from autopar.xla_fusion import is_relaid, is_view, lifetimes, readings
+from simulator.live_ranges import LiveRange, live_bytes, roles_at_peak
 from simulator.memory import Role
 
 
@@ -54,34 +57,57 @@ class Memory:
         }
         self.lifetimes = _lifetimes(step, decisions, mesh)
 
-    def value_bytes(self, choice: Sequence[int], without: Collection[Var] = ()) -> np.ndarray:
-        """Bytes of the values alive at each moment, some left out, shape (moments,)."""
-        lives = (life for life in self.lifetimes if life.var not in without)
-        return self._sum(
-            (life.start, life.end, life.sizes[choice[life.decision]]) for life in lives
+    def live_bytes(self, choice: Sequence[int]) -> np.ndarray:
+        """Return the bytes live at each program point under a choice, shape (points,)."""
+        values = (
+            (life.start, life.end, life.sizes[choice[life.decision]]) for life in self.lifetimes
         )
+        return live_bytes(chain(values, self._copies(choice)), self.num_points)
 
-    def copy_bytes(self, choice: Sequence[int]) -> np.ndarray:
-        """Bytes of resharded copies alive at each moment, shape (moments,).
+    def roles_at_peak(
+        self, choice: Sequence[int], among: Sequence[int] = (), without: Collection[Var] = ()
+    ) -> dict[Role, float]:
+        """Return the bytes on one device by role at the peak under a choice.
 
-        The compiler makes one copy for all who want the same, and keeps it from the first to the last of them.
+        Args:
+            choice: the option of each decision.
+            among: the program points to consider; by default all.
+            without: values that do not count.
         """
-        alive: dict[tuple[Atom, Spec], tuple[int, int]] = {}
+        roles = ValueRoles(self.step, self.decisions.roles)
+        ranges = [
+            LiveRange(
+                life.start,
+                life.end,
+                life.sizes[choice[life.decision]],
+                life.role or roles.of(life.var, life.end),
+            )
+            for life in self.lifetimes
+            if life.var not in without
+        ]
+        ranges += [LiveRange(*copy, "communication") for copy in self._copies(choice)]
+        return roles_at_peak(ranges, self.num_points, among=among)
+
+    def _copies(self, choice: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+        """Yield the first point, last point and bytes of each resharded copy.
+
+        The compiler makes one copy per spec of a value, and keeps it from its first reader to its
+        last.
+        """
+        points: dict[tuple[Atom, Spec], tuple[int, int]] = {}
         for use in self.decisions.uses:
             if use.eqn is None:
                 continue
-            required, eqn = use.required[choice[use.decision]], self.step.jaxpr.eqns[use.eqn]
-            if use.value.specs[choice[use.value.decision]] == required and not is_relaid(
-                eqn, use.operand
-            ):
+            required = use.required[choice[use.decision]]
+            eqn = self.step.jaxpr.eqns[use.eqn]
+            present = use.value.specs[choice[use.value.decision]]
+            if present == required and not is_relaid(eqn, use.operand):
                 continue
             atom = self._moved(eqn.invars[use.operand])
-            first, last = alive.get((atom, required), (use.eqn, use.eqn))
-            alive[atom, required] = min(first, use.eqn), max(last, use.eqn)
-        return self._sum(
-            (first, last, self._sizes(atom, (spec,))[0])
-            for (atom, spec), (first, last) in alive.items()
-        )
+            first, last = points.get((atom, required), (use.eqn, use.eqn))
+            points[atom, required] = min(first, use.eqn), max(last, use.eqn)
+        for (atom, spec), (first, last) in points.items():
+            yield first, last, self._sizes(atom, (spec,))[0]
 
     def saved_for_backward(self) -> CapacityConstraint:
         """Bytes that stay of each microbatch until its backward pass; any number is within the limit."""
@@ -120,8 +146,8 @@ class Memory:
 
     def lower_bound(self) -> float:
         """Bytes that no choice gets below: at some moment, when every decision takes what is smallest then."""
-        smallest = self._sum((life.start, life.end, life.sizes.min()) for life in self.lifetimes)
-        return float(smallest.max())
+        smallest = ((life.start, life.end, life.sizes.min()) for life in self.lifetimes)
+        return float(live_bytes(smallest, self.num_points).max())
 
     def _moved(self, atom: Atom) -> Atom:
         """What is copied for the sake of `atom`."""
@@ -129,13 +155,6 @@ class Memory:
 
     def _sizes(self, atom: Atom, specs: Specs) -> np.ndarray:
         return _sizes(atom, specs, self.mesh)
-
-    def _sum(self, lives: Iterable[tuple[int, int, float]]) -> np.ndarray:
-        change = np.zeros(self.num_points + 1)
-        for start, end, size in lives:
-            change[start] += size
-            change[end + 1] -= size
-        return np.cumsum(change)[:-1]
 
 
 def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:

@@ -19,7 +19,6 @@ from autopar.sharding.dataflow import InputRole
 from autopar.sharding.deferred_sync import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate
 from autopar.sharding.memory_constraint import Memory
-from autopar.sharding.memory_roles import roles_at_peak
 from autopar.sharding.mesh_costs import MeshCosts, Seconds
 from autopar.sharding.objective import Decisions, enumerate_decisions
 from autopar.sharding.options import AUTO, ShardingOptions
@@ -217,7 +216,7 @@ def _plan_deferring(
         _shardings(step, decisions, solution, peak_bytes),
         deferred=deferred,
         saved_bytes=memory.saved_for_backward().used(solution.choice),
-        roles_at_peak=roles_at_peak(memory, solution.choice),
+        roles_at_peak=memory.roles_at_peak(solution.choice),
     )
 
 
@@ -236,15 +235,12 @@ def _solve_within(
     bound.
     """
 
-    def used(choice: Sequence[int]) -> np.ndarray:
-        return memory.value_bytes(choice) + memory.copy_bytes(choice)
-
     def allowed(choice: Sequence[int]) -> bool:
-        return math.isinf(budget) or bool(used(choice).max() <= budget)
+        return math.isinf(budget) or bool(memory.live_bytes(choice).max() <= budget)
 
     first = _like(start.specs, memory.decisions, problem) if start else None
     if start and first:
-        peak = float(used(first.choice).max())
+        peak = float(memory.live_bytes(first.choice).max())
         if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
             gap = max(0.0, 1 - start.bound / first.objective) if first.objective else 0.0
             return replace(first, gap=gap), peak
@@ -265,7 +261,7 @@ def _solve_within(
             if not constraints:
                 raise
             raise MemoryBudgetError(budget, memory.lower_bound(), memory.step.name) from error
-        peaks = used(solution.choice)
+        peaks = memory.live_bytes(solution.choice)
         point = int(peaks.argmax())
         if peaks[point] <= budget:
             return solution, float(peaks[point])
@@ -316,7 +312,7 @@ def _propagate_within(
         MemoryBudgetError: the peak exceeds `budget`.
     """
     solution = propagate(problem)
-    peak = float((memory.value_bytes(solution.choice) + memory.copy_bytes(solution.choice)).max())
+    peak = float(memory.live_bytes(solution.choice).max())
     if peak > budget:
         raise MemoryBudgetError(budget, peak, memory.step.name)
     return solution, peak

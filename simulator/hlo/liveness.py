@@ -6,14 +6,14 @@ among roles.
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from simulator.hlo.op_list import branches
-from simulator.hlo.provenance import Pass, instruction_pass
+from simulator.hlo.provenance import instruction_pass
 from simulator.hlo.text import Array, Computation, Instruction, Module, errors_about, read_module
-from simulator.memory import Role, sum_roles
+from simulator.live_ranges import LiveRange, Pass, role_of_value, roles_at_peak
+from simulator.memory import Role
 
 _ALIASES = frozenset(
     ("bitcast", "opt-barrier", "add-dependency", "domain", "while", "get-tuple-element", "tuple")
@@ -61,11 +61,7 @@ class _Buffer:
         """Role, from the passes that write and read the buffer."""
         if self.copied:
             return "communication"
-        if "backward" in self.writers and "other" in self.readers:
-            return "gradients"
-        if "forward" in self.writers and "backward" in self.readers:
-            return "activations"
-        return "temporaries"
+        return role_of_value(self.writers, self.readers)
 
 
 def memory_roles_at_peak(text: str) -> dict[Role, float]:
@@ -141,7 +137,12 @@ class _Scan:
             if any(buffer.role == "gradients" for buffer in result):
                 for buffer in _flat(operands):
                     buffer.readers.add("other")
-        return _peak(self._buffers, self._inner, len(self._computation.instructions))
+        ranges = (
+            LiveRange(buffer.first, buffer.last, buffer.num_bytes, buffer.role)
+            for buffer in self._buffers
+            if not buffer.external and buffer.num_bytes
+        )
+        return roles_at_peak(ranges, len(self._computation.instructions), self._inner)
 
     def _new_buffers(
         self, number: int, instruction: Instruction, operands: _Values, origin: Pass
@@ -157,26 +158,6 @@ class _Scan:
 
 def _flat(values: _Values) -> list[_Buffer]:
     return [buffer for value in values for buffer in value]
-
-
-def _peak(
-    buffers: list[_Buffer], inner: Mapping[int, Mapping[Role, float]], num_instructions: int
-) -> dict[Role, float]:
-    """Return the bytes by role at the instruction where their sum is largest."""
-    changes: dict[int, list[tuple[Role, float]]] = defaultdict(list)
-    for buffer in buffers:
-        if not buffer.external and buffer.num_bytes:
-            changes[buffer.first].append((buffer.role, buffer.num_bytes))
-            changes[buffer.last + 1].append((buffer.role, -buffer.num_bytes))
-    live: dict[Role, float] = defaultdict(float)
-    peak: dict[Role, float] = {}
-    for number in range(num_instructions):
-        for role, change in changes[number]:
-            live[role] += change
-        total = sum_roles(live, inner[number])
-        if sum(total.values()) > sum(peak.values()):
-            peak = total
-    return {role: size for role, size in peak.items() if size}
 
 
 def _result(

@@ -1,18 +1,17 @@
 """Provenance of instructions: the phase of a training step, from the names of JAX's operations."""
 
 import re
-from typing import Literal
 
 from simulator.hlo.text import Instruction, Module
+from simulator.live_ranges import Pass
 from simulator.work import TrainingPhase
-
-Pass = Literal["forward", "backward", "other"]
-"""The pass of an instruction: `jvp(...)` is forward, `transpose(jvp(...))` backward, other names
-the update."""
 
 
 def pass_of(name: str) -> Pass:
-    """Return the pass of an operation with a name."""
+    """Return the pass of an operation with a name.
+
+    `jvp(...)` is forward, `transpose(jvp(...))` backward, other names are of the update.
+    """
     return "backward" if "transpose(" in name else "forward" if "jvp(" in name else "other"
 
 

@@ -213,7 +213,7 @@ def test_gradients_of_large_weights_from_small_batches_wait_for_their_update():
     size = 512 * 512 * 4
     choice = [int(np.argmin(cost)) for cost in decisions.costs]
     inputs = 2 * size + 2 * 512 * 4
-    peak = memory.value_bytes(choice).max() - inputs
+    peak = memory.live_bytes(choice).max() - inputs
     assert size <= peak < 2 * size  # one gradient at a time
 
 

@@ -1,0 +1,53 @@
+"""Peaks of live ranges against a walk over the points."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.live_ranges import LiveRange, live_bytes, role_of_value, roles_at_peak
+
+ROLES = ("parameters", "activations", "temporaries")
+POINTS = 6
+
+
+@st.composite
+def live_ranges(draw: st.DrawFn) -> LiveRange:
+    first = draw(st.integers(0, POINTS - 1))
+    last = draw(st.integers(first, POINTS - 1))
+    return LiveRange(first, last, draw(st.integers(0, 99)), draw(st.sampled_from(ROLES)))
+
+
+def walked(ranges: list[LiveRange]) -> list[dict[str, float]]:
+    """Bytes by role at each point."""
+    points = []
+    for point in range(POINTS):
+        sizes: dict[str, float] = {}
+        for live in ranges:
+            if live.first <= point <= live.last and live.num_bytes:
+                sizes[live.role] = sizes.get(live.role, 0) + live.num_bytes
+        points.append(sizes)
+    return points
+
+
+@given(st.lists(live_ranges()))
+def test_what_is_live_is_what_a_walk_finds(ranges: list[LiveRange]) -> None:
+    totals = [sum(sizes.values()) for sizes in walked(ranges)]
+    assert list(live_bytes((live[:3] for live in ranges), POINTS)) == totals
+    assert roles_at_peak(ranges, POINTS) == walked(ranges)[totals.index(max(totals))]
+
+
+@given(st.lists(live_ranges()), st.integers(0, POINTS - 1), st.integers(0, 99))
+def test_a_called_program_adds_its_peak_at_its_point(ranges, point, inner) -> None:
+    ranges_with_call = [*ranges, LiveRange(point, point, inner, "temporaries")]
+    called = {point: {"temporaries": inner}}
+    assert roles_at_peak(ranges, POINTS, called) == roles_at_peak(ranges_with_call, POINTS)
+
+
+def test_only_the_points_asked_for_count() -> None:
+    ranges = [LiveRange(0, 0, 9, "parameters"), LiveRange(2, 3, 4, "activations")]
+    assert roles_at_peak(ranges, POINTS, among=(1, 2, 3)) == {"activations": 4}
+
+
+def test_a_role_follows_from_who_writes_and_reads() -> None:
+    assert role_of_value({"forward"}, {"forward", "backward"}) == "activations"
+    assert role_of_value({"backward"}, {"other"}) == "gradients"
+    assert role_of_value({"forward"}, {"other"}) == "temporaries"
