@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from jax.extend.core import Literal, Var
 from jax.extend.core.primitives import add_jaxvals_p, add_p
 
-from autopar.ir.array_sizes import array_bytes
 from autopar.ir.equation_groups import Unit, units
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom
 from autopar.ir.step_graph import Combine, StepGraph
 from autopar.layering.layers import layer_of
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Partition, Task, Total
+from autopar.pipeline.update_placement import is_small, update_stages
 from autopar.primitives import record_of
 
 
@@ -276,37 +276,31 @@ class _PartitionBuilder:
 
         A unit that reads a result of another stage is in a later round than that result.
         """
-        stages = self._tail_stages()
+        self._spread_small_updates()
+        pending = [unit for unit in self.tail if unit.number not in self.anywhere]
+        stage_with = self.total_stage | self._first_readers()
+        stage_of = update_stages(pending, self.producer, self.inputs, stage_with)
         produced_in: dict[Var, tuple[int, int]] = {
             var: (stage, 0) for var, stage in self.total_stage.items()
         }
-        for unit in self.tail:
-            if unit.number in self.anywhere:
-                continue
-            stage = stages[unit.number]
+        for unit in pending:
+            stage = stage_of[unit.number]
             sources = [produced_in[var] for var in unit.reads if var in produced_in]
             round_ = max((turn + (source != stage) for source, turn in sources), default=0)
             self.task_of[unit.number] = Task(stage, "U", round_)
             produced_in.update(dict.fromkeys(unit.makes, (stage, round_)))
 
-    def _tail_stages(self) -> dict[int, int]:
-        """Return the stage of each unit of the update.
-
-        It is the stage of the largest value that the unit reads, or the stage of the unit's first
-        reader if it reads only inputs that no stage has.
-        """
-        self._spread_small_updates()
-        stage_with = self.total_stage | self._first_readers()
-        pending = [unit for unit in self.tail if unit.number not in self.anywhere]
-        stage_of: dict[int, int] = {}
-        while True:
-            num_placed = len(stage_of)
-            self._place_by_operands(pending, stage_of, stage_with)
-            self._place_by_readers(pending, stage_of, stage_with)
-            if len(stage_of) == num_placed:
-                return stage_of | {
-                    unit.number: 0 for unit in pending if unit.number not in stage_of
-                }
+    def _spread_small_updates(self) -> None:
+        """Let every stage compute for itself small values that depend only on small inputs."""
+        for unit in self.tail:
+            is_local = all(
+                var in self.constants
+                or (var in self.inputs and is_small(var))
+                or self._is_anywhere(var)
+                for var in unit.reads
+            )
+            if is_local and all(map(is_small, unit.makes)):
+                self.anywhere.add(unit.number)
 
     def _first_readers(self) -> dict[Var, int]:
         """Return the first stage whose body reads each input that is not small."""
@@ -316,52 +310,9 @@ class _PartitionBuilder:
             if task is None:
                 continue
             for var in unit.reads:
-                if var in self.inputs and not _is_small(var):
+                if var in self.inputs and not is_small(var):
                     first[var] = min(task.stage, first.get(var, task.stage))
         return first
-
-    def _spread_small_updates(self) -> None:
-        """Let every stage compute for itself small values that depend only on small inputs."""
-        for unit in self.tail:
-            is_local = all(
-                var in self.constants
-                or (var in self.inputs and _is_small(var))
-                or self._is_anywhere(var)
-                for var in unit.reads
-            )
-            if is_local and all(map(_is_small, unit.makes)):
-                self.anywhere.add(unit.number)
-
-    def _place_by_operands(
-        self, pending: Sequence[Unit], stage_of: dict[int, int], stage_with: dict[Var, int]
-    ) -> None:
-        """Place units where their largest operand is, and what they compute with them."""
-        for unit in pending:
-            placed = [var for var in unit.reads if var in stage_with]
-            if unit.number not in stage_of and placed:
-                largest = max(placed, key=lambda var: (_size(var), -stage_with[var]))
-                stage_of[unit.number] = stage_with[largest]
-            if unit.number in stage_of:
-                stage_with.update((var, stage_of[unit.number]) for var in unit.makes)
-
-    def _place_by_readers(
-        self, pending: Sequence[Unit], stage_of: dict[int, int], stage_with: dict[Var, int]
-    ) -> None:
-        """Place the producers and the inputs that a placed unit reads where that unit is."""
-        for unit in reversed(pending):
-            if unit.number not in stage_of:
-                continue
-            stage = stage_of[unit.number]
-            for var in unit.reads:
-                producer = self.producer.get(var)
-                if (
-                    producer is not None
-                    and producer.number not in stage_of
-                    and producer.number not in self.anywhere
-                ):
-                    stage_of[producer.number] = stage
-                elif var in self.inputs and not _is_small(var):
-                    stage_with.setdefault(var, stage)
 
     # -- assembly
 
@@ -466,12 +417,3 @@ def _split_backward(partition: Partition) -> Partition:
 
 def _eqns_of(task_units: Iterable[Unit]) -> tuple[Numbered, ...]:
     return tuple(eqn for unit in task_units for eqn in unit.eqns)
-
-
-def _size(var: Var) -> int:
-    return array_bytes(aval_of(var).shape, aval_of(var).dtype)
-
-
-def _is_small(var: Var) -> bool:
-    """Whether a value may be computed twice: scalars and random keys."""
-    return _size(var) <= 16
