@@ -72,12 +72,11 @@ class Resharding:
     @property
     def gather_groups(self) -> Groups:
         """Groups of destination devices that gather from one another."""
-        axes = [
-            a
-            for landed, wanted in zip(self.landing, self.spec, strict=True)
-            for a in landed[len(wanted) :]
+        added = [
+            landing_axes[len(axes) :]
+            for landing_axes, axes in zip(self.landing, self.spec, strict=True)
         ]
-        return self.mesh.groups(axes)
+        return self.mesh.groups([axis for axes in added for axis in axes])
 
     def sent_bytes(self, item_bytes: int) -> int:
         """Return the bytes that cross between the meshes, for elements of `item_bytes`."""

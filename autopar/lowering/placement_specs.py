@@ -43,8 +43,8 @@ class PlacementSpec:
         Raises:
             ValueError: some of its devices are not in this process.
         """
-        here = {device.id: device for device in jax.local_devices()}
-        missing = sorted(set(self.devices[0]) - set(here))
+        local_devices = {device.id: device for device in jax.local_devices()}
+        missing = sorted(set(self.devices[0]) - set(local_devices))
         if missing:
             raise ValueError(
                 f"{self} is on devices {list(self.devices[0])}, but this process has no devices"
@@ -52,7 +52,7 @@ class PlacementSpec:
                 " placements"
             )
         spec = self.sharding_specs[0]
-        devices = np.array([here[number] for number in self.devices[0]]).reshape(
+        devices = np.array([local_devices[number] for number in self.devices[0]]).reshape(
             spec.mesh.axis_sizes
         )
         return NamedSharding(

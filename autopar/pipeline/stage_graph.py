@@ -374,8 +374,8 @@ def _exchange_alike(
     whole: Partition, divided: Partition, tasks: Sequence[Task], parts: int
 ) -> bool:
     """Whether tasks exchange the same values when microbatches are smaller by `parts`."""
-    primitives = [[eqn.primitive for eqn in each.step.jaxpr.eqns] for each in (whole, divided)]
-    if primitives[0] != primitives[1]:
+    primitives = [eqn.primitive for eqn in whole.step.jaxpr.eqns]
+    if primitives != [eqn.primitive for eqn in divided.step.jaxpr.eqns]:
         return False
     for task in tasks:
         if task.phase == "U":

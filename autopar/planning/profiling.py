@@ -92,25 +92,25 @@ class StageProfiler:
                 devices, or `file` is not a file of measurements.
         """
         self._devices = jax.devices() if devices is None else list(devices)
-        here = f"{len(self._devices)} x {self._devices[0].device_kind}"
+        devices_text = f"{len(self._devices)} x {self._devices[0].device_kind}"
         if not isinstance(cluster, Cluster):
             raise StageError(
                 f"profile=True measures stages, but devices differ in cluster {cluster.name!r},"
-                f" and all stages would be measured on the first ones of {here}; plan with"
+                f" and all stages would be measured on the first ones of {devices_text}; plan with"
                 " profile=False, or for one of its pools"
             )
         if not devices_match(cluster, self._devices):
             raise StageError(
                 f"profile=True measures stages, but cluster {cluster.name!r} has"
-                f" {cluster.device.name} and here are {here}; plan with profile=False, or where"
-                " that cluster is"
+                f" {cluster.device.name} and here are {devices_text}; plan with profile=False, or"
+                " where that cluster is"
             )
         if cluster.num_devices > len(self._devices):
             raise StageError(
                 f"profile=True measures stages, and one on the submesh {cluster.hosts} x"
                 f" {cluster.devices_per_host} of cluster {cluster.name!r} needs"
-                f" {cluster.num_devices} devices, but here are {here}; plan for fewer devices, or"
-                " with profile=False"
+                f" {cluster.num_devices} devices, but here are {devices_text}; plan for fewer"
+                " devices, or with profile=False"
             )
         self._file = None if file is None else Path(file)
         self.measurements = {} if self._file is None else _load(self._file)

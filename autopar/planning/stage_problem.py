@@ -164,9 +164,9 @@ def step_seconds(problem: StageProblem, stages: Sequence[PlacedStage]) -> float:
     in_flight = [problem.in_flight(later, len(stages)) for later in reversed(range(len(stages)))]
     repeats = problem.num_micro_batches - 1
     slowest = repeats * max(*seconds, *(transfer / 2 for transfer in transfers), 0.0)
-    for k, held in enumerate(in_flight):
+    for k, num_held in enumerate(in_flight):
         round_trip = sum(seconds[k:]) + sum(transfers[k:])
-        slowest = max(slowest, problem.num_returns(held) * round_trip)
+        slowest = max(slowest, problem.num_returns(num_held) * round_trip)
     for k, transfer in enumerate(transfers):
         both = seconds[k] + transfer + seconds[k + 1]
         slowest = max(slowest, problem.num_turns(in_flight[k], in_flight[k + 1]) * both)
