@@ -75,16 +75,14 @@ class Memory:
             without: values that do not count.
         """
         roles = ValueRoles(self.step, self.decisions.roles)
-        ranges = [
-            LiveRange(
-                life.start,
-                life.end,
-                life.sizes[choice[life.decision]],
-                life.role or roles.of(life.var, life.end),
-            )
-            for life in self.lifetimes
-            if life.var not in without
-        ]
+        ranges = []
+        for life in self.lifetimes:
+            if life.var is not None and life.var in without:
+                continue
+            role = life.role if life.var is None else roles.of(life.var, life.end)
+            assert role is not None
+            size = life.sizes[choice[life.decision]]
+            ranges.append(LiveRange(life.start, life.end, size, role))
         ranges += [LiveRange(*copy, "communication") for copy in self._copies(choice)]
         return roles_at_peak(ranges, self.num_points, among=among)
 
