@@ -38,7 +38,7 @@ _TREE_EFFICIENCY = 0.92
 
 
 @dataclass(frozen=True)
-class Network:
+class CollectiveModel:
     """A cost model of collectives on a cluster."""
 
     cluster: Cluster

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import inf
 from typing import Protocol
 
-from simulator.costs.collective_model import Network
+from simulator.costs.collective_model import CollectiveModel
 from simulator.costs.kernel_model import KernelModel
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.collective_profile import sent_fraction
@@ -87,7 +87,7 @@ class ClusterCosts:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.kernels = kernels = KernelModel(cluster.device)
-        self.network = network = Network(cluster)
+        self.network = network = CollectiveModel(cluster)
 
         @lru_cache(maxsize=1 << 16)
         def kernel(kind, flops, num_bytes, dtype, gemm) -> float:  # Kernels differ in their names.

@@ -6,7 +6,7 @@ from math import log, sqrt
 from typing import Literal
 
 from simulator.backend import EAGER, Backend
-from simulator.costs.collective_model import Network
+from simulator.costs.collective_model import CollectiveModel
 from simulator.costs.gemm import GemmModel
 from simulator.costs.kernel_model import KernelModel
 from simulator.engine.stream_rules import added_seconds
@@ -38,9 +38,9 @@ class Machine:
         )
 
     @cached_property
-    def network(self) -> Network:
+    def network(self) -> CollectiveModel:
         """Costs of communication."""
-        return Network(self.cluster)
+        return CollectiveModel(self.cluster)
 
     @cached_property
     def gemms(self) -> GemmModel:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from simulator.costs.collective_model import Network
+from simulator.costs.collective_model import CollectiveModel
 from simulator.hardware.cluster import (
     Cluster,
     Device,
@@ -82,7 +82,9 @@ def test_a_dozen_clusters_of_gpus_are_shipped() -> None:
 
 def test_links_of_newer_hosts_are_faster() -> None:
     seconds = {
-        name: Network(cluster).seconds("all_reduce", 2**30, Network(cluster).ring(4))
+        name: CollectiveModel(cluster).seconds(
+            "all_reduce", 2**30, CollectiveModel(cluster).ring(4)
+        )
         for name in ("a100_pcie_4", "dgx_a100_80", "gb200_nvl72")
         for cluster in [Cluster.load(name)]
     }

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve, fit_switch
 from simulator.calibration.measured_samples import DATA, measured_collectives
-from simulator.costs.collective_model import Network
+from simulator.costs.collective_model import CollectiveModel
 from simulator.hardware.cluster import Cluster, ClusterError, Link
 from simulator.hardware.collective_profile import SizeCurve, SwitchCurve, sent_fraction
 from simulator.hardware.topology import Ring, find_routes, strided_ring
@@ -57,10 +57,10 @@ def test_strided_rings_are_those_of_the_groups_one_by_one(size: int, stride: int
 
 def test_groups_that_share_the_cards_of_a_host_slow_each_other() -> None:
     # data parallelism over 16 hosts: 8 groups of 16 with stride 8 have a card each, 2 groups of 64 with stride 2 have four
-    network = Network(a100(16))
+    network = CollectiveModel(a100(16))
     assert network.ring(16, 8) == Ring(16, 16, 1, 1.0)
     assert network.ring(64, 2) == Ring(64, 16, 4, 4.0)
-    few_cards = Network(a100(16).model_copy(update={"nics_per_host": 4}))
+    few_cards = CollectiveModel(a100(16).model_copy(update={"nics_per_host": 4}))
     assert few_cards.seconds("all_reduce", 4e9, few_cards.ring(64, 2)) == pytest.approx(
         2 * network.seconds("all_reduce", 4e9, network.ring(64, 2)), rel=0.02
     )
@@ -75,8 +75,8 @@ def test_groups_that_do_not_fill_hosts_are_refused() -> None:
 
 
 def test_the_time_of_an_all_reduce_does_not_depend_on_how_it_is_thought_about() -> None:
-    assert Network(a100(1)).seconds("all_reduce", 1e9, strided_ring(a100(1), 1, 1)) == 0.0
-    one, two = Network(a100(1)), Network(a100(2))
+    assert CollectiveModel(a100(1)).seconds("all_reduce", 1e9, strided_ring(a100(1), 1, 1)) == 0.0
+    one, two = CollectiveModel(a100(1)), CollectiveModel(a100(2))
     assert one.seconds("all_gather", 1e9, one.ring(8)) == two.seconds(
         "all_gather", 1e9, two.ring(8)
     )
@@ -86,7 +86,7 @@ def test_the_time_of_an_all_reduce_does_not_depend_on_how_it_is_thought_about() 
 def test_the_error_on_collectives_that_nobody_fitted(name: str) -> None:
     """The mean over the held-out rows of the four kinds; all_to_all of GB200 is the worst of them, with 27 %."""
     cluster = Cluster.load(name)
-    network, errors = Network(cluster), []
+    network, errors = CollectiveModel(cluster), []
     for kind in KINDS:
         measured = measured_collectives(cluster.device.name, kind)
         held = measured[measured.held_out()]
@@ -98,14 +98,14 @@ def test_the_error_on_collectives_that_nobody_fitted(name: str) -> None:
     assert np.concatenate(errors).mean() < {"dgx_b200": 0.10, "gb200_nvl72": 0.15}.get(name, 0.075)
 
 
-def fastest(network: Network, num_bytes: float, size: int) -> str:
+def fastest(network: CollectiveModel, num_bytes: float, size: int) -> str:
     seconds = network.seconds_by_algorithm("all_reduce", num_bytes, network.ring(size))
     assert network.seconds("all_reduce", num_bytes, network.ring(size)) == min(seconds.values())
     return min(seconds, key=seconds.__getitem__)
 
 
 def test_short_all_reduces_over_many_hosts_take_trees_and_long_ones_rings() -> None:
-    network = Network(a100(16))
+    network = CollectiveModel(a100(16))
     assert [fastest(network, size, 128) for size in (2**20, 2**32)] == ["tree", "ring"]
     # up and down: 7 hops within a host and 4 levels of hosts of 24 us each, either way
     seconds = network.seconds_by_algorithm("all_reduce", 0.0, network.ring(128))
@@ -122,17 +122,19 @@ def test_short_all_reduces_over_many_hosts_take_trees_and_long_ones_rings() -> N
 
 
 def test_the_switch_sums_long_arrays_of_eight_devices_where_it_can() -> None:
-    h100 = Network(Cluster.load("dgx_h100"))
+    h100 = CollectiveModel(Cluster.load("dgx_h100"))
     assert [fastest(h100, size, 8) for size in (2**20, 2**30)] == ["ring", "nvls"]
     assert (
         fastest(h100, 2**30, 2) == "ring"
     )  # of two devices each gets the other's array either way
-    assert fastest(Network(a100(1)), 2**30, 8) == "ring"
+    assert fastest(CollectiveModel(a100(1)), 2**30, 8) == "ring"
     assert "nvls" not in h100.seconds_by_algorithm("all_gather", 2**30, h100.ring(8))
 
 
 def test_two_hosts_of_switches_send_their_sums_once_and_more_of_them_twice() -> None:
-    networks = {hosts: Network(Cluster.load("dgx_h100").with_size(hosts)) for hosts in (2, 4)}
+    networks = {
+        hosts: CollectiveModel(Cluster.load("dgx_h100").with_size(hosts)) for hosts in (2, 4)
+    }
     assert fastest(networks[2], 2**33, 16) == "nvls_tree"
     assert fastest(networks[4], 2**33, 32) == "ring"
     for hosts, times in ((2, 1), (4, 2)):
@@ -167,7 +169,7 @@ def test_between_hosts_bandwidth_ramps_up_as_it_does_in_simai() -> None:
     table = table[table.ratio > 0.2]
     errors = []
     for hosts, num_bytes, ratio in table[["hosts", "bytes", "ratio"]].itertuples(index=False):
-        network = Network(Cluster.load("dgx_h100").with_size(int(hosts)))
+        network = CollectiveModel(Cluster.load("dgx_h100").with_size(int(hosts)))
         ring = network.ring(8 * int(hosts))
         seconds = network.seconds_by_algorithm("all_reduce", num_bytes, ring)["ring"]
         errors.append(
@@ -249,7 +251,10 @@ def test_faster_networks_are_never_slower(
         bandwidth_gb_per_s=inter.bandwidth_gb_per_s * faster, latency_us=inter.latency_us / faster
     )
     size = 8 * 2**log_hosts
-    slow, fast = Network(cluster), Network(cluster.model_copy(update={"inter_host": quick}))
+    slow, fast = (
+        CollectiveModel(cluster),
+        CollectiveModel(cluster.model_copy(update={"inter_host": quick})),
+    )
     assert (
         0
         <= fast.seconds(kind, num_bytes, fast.ring(size))

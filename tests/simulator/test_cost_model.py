@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.costs.collective_model import Network
+from simulator.costs.collective_model import CollectiveModel
 from simulator.costs.cost_model import BandwidthOnly, ClusterCosts, CostModel
 from simulator.costs.kernel_model import KernelModel
 from simulator.hardware.cluster import Cluster
@@ -18,9 +18,9 @@ def test_cluster_costs_are_those_of_the_device_and_the_network() -> None:
     groups = ((0, 1, 2, 3), (4, 5, 6, 7))
     routes = find_routes(CLUSTER, "all_gather", groups)
     assert costs.kernel(kernel) == KernelModel(CLUSTER.device).seconds(kernel)
-    assert costs.collective("all_gather", 1e6, groups) == Network(CLUSTER).collective_seconds(
-        "all_gather", 1e6, routes
-    )
+    assert costs.collective("all_gather", 1e6, groups) == CollectiveModel(
+        CLUSTER
+    ).collective_seconds("all_gather", 1e6, routes)
 
 
 def test_kernels_that_differ_by_name_only_are_computed_once(

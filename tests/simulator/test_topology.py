@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.costs.collective_model import Network
+from simulator.costs.collective_model import CollectiveModel
 from simulator.costs.cost_model import ClusterCosts
 from simulator.engine.simulation import simulate
 from simulator.hardware.cluster import Cluster, Link
@@ -208,7 +208,7 @@ def test_scenarios_and_programs_see_the_same_network() -> None:
         (PORTS, 2, 0.02),
         (PORTS, 1, 0.01),
     ):
-        assert Network(cluster).send_seconds(message, stride) == pytest.approx(alone)
+        assert CollectiveModel(cluster).send_seconds(message, stride) == pytest.approx(alone)
         count = cluster.num_devices
         pairs = tuple((i, i + stride) for i in range(count - stride))
         assert ClusterCosts(cluster).collective(
