@@ -54,7 +54,7 @@ def runtime_env_of_workers(job: Mapping[str, Any], variables: Mapping[str, str])
     }
 
 
-def found_address() -> str:
+def default_address() -> str:
     """Return the address of the cluster that Ray finds by itself.
 
     Raises:

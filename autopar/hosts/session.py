@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.hosts.errors import HostsError
-from autopar.hosts.ray_private import found_address, without_uv_hook
+from autopar.hosts.ray_private import default_address, without_uv_hook
 from autopar.progress import log_progress
 from autopar.runtime.local_backend import LOCAL, use_backend
 
@@ -168,7 +168,7 @@ def _connect(address: str | None, namespace: str | None) -> None:
     named = "the default address" if address == "auto" else address
     try:
         if address == "auto":
-            address = found_address()
+            address = default_address()
         if address != "local" and "://" not in address:
             # Ray would end this process if it could not connect.
             socket.create_connection(_split(address), _PROBE_SECONDS).close()

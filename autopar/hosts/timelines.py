@@ -58,7 +58,10 @@ class Stopwatch:
 
 def aligned(recorded: Sequence[ExecutedInstruction], offset: float) -> list[ExecutedInstruction]:
     """Return recorded instructions on a clock that is `offset` seconds ahead."""
-    return [replace(each, start=each.start + offset, end=each.end + offset) for each in recorded]
+    return [
+        replace(executed, start=executed.start + offset, end=executed.end + offset)
+        for executed in recorded
+    ]
 
 
 def merged(

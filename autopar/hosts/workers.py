@@ -439,7 +439,7 @@ class Workers:
             raise error
         host = host if lost is None else lost
         last = monitor.last(host)
-        failed = [str(each) for each in causes if isinstance(each, InstructionError)]
+        failed = [str(failure) for failure in causes if isinstance(failure, InstructionError)]
         raise HostLostError(
             host,
             self.addresses[host],

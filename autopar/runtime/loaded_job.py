@@ -124,11 +124,11 @@ class LoadedJob:
         for delivery in (*job.deliveries.values(), *job.spreads.values()):
             if delivery.number not in by_number:
                 by_number[delivery.number] = carrier(delivery)
-        self.carriers = {at: by_number[each.number] for at, each in job.deliveries.items()}
-        self._tags = {at: each.number * num_workers for at, each in job.deliveries.items()}
+        self.carriers = {at: by_number[delivery.number] for at, delivery in job.deliveries.items()}
+        self._tags = {at: delivery.number * num_workers for at, delivery in job.deliveries.items()}
         self._spreads = {
-            at: (by_number[each.number], each.number * num_workers)
-            for at, each in job.spreads.items()
+            at: (by_number[delivery.number], delivery.number * num_workers)
+            for at, delivery in job.spreads.items()
         }
         # The receiver fetches a value when it can. Until then no task and no later step may
         # reuse the value's memory.

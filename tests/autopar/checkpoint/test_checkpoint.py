@@ -1,4 +1,4 @@
-"""What is saved under one plan is restored under any other, bit for bit, and a checkpoint is there whole or not at all."""
+"""States are restored bit for bit under any plan; checkpoints are complete or do not exist."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ def test_a_state_goes_on_under_every_plan(functions, saved_under, tmp_path):
         )
 
 
-def test_what_was_saved_may_be_used_up_at_once(tmp_path):
+def test_a_saved_state_may_be_donated_at_once(tmp_path):
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
     state = {"x": jax.device_put(np.arange(1 << 16, dtype=np.float32))}
     saving = autopar.save_checkpoint(tmp_path, state, 0, wait=False)
@@ -146,7 +146,7 @@ def test_any_sharding_is_restored_as_any_other(tmp_path_factory, data):
     tiles = _tiles(array)
     assert (
         sum(np.prod([b - a for a, b in tile], dtype=int) for tile in tiles) == value.size
-    )  # each part once
+    )  # each part is read once
     names = [str(n) for n in range(len(tiles))]
     write(folder / "part", dict(zip(names, copied(array, tiles), strict=True)))
     pieces = tuple(
@@ -183,7 +183,7 @@ def test_only_the_pieces_that_a_device_needs_are_read(tmp_path, monkeypatch):
     assert [piece.name for piece in parts._needed(Wanted(small, here))] == ["0.0"]
 
 
-def test_the_last_ones_stay(tmp_path):
+def test_the_last_checkpoints_are_kept(tmp_path):
     for step in range(5):
         autopar.save_checkpoint(tmp_path, {"x": np.arange(step + 1)}, step, keep=2)
     assert autopar.restore_checkpoint(tmp_path)["['x']"].size == 5
@@ -207,7 +207,9 @@ def test_a_checkpoint_that_fails_leaves_the_ones_before_it(tmp_path, monkeypatch
     second = autopar.save_checkpoint(tmp_path, {"x": np.arange(4)}, 1, wait=False)
     with pytest.raises(OSError, match="no space left"):
         second.wait()
-    with pytest.raises(OSError, match="no space left"):  # nobody may overlook it
+    with pytest.raises(
+        OSError, match="no space left"
+    ):  # the error is raised again by the next save
         autopar.save_checkpoint(tmp_path, {"x": np.arange(4)}, 2)
     assert saved_steps(tmp_path) == [0]
     assert autopar.restore_checkpoint(tmp_path)["['x']"].tolist() == [0, 1, 2]
@@ -301,12 +303,12 @@ def test_a_saver_that_is_killed_before_any_of_its_calls_leaves_a_whole_latest(tm
     steps = [int(line.split()[2]) for line in run.stdout.splitlines()]
     assert (
         len(steps) > 10
-    )  # calls of making the folder, of writing to it, of naming it and of removing old ones
+    )  # calls that create the folder, write to it, rename it and remove old ones
     assert all(after - before in (0, 1) for before, after in itertools.pairwise(steps))
-    assert 2 < len(set(steps)) < len(steps)  # killed before it was there, and after
+    assert 2 < len(set(steps)) < len(steps)  # killed before and after it existed
 
 
-def test_what_is_not_there_is_said(tmp_path, functions):
+def test_a_missing_checkpoint_is_an_error(tmp_path, functions):
     placed = placements(functions["shard"])
     with pytest.raises(autopar.CheckpointError, match="has no checkpoint"):
         autopar.restore_checkpoint(tmp_path, placement_specs=placed)
@@ -349,27 +351,25 @@ def test_a_step_is_saved_once(tmp_path):
 
 
 def flip(file: Path, at: int = -1) -> None:
-    """Flip a bit of the byte at a place, by default in the middle."""
+    """Flip a bit of one byte, by default in the middle of the file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2 if at < 0 else at] ^= 4
     file.write_bytes(data)
 
 
 def data_file(folder: Path) -> Path:
-    """The file that has the arrays' numbers."""
+    """Return the file that stores the values of the arrays."""
     return max(folder.glob("driver/**/d/*"), key=lambda file: file.stat().st_size)
 
 
-NOISE = np.random.default_rng(0).bytes(
-    1 << 14
-)  # can't be compressed, so that most flips hit numbers
+NOISE = np.random.default_rng(0).bytes(1 << 14)  # incompressible, so that most flips hit values
 
 
 def noise(step: int) -> dict[str, np.ndarray]:
     return {"x": np.frombuffer(NOISE, np.uint8) + np.uint8(step)}
 
 
-def test_a_flipped_bit_is_noticed_unless_one_does_not_want_to_know(tmp_path):
+def test_a_flipped_bit_is_an_error_unless_verify_is_off(tmp_path):
     autopar.save_checkpoint(tmp_path, noise(0), 0)
     flip(data_file(tmp_path / "0"))
     with pytest.raises(
@@ -381,7 +381,7 @@ def test_a_flipped_bit_is_noticed_unless_one_does_not_want_to_know(tmp_path):
     assert np.unpackbits(restored ^ noise(0)["x"]).sum() == 1
 
 
-def test_what_is_read_back_with_other_numbers_is_not_committed(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_read_back_differently_is_not_committed(tmp_path, monkeypatch):
     from autopar.checkpoint import parts
 
     plain = parts.read
@@ -451,7 +451,7 @@ def test_nothing_is_set_aside_unless_another_can_be_restored(tmp_path):
     assert saved_steps(tmp_path) == [1, 2]
 
 
-def test_what_is_no_checkpoint_does_not_count_as_one(tmp_path):
+def test_other_folders_do_not_count_as_checkpoints(tmp_path):
     autopar.save_checkpoint(tmp_path, noise(0), 7)
     (tmp_path / "12").write_text("a file")
     for name in ("007", "8.saving", "\u0663", "9.damaged"):
@@ -461,7 +461,7 @@ def test_what_is_no_checkpoint_does_not_count_as_one(tmp_path):
 
 
 def without_checksums(folder: Path) -> None:
-    """Make a checkpoint one of format 1."""
+    """Turn a checkpoint into one of format 1, which has no checksums."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["format"] = 1
     del manifest["checksum"]

@@ -1,4 +1,4 @@
-"""One process at a time saves to a directory, and a lock outlives no owner."""
+"""One process at a time saves to a directory, and the lock of an ended process is stale."""
 
 import json
 import os
@@ -20,7 +20,7 @@ STATE = {"x": np.arange(3)}
 
 
 def left_behind(directory: Path, seconds_ago: float = 0, **changes: Any) -> Path:
-    """Write the lock of another owner, which was last seen so long ago."""
+    """Write the lock of another owner that touched it `seconds_ago`."""
     file = directory / LOCK
     file.write_text(
         json.dumps({**json.loads(Owner.this().model_dump_json()), "token": "other", **changes})
@@ -31,7 +31,7 @@ def left_behind(directory: Path, seconds_ago: float = 0, **changes: Any) -> Path
 
 
 def test_a_directory_that_another_process_uses_is_refused_with_its_name(tmp_path):
-    left_behind(tmp_path)  # of this very process, as far as it says
+    left_behind(tmp_path)  # it claims to be of this process
     said = rf"{tmp_path} is in use by process {os.getpid()} on .* \(since 20.*\): it trains or saves there\. Wait until"
     with pytest.raises(autopar.CheckpointError, match=said):
         autopar.save_checkpoint(tmp_path, STATE, 0)
@@ -45,7 +45,11 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_name(tmp_path
         ({"pid": 2**22 + 1}, 0, True),  # there is no such pid
         ({"machine": "another"}, 0, False),
         ({"machine": None}, STALE_SECONDS - 60, False),
-        ({"machine": "another", "pid": 2**22 + 1}, 0, False),  # its pid says nothing here
+        (
+            {"machine": "another", "pid": 2**22 + 1},
+            0,
+            False,
+        ),  # a pid of another machine means nothing on this one
         ({"machine": "another"}, STALE_SECONDS + 60, True),
         ({"machine": None}, STALE_SECONDS + 60, True),
         ({"pid": "no number"}, 0, False),
@@ -81,12 +85,12 @@ def test_a_process_that_was_killed_is_gone_and_one_that_runs_is_not(tmp_path):
         other.kill()
         while (
             Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        ):  # nobody has waited for it
+        ):  # a zombie, since its parent has not waited for it
             time.sleep(0.01)
         autopar.save_checkpoint(tmp_path, STATE, 0)
 
 
-def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path):
+def test_one_of_many_processes_takes_over_a_stale_lock(tmp_path):
     left_behind(tmp_path, birth=1)
 
     def take(_: int) -> DirectoryLock | None:
@@ -104,7 +108,7 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_owner_that_runs_is_seen(tmp_path, monkeypatch):
+def test_a_running_owner_touches_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "_BEAT_SECONDS", 0.01)
     held = lock(tmp_path)
     os.utime(held.file, (0, 0))
@@ -115,7 +119,7 @@ def test_an_owner_that_runs_is_seen(tmp_path, monkeypatch):
     held.release()
 
 
-def test_who_has_lost_the_lock_commits_nothing(tmp_path, monkeypatch):
+def test_a_process_that_lost_its_lock_commits_nothing(tmp_path, monkeypatch):
     from autopar.checkpoint import saving
 
     write = saving.write
@@ -129,7 +133,7 @@ def test_who_has_lost_the_lock_commits_nothing(tmp_path, monkeypatch):
         autopar.CheckpointError, match="is no longer the lock of this process, but of process 1 on"
     ):
         autopar.save_checkpoint(tmp_path, STATE, 0)
-    assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]  # the other's
+    assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]  # the other process's
 
 
 def test_a_process_may_use_its_lock_more_than_once(tmp_path):
@@ -161,7 +165,7 @@ print(saved, refused)
 
 
 @pytest.mark.slow
-def test_two_that_save_to_one_directory_remove_nothing_of_each_other(tmp_path):
+def test_two_savers_of_one_directory_do_not_remove_each_others_files(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", TRAINER, str(tmp_path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     two = [

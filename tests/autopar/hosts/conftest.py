@@ -1,6 +1,7 @@
-"""A Ray cluster of four raylets on this machine, and the workers there, which tests share as far as they can.
+"""A Ray cluster of four raylets on this machine, whose workers tests share.
 
-A test that is marked `hosts(number, devices of each)` has the fixture of that name; those that want as many run one after the other.
+A test with the mark `hosts(number, devices of each)` uses the fixture `hosts`. Tests with the same
+mark run one after another, so that they share the workers.
 """
 
 import gc
@@ -21,9 +22,7 @@ def pytest_collection_modifyitems(items):
         places, sorted((items[place] for place in places), key=_size), strict=True
     ):
         items[place] = item
-        if (
-            "raylets" in item.fixturenames
-        ):  # they are started by forks that execute another program at once
+        if "raylets" in item.fixturenames:  # a raylet starts with fork and exec
             item.add_marker(pytest.mark.filterwarnings("ignore:os.fork"))
 
 
@@ -33,25 +32,25 @@ def _size(item):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Workers end with the last test here: others run in this process."""
+    """End the workers after the last test of this folder; other tests run in this process."""
     if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
         session.current.leave()
 
 
 @pytest.fixture(scope="session")
 def raylets():
-    """The cluster, which this process has joined."""
+    """A cluster that this process has joined."""
     pytest.importorskip("ray")
     from autopar.testing import raylets
 
-    os.environ.setdefault("AUTOPAR_SILENCE_SECONDS", "60")  # machines are busy
+    os.environ.setdefault("AUTOPAR_SILENCE_SECONDS", "60")  # machines may be busy
     with raylets(4) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def hosts(request, raylets):
-    """The hosts that the test is marked with; workers that are there are kept, without what other tests left there."""
+    """The hosts of the test's mark. Running workers are reused, after arrays of other tests are freed."""
     from tests.autopar.hosts.workers import joined
 
     gc.collect()
@@ -60,7 +59,7 @@ def hosts(request, raylets):
 
 @pytest.fixture(autouse=True)
 def _in_this_process(request, monkeypatch):
-    """Tests without raylets run here, also while other tests' workers are there."""
+    """Run tests without raylets in this process, even while workers of other tests run."""
     if "raylets" in request.fixturenames:
         yield
         return

@@ -1,4 +1,4 @@
-"""Handles on arrays of other hosts: when these are forgotten, how numbers are printed, and what a step costs in calls."""
+"""Handles of arrays on other hosts: when arrays are freed, formatting, and calls for each step."""
 
 import time
 from typing import Any
@@ -16,13 +16,13 @@ from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_
 
 
 def kept(hosts: RayHosts) -> list[frozenset[int]]:
-    """The keys of the arrays of each worker after its pending calls; looking frees none."""
+    """Return the keys of each worker's arrays after its pending calls, without freeing any."""
     return [hosts.on_worker(host, Worker.array_keys) for host in range(len(hosts.numbers))]
 
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_what_nobody_has_a_handle_on_is_forgotten_with_whatever_is_asked_next(hosts, tmp_path):
+def test_an_array_without_a_handle_is_freed_with_the_next_call(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     executable = function.get_executable(stack_params(), stack_batch())
     home = executable.places[0]  # pyright: ignore[reportAttributeAccessIssue]
@@ -48,7 +48,7 @@ def test_what_nobody_has_a_handle_on_is_forgotten_with_whatever_is_asked_next(ho
 
 
 @pytest.mark.hosts(2, 4)
-def test_what_is_deleted_is_forgotten_at_once(hosts):
+def test_a_deleted_array_is_freed_at_once(hosts):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, loss = function(stack_params(), stack_batch())
     autopar.prefetch((params, loss))
@@ -69,7 +69,7 @@ def test_what_is_deleted_is_forgotten_at_once(hosts):
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_state_of_workers_that_have_ended_is_refused_where_it_is_given(hosts, tmp_path):
+def test_arrays_of_workers_that_have_ended_are_refused_by_every_use(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, _ = function(stack_params(), stack_batch())
     fetched, _ = function(stack_params(), stack_batch())
@@ -100,7 +100,7 @@ def test_a_state_of_workers_that_have_ended_is_refused_where_it_is_given(hosts, 
             autopar.HostsError, match=r"was in the memory of workers that have ended"
         ):
             use()
-    again, _ = function(fetched, stack_batch())  # brought here before
+    again, _ = function(fetched, stack_batch())  # fetched before the workers ended
     assert_allclose(
         np.array(again["w0"]), jax.jit(stack_step)(*first_step())[0]["w0"], rtol=1e-5, atol=1e-6
     )

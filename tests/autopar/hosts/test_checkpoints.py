@@ -1,4 +1,4 @@
-"""States go from hosts to other hosts, and to this process; a loop outlives its workers."""
+"""Checkpoints of states on hosts are restored on other hosts and here; training survives workers."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(hosts, tm
 
 
 @pytest.mark.hosts(2, 4)
-def test_workers_set_a_damaged_checkpoint_aside_and_go_on(hosts, tmp_path):
+def test_a_damaged_checkpoint_of_hosts_is_set_aside(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, _ = function(stack_params(), stack_batch())
     for step in (0, 1):
@@ -100,7 +100,7 @@ def expected_first() -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(hosts, tmp_path):
+def test_a_worker_that_is_killed_while_it_writes_leaves_earlier_checkpoints(hosts, tmp_path):
     params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
     autopar.save_checkpoint(tmp_path, params, 0)
     saving = autopar.save_checkpoint(tmp_path, params, 1, wait=False)
@@ -117,7 +117,7 @@ def test_a_worker_that_is_killed_while_it_writes_leaves_what_was_there(hosts, tm
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_worker_that_never_has_written_keeps_nobody_for_ever(hosts, tmp_path):
+def test_a_worker_that_never_ends_writing_is_a_timeout(hosts, tmp_path):
     def stall(worker: Any) -> None:
         from autopar.hosts import worker as module
 

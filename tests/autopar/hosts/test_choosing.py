@@ -1,4 +1,4 @@
-"""Which devices are taken of which hosts, what the cost model knows of them, and whether a plan suits them."""
+"""The devices that hosts contribute, the cluster of the cost model, and plans that suit the hosts."""
 
 import warnings
 from typing import Any
@@ -18,7 +18,7 @@ from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_
 
 
 def layout(*counts: int, platform: str = "cpu", kinds: tuple[str, ...] | None = None) -> HostLayout:
-    """Hosts with these numbers of devices."""
+    """Return hosts with these numbers of devices."""
     addresses = tuple(f"10.0.0.{host}" for host in range(len(counts)))
     return HostLayout(counts, addresses, kinds or ("",) * len(counts), platform)
 
@@ -88,7 +88,7 @@ def test_the_driver_leaves_gpus_to_the_workers(monkeypatch):
     leave_gpus()
     assert told == [("jax_platforms", "cpu")]
     monkeypatch.setattr(environment, "backends_started", lambda: True)
-    leave_gpus()  # on the CPU
+    leave_gpus()  # the driver is on the CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.warns(
         UserWarning,
@@ -114,7 +114,7 @@ def test_a_cluster_with_gpus_has_the_driver_leave_them(gpus, monkeypatch):
     assert left == [True] * bool(gpus)
 
 
-def test_a_plan_that_was_made_for_other_hosts_is_told_by_the_stages_that_these_tear_apart():
+def test_a_stage_that_the_hosts_split_is_a_warning():
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(
         stack_step, args, method=pipeline(2), cluster="cpu-virtual", mesh_shape=(8,)
@@ -131,7 +131,7 @@ def test_a_plan_that_was_made_for_other_hosts_is_told_by_the_stages_that_these_t
             layout(4, 4),
             layout(2, 2, 2, 2),
             layout(8),
-        ):  # on the second no host would hold a stage
+        ):  # no host of the second layout could hold a stage
             check_plan(hosts, plan, None)
         check_plan(layout(4, 4, 4), plan, (2, 4))
     with pytest.raises(

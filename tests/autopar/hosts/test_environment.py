@@ -1,4 +1,4 @@
-"""What is looked at before hosts are used: versions, devices, ports."""
+"""Checks before hosts are used: versions, devices, ports, environment variables."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ HERE = {
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """A port that is in use."""
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -66,19 +66,19 @@ def test_everything_that_programs_and_arrays_depend_on_is_compared():
         ),
     ],
 )
-def test_another_version_is_told_with_the_host_and_what_to_install(there, said):
+def test_another_version_is_an_error_with_the_host_and_what_to_install(there, said):
     with pytest.raises(HostsError, match=rf"host 1 \(10\.0\.0\.2\) .*{said}"):
         check_versions(1, "10.0.0.2", HERE, HERE | there)
 
 
-def test_too_few_devices_are_told_with_the_host():
+def test_too_few_devices_are_an_error_with_the_host():
     with pytest.raises(
         HostsError, match=r"host 0 has 8 cpu devices that JAX can use, but 9 are wanted of it"
     ):
         Worker(0, [range(9)], "127.0.0.1").start()
 
 
-def test_no_accelerator_is_told_with_the_host(monkeypatch):
+def test_no_accelerator_is_an_error_with_the_host(monkeypatch):
     def devices() -> list:
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
@@ -90,14 +90,14 @@ def test_no_accelerator_is_told_with_the_host(monkeypatch):
         Worker(1, [range(4), range(4, 8)], "127.0.0.1").start()
 
 
-def test_an_address_that_is_none_of_the_host_is_told():
+def test_an_address_of_another_host_is_an_error():
     with pytest.raises(
         HostsError, match=r"host 0 can't listen for transfers on its address 203\.0\.113\.9"
     ):
         Worker(0, [range(8)], "203.0.113.9").start()
 
 
-def test_a_port_in_use_is_found_before_jax_is_told_of_it(taken):
+def test_a_port_in_use_is_an_error_before_jax_starts(taken):
     assert free_port() != taken
     with pytest.raises(
         PortTakenError, match=rf"host 0: port {taken}, for JAX's coordinator .* can't be used"
@@ -107,7 +107,7 @@ def test_a_port_in_use_is_found_before_jax_is_told_of_it(taken):
         )
 
 
-def test_ports_that_are_always_in_use_are_an_error_after_some():
+def test_ports_that_are_always_in_use_are_an_error_after_some_attempts():
     class Unlucky:
         """Workers on whose hosts every port is taken before JAX listens on it."""
 
@@ -191,7 +191,7 @@ def test_hosts_with_other_versions_are_not_used(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("raylets")
-def test_a_host_that_lacks_a_package_is_told(tmp_path, monkeypatch):
+def test_a_host_that_lacks_a_package_is_an_error(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lacking.py").write_text(
         "from autopar.hosts import worker\nclass Worker(worker.Worker): pass\n"

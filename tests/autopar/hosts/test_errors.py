@@ -1,9 +1,9 @@
-"""Errors of hosts say where, and what to do."""
+"""Errors of hosts name the host and its meshes, and say what to do."""
 
 from autopar.hosts.errors import HostLostError, HostTimeoutError
 
 
-def test_a_lost_host_is_told_with_its_meshes_and_what_others_were_at():
+def test_the_error_of_a_lost_host_has_its_meshes_and_the_activities_of_others():
     error = HostLostError(
         1, "10.0.0.2", "it died", [1, 3], ["host 0 has been at recv x<1 of mesh 0 for 3 s"]
     )
@@ -17,7 +17,7 @@ def test_a_lost_host_is_told_with_its_meshes_and_what_others_were_at():
     )
 
 
-def test_a_host_that_hangs_is_told_with_what_it_is_at():
+def test_the_error_of_a_hung_host_has_its_instruction():
     error = HostTimeoutError(
         0, "10.0.0.1", "is slow", [0], ["host 1 does not answer"], 0, "0F1", "Wait longer"
     )

@@ -1,4 +1,4 @@
-"""A GPT of which one stage spans two hosts, and the tutorials, on the hosts of a Ray cluster."""
+"""A GPT with a stage over two hosts, and the tutorials, on the hosts of a Ray cluster."""
 
 import os
 import runpy
@@ -32,7 +32,7 @@ def step(state: Any, batch: Any) -> Any:
 
 
 def trained(function: Any, args: Any) -> Any:
-    """The parameters after three steps."""
+    """Return the parameters after three steps."""
     state, batch = args
     for _ in range(3):
         state, _ = function(state, batch)
@@ -82,7 +82,7 @@ def test_a_tutorial_runs_as_it_is_written(raylets):
 def on_workers(
     name: str, hosts: RayHosts, monkeypatch: pytest.MonkeyPatch, *flags: str
 ) -> dict[str, Any]:
-    """What is left of a tutorial that ran in this process, on the workers that are there until it ends them."""
+    """Run a tutorial in this process on the running workers, and return its globals."""
     import ray
 
     init, shape = (
@@ -133,4 +133,4 @@ def test_the_quickstart_trains_as_one_device_does(hosts, count, monkeypatch, cap
     autopar.prefetch(states[1].params)
     for one, other in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
         np.testing.assert_allclose(np.array(other), one, rtol=1e-4, atol=1e-6)
-    found.clear()  # JAX remembers functions that it has traced, and these all that the tutorial has
+    found.clear()  # JAX caches traced functions, which refer to all globals of the tutorial

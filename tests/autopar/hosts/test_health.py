@@ -1,4 +1,4 @@
-"""Who is taken for the one that hangs."""
+"""The host that counts as hung, and the seconds until it does."""
 
 import pytest
 
@@ -17,7 +17,7 @@ WAITS = Activity(1, "recv x<0", 30.0)
         ([None, WAITS, None], [2, 0], 2),
     ],
 )
-def test_who_does_not_answer_comes_before_who_is_busy_and_that_before_who_was_asked(
+def test_a_silent_host_is_the_culprit_before_a_busy_one_and_that_before_a_late_one(
     states, asked, host
 ):
     assert culprit(states, asked) == host

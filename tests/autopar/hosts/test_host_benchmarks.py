@@ -1,4 +1,4 @@
-"""Transfers between hosts, and what loading a step takes."""
+"""Benchmarks of transfers between hosts and of loading a step."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Random keys among arguments, results, and values that go from stage to stage."""
+"""Random keys as arguments, as results, and as values between stages."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.autopar.pipeline.stack_steps import descend, stack_batch, stack_param
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_keys_are_known_by_what_makes_them(impl):
+def test_the_implementation_of_keys_is_named(impl):
     keys = jax.random.split(jax.random.key(1, impl=impl), 3)
     assert impl_of(keys.dtype) == impl
     assert key_dtype(impl) == keys.dtype
@@ -25,7 +25,7 @@ def test_keys_are_known_by_what_makes_them(impl):
     assert (data_aval(keys).shape, data_aval(keys).dtype) == (data.shape, data.dtype)
 
 
-def test_a_function_of_keys_is_one_of_their_numbers():
+def test_a_function_of_keys_becomes_one_of_their_data():
     def function(key: jax.Array, x: jax.Array) -> list[jax.Array]:
         return [jax.random.fold_in(key, 7), jax.random.normal(key) + x]
 
@@ -40,7 +40,7 @@ def test_a_function_of_keys_is_one_of_their_numbers():
 
 
 def dropout_step(state: Any, batch: Any, key: jax.Array) -> Any:
-    """Every layer draws, and hands the next one a key; the state has one of its own, which goes on."""
+    """Return a step whose layers draw random numbers and pass keys on; the state carries a key too."""
 
     @autopar.manual_layer_construction
     def loss(params: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Plans on the hosts of a Ray cluster: several on this machine, each with virtual devices."""
+"""Plans on the hosts of a Ray cluster: training, failures of workers, shutdown."""
 
 import gc
 import os
@@ -39,7 +39,7 @@ def expected(count: int) -> tuple[Any, Any]:
 
 
 def assert_trained(function: Any, count: int = 3) -> tuple[Any, Any]:
-    """The step gives what one device gives, after several times."""
+    """Assert that several steps give the results of one device."""
     params, loss = stack_params(), None
     for _ in range(count):
         params, loss = function(params, stack_batch())
@@ -103,7 +103,7 @@ def test_a_donated_array_can_not_be_read(hosts):
 
 @pytest.mark.slow
 @pytest.mark.hosts(4, 2)
-def test_stages_that_span_hosts_do_not_wait_for_one_another_for_ever(hosts):
+def test_stages_that_span_hosts_do_not_deadlock(hosts):
     assert_trained(autopar.parallelize(stack_step, method=pipeline(2)), 60)
 
 
@@ -118,7 +118,7 @@ def test_hosts_that_share_another_mesh_start_anew(hosts):
 
 
 def compiled(hosts: Any, host: int, name: str, disturb: Any) -> tuple[Any, Any]:
-    """A pipeline of two hosts that has run once and is disturbed from now on, and its parameters."""
+    """Return a pipeline on two hosts that has run once and is now disturbed, and its parameters."""
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, loss = function(stack_params(), stack_batch())
     autopar.prefetch((params, loss))
@@ -128,7 +128,7 @@ def compiled(hosts: Any, host: int, name: str, disturb: Any) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_killed_worker_is_told_by_its_host_and_what_it_was_at(hosts):
+def test_a_killed_worker_is_an_error_with_its_host_and_instruction(hosts):
     function, params = compiled(hosts, 1, "1B1", lambda: time.sleep(600))
     killed: list[float] = []
 
@@ -150,7 +150,7 @@ def test_a_killed_worker_is_told_by_its_host_and_what_it_was_at(hosts):
 
 
 @pytest.mark.hosts(2, 4)
-def test_an_instruction_that_fails_is_told_with_where_it_is(hosts):
+def test_an_instruction_that_fails_is_an_error_with_its_mesh(hosts):
     def fail() -> None:
         raise MemoryError("no room")
 
@@ -166,7 +166,7 @@ def test_an_instruction_that_fails_is_told_with_where_it_is(hosts):
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_worker_that_hangs_is_told_with_its_instruction_and_not_who_waits_for_it(hosts):
+def test_a_hung_worker_is_an_error_with_its_instruction_although_others_wait(hosts):
     function, params = compiled(hosts, 0, "0F1", lambda: time.sleep(600))
     hosts.timeout = 5
     said = r"host 0 .*, mesh 0 .* within 5 s: it has been at 0F1 of mesh 0 .* Meanwhile host 1 has been at recv .*larger timeout"
@@ -178,7 +178,7 @@ def test_a_worker_that_hangs_is_told_with_its_instruction_and_not_who_waits_for_
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_worker_that_is_stopped_is_told_whatever_the_timeout(hosts):
+def test_a_stopped_worker_is_an_error_before_the_timeout(hosts):
     function, params = compiled(hosts, 0, "0F1", lambda: None)
     hosts.silence = silence_seconds({})
     os.kill(pids()[0], signal.SIGSTOP)
@@ -187,12 +187,12 @@ def test_a_worker_that_is_stopped_is_told_whatever_the_timeout(hosts):
         HostTimeoutError, match=r"host 0 .* has not said for \d+ s what it is doing"
     ) as caught:
         np.array(function(params, stack_batch())[1])
-    assert time.monotonic() - start < 15  # 8, and what a busy machine takes
+    assert time.monotonic() - start < 15  # 8 s, and the delay of a busy machine
     assert (caught.value.host, caught.value.meshes) == (0, (0,))
 
 
 @pytest.mark.usefixtures("raylets")
-def test_more_than_there_is_is_refused():
+def test_more_hosts_than_the_cluster_has_are_refused():
     with pytest.raises(HostsError, match="9 hosts asked for, but the Ray cluster has 4"):
         autopar.init(cluster="ray", num_nodes=9)
 
@@ -277,7 +277,7 @@ def test_workers_forget_the_programs_that_the_driver_has_dropped(hosts, monkeypa
         function.get_executable(stack_params(), stack_batch(rows))
         gc.collect()
     for now, then in zip(hosts.num_jobs(), before, strict=True):
-        assert now <= then + 1  # the last, and the one that was dropped for it
+        assert now <= then + 1  # the last program, and the one that it replaced
     assert_trained(function, 1)
 
 

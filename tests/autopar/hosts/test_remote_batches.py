@@ -1,4 +1,4 @@
-"""Loaders on hosts: each worker reads its own rows, ahead, and every number of hosts gives the same batches."""
+"""Loaders on hosts: each worker reads its own rows ahead; batches do not depend on the hosts."""
 
 import ast
 import itertools
@@ -25,14 +25,14 @@ ROWS = 16
 
 
 def by_rows(stages: int) -> autopar.PipeshardParallel:
-    """Stages that share out the rows of each microbatch."""
+    """Return a pipeline whose stages are data-parallel."""
     return pipeline(
         stages, default_auto_sharding_option=autopar.ShardingOptions(data_parallel=True)
     )
 
 
 def compiled(method: Any, step: Any = stack_step) -> tuple[Any, Any]:
-    """A step, and where it wants its batches."""
+    """Return a step and the placement specs of its batches."""
     function = autopar.parallelize(step, method=method)
     return function, function.get_executable(
         stack_params(), batch(0, ROWS)
@@ -45,7 +45,7 @@ def batch(start: int, end: int) -> dict[str, np.ndarray]:
 
 
 def recorded(folder: Path, fails: int | None = None) -> Callable[[int, int, int], Iterator[Any]]:
-    """A user's function that notes what it reads in a file for each process; it raises at example `fails`."""
+    """Return a reading function that logs its calls, by process, and raises at example `fails`."""
     width = WIDTH
 
     def read(start: int, end: int, batch_size: int) -> Iterator[Any]:
@@ -58,13 +58,13 @@ def recorded(folder: Path, fails: int | None = None) -> Callable[[int, int, int]
             if first == fails:
                 raise OSError("disk on fire")
             angles = np.arange(first, first + batch_size)[:, None] * np.arange(1, width + 1) / 48
-            yield {"x": np.sin(angles), "y": np.cos(angles)}  # which NumPy makes float64
+            yield {"x": np.sin(angles), "y": np.cos(angles)}  # float64
 
     return read
 
 
 def calls(folder: Path, hosts: RayHosts) -> dict[int, list[tuple[int, int]]]:
-    """For each host the first example and the number of examples of what it has read, in order."""
+    """Return for each host the (first example, number of examples) of its reads, in order."""
     of = {str(each["pid"]): host for host, each in enumerate(hosts.ask_all("environment"))}
     return {
         of[file.name]: list(map(ast.literal_eval, file.read_text().splitlines()))
@@ -73,7 +73,7 @@ def calls(folder: Path, hosts: RayHosts) -> dict[int, list[tuple[int, int]]]:
 
 
 def assert_batches(found: Any, first: int = 0, count: int = 3) -> None:
-    """They are batches `first`, `first` + 1 ... of the examples."""
+    """Assert that these are the batches `first`, `first` + 1, ... of the examples."""
     found = list(found)
     assert len(found) == count
     for k, each in enumerate(found, first):
@@ -90,7 +90,7 @@ def loader(specs: Any, read: Any, **options: Any) -> MeshDriverDataLoader:
 
 
 def scaled_step(params: Any, batch: Any, scale: Any) -> Any:
-    """`stack_step` whose every layer reads `scale` and a part of the batch."""
+    """Run `stack_step` with layers that all read `scale` and a part of the batch."""
 
     @autopar.manual_layer_construction
     def loss(params: Any) -> jax.Array:
@@ -106,7 +106,7 @@ def scaled_step(params: Any, batch: Any, scale: Any) -> Any:
 
 
 def train_scaled() -> None:
-    """Two steps of it from handles are those of one device."""
+    """Assert that two steps on handles give the results of one device."""
     args = stack_params(), batch(0, 16), np.float32(0.5)
     step = autopar.parallelize(scaled_step, method=by_rows(2))
     specs = step.get_executable(*args).get_input_placement_specs()[1]
@@ -124,7 +124,7 @@ def train_scaled() -> None:
 
 @pytest.mark.slow
 @pytest.mark.hosts(4, 2)
-def test_inputs_that_several_stages_over_hosts_read_go_from_one_to_the_others(hosts):
+def test_inputs_of_several_stages_over_hosts_are_sent_from_one_to_the_others(hosts):
     train_scaled()
 
 
@@ -154,7 +154,7 @@ def test_one_host_reads_once_for_all_and_from_the_step_on(hosts, tmp_path):
 
 
 @pytest.mark.hosts(2, 4)
-def test_inputs_that_several_stages_read_go_from_one_to_the_others(hosts):
+def test_inputs_of_several_stages_are_sent_from_one_to_the_others(hosts):
     train_scaled()
 
 
@@ -185,7 +185,7 @@ def only_x(read: Any) -> Any:
 
 
 @pytest.mark.hosts(2, 4)
-def test_a_worker_reads_only_for_the_stages_that_take_something(hosts, tmp_path):
+def test_a_worker_reads_only_inputs_of_its_stages(hosts, tmp_path):
     (tmp_path / "both").mkdir()
     (tmp_path / "inputs").mkdir()
     _, specs = compiled(by_rows(2))
@@ -195,13 +195,13 @@ def test_a_worker_reads_only_for_the_stages_that_take_something(hosts, tmp_path)
     assert calls(tmp_path / "both", hosts) == {
         0: whole,
         1: whole,
-    }  # x on the first host, y on the other
+    }  # x is read by the first host, y by the other
     assert len(list(loader((specs["x"],), only_x(recorded(tmp_path / "inputs"))))) == 3
     assert calls(tmp_path / "inputs", hosts) == {0: whole}
 
 
 @pytest.mark.hosts(2, 4)
-def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(hosts, tmp_path):
+def test_reading_is_as_far_ahead_as_asked_and_unclaimed_batches_are_freed(hosts, tmp_path):
     _, specs = compiled(by_rows(2))
     before, live = hosts.num_arrays(), hosts.live_keys
     batches = iter(
@@ -220,7 +220,7 @@ def test_reading_is_so_far_ahead_and_what_is_dropped_is_freed(hosts, tmp_path):
 
 
 @pytest.mark.hosts(2, 4)
-def test_a_function_that_fails_is_told_by_its_host_and_the_workers_go_on(hosts, tmp_path):
+def test_a_function_that_fails_is_an_error_with_its_host_and_workers_continue(hosts, tmp_path):
     step, specs = compiled(by_rows(2))
     params, batches = stack_params(), iter(loader(specs, recorded(tmp_path, fails=16)))
     params, _ = step(params, next(batches))
@@ -230,7 +230,7 @@ def test_a_function_that_fails_is_told_by_its_host_and_the_workers_go_on(hosts, 
     ) as caught:
         next(batches)
     assert caught.value.host == 0
-    assert "in read" in caught.value.__notes__[0]  # where in the user's function
+    assert "in read" in caught.value.__notes__[0]  # the traceback of the user's function
     params, _ = step(params, batch(16, 32))
     assert np.isfinite(np.array(params["w0"])).all()
     with pytest.raises(DataLoaderError, match=r"host 0 .*: batch 0, .* is missing"):
@@ -252,7 +252,7 @@ class Unloadable:
 
 
 @pytest.mark.hosts(2, 4)
-def test_what_can_not_be_sent_or_loaded_is_refused(hosts):
+def test_functions_that_can_not_be_pickled_or_unpickled_are_refused(hosts):
     import threading
 
     _, specs = compiled(by_rows(2))
@@ -291,7 +291,7 @@ def test_a_loader_outlives_its_workers_and_an_iteration_does_not(hosts, tmp_path
         ValueError, match=r"of hosts \[\d\], but no step that has them as a mesh has been compiled"
     ):
         next(given.from_step(1))
-    specs = compiled(by_rows(2))[1]  # whose stages are in a host each
+    specs = compiled(by_rows(2))[1]  # each stage is on one host
     across = jax.tree.map(lambda spec: replace(spec, devices=((2, 3, 4, 5),)), specs)
     with pytest.raises(
         ValueError,

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster and leaving it: addresses, who had joined before, `uv run`, tokens."""
+"""Sessions join and leave a Ray cluster: addresses, clusters of the user, `uv run`, tokens."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ ray = pytest.importorskip("ray")
 
 @pytest.fixture
 def nowhere(monkeypatch) -> Iterator[list[Any]]:
-    """A process that has joined no cluster; what it joins."""
+    """A process outside of any cluster; yields the arguments of its calls of `ray.init`."""
     joined: list[Any] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -35,7 +35,7 @@ def nowhere(monkeypatch) -> Iterator[list[Any]]:
     assert session.hosts() is None
 
 
-def test_nobody_at_an_address_is_told(nowhere):
+def test_an_address_where_no_process_listens_is_an_error(nowhere):
     port = free_port()
     with pytest.raises(
         HostsError,
@@ -46,7 +46,7 @@ def test_nobody_at_an_address_is_told(nowhere):
 
 
 @pytest.mark.parametrize("address", ["6379", "somewhere", "10.0.0.1:", "10.0.0.1:port"])
-def test_what_is_no_address_is_told(nowhere, address):
+def test_a_malformed_address_is_an_error(nowhere, address):
     with pytest.raises(
         HostsError,
         match=rf"no Ray cluster at {address} \(.* is no address, expected host:port, such",
@@ -55,7 +55,7 @@ def test_what_is_no_address_is_told(nowhere, address):
     assert not nowhere
 
 
-def test_no_cluster_to_be_found_is_told(nowhere, monkeypatch):
+def test_a_missing_cluster_is_an_error(nowhere, monkeypatch):
     from ray._private import services
 
     monkeypatch.setattr(services, "find_gcs_addresses", set)
@@ -69,7 +69,7 @@ def test_no_cluster_to_be_found_is_told(nowhere, monkeypatch):
     assert not nowhere
 
 
-def test_a_cluster_that_ray_remembers_but_that_is_gone_is_told(nowhere, monkeypatch):
+def test_a_cluster_that_has_ended_is_an_error(nowhere, monkeypatch):
     from ray._private import services
 
     port = free_port()
@@ -80,7 +80,7 @@ def test_a_cluster_that_ray_remembers_but_that_is_gone_is_told(nowhere, monkeypa
     assert not nowhere
 
 
-def test_an_address_of_the_environment_where_nobody_is_is_told(nowhere, monkeypatch):
+def test_a_wrong_address_in_the_environment_is_an_error(nowhere, monkeypatch):
     port = free_port()
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     with pytest.raises(HostsError, match=rf"no Ray cluster at 127\.0\.0\.1:{port} "):
@@ -88,7 +88,7 @@ def test_an_address_of_the_environment_where_nobody_is_is_told(nowhere, monkeypa
     assert not nowhere
 
 
-def test_what_is_joined_here_is_left_unless_somebody_else_has_joined_since(monkeypatch):
+def test_a_session_leaves_the_cluster_that_it_joined_and_no_other(monkeypatch):
     jobs, ended = ["01", "01", "02"], []
 
     class Context:
@@ -163,7 +163,7 @@ def test_another_cluster_than_the_one_that_was_joined_is_refused(raylets):
 def run(
     program: str, folder: Path, **environment: str
 ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """A program that `uv run` starts in a folder, and the words of each line that it prints."""
+    """Run a program with `uv run` in a folder; return the words of each line that it prints."""
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip("needs uv")
@@ -178,7 +178,7 @@ def run(
         "PYTHONPATH": str(root),
         **environment,
     }
-    shutil.copy(root / ".python-version", folder)  # where uv is one of pyenv's, it is that Python's
+    shutil.copy(root / ".python-version", folder)  # pyenv's uv needs a version to run
     command = [uv, "run", "--no-project", sys.executable, "-W", "ignore", "-c", program]
     found = subprocess.run(
         command, cwd=folder, env=there, text=True, capture_output=True, timeout=400
@@ -188,7 +188,7 @@ def run(
 
 FAILS = """
 import sys, ray
-ray.init(address="{address}", log_to_driver=False)  # which has it by now that uv run is to start workers
+ray.init(address="{address}", log_to_driver=False)  # with Ray's hook for uv run
 import jax, autopar
 from autopar.hosts import session
 autopar.init(cluster="ray", num_nodes=2, num_devices_per_node=1)

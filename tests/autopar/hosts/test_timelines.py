@@ -1,4 +1,4 @@
-"""When workers did what, on one clock; and what else an executable on hosts can be asked, which is what one in this process answers."""
+"""Timelines of workers on one clock; an executable on hosts reports what a local one does."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_
 
 
 class OtherClock:
-    """A clock that shows `shift` seconds more than ours, and the ways to it and back, which take time."""
+    """A clock that is `shift` seconds ahead, and the delays of requests to it."""
 
     def __init__(self, shift: float, delays: list[tuple[float, float]]) -> None:
         self._now, self._shift, self._delays = 100.0, shift, iter(delays)
@@ -67,7 +67,7 @@ def notes_of(
 
 def test_a_clock_that_is_wrong_is_corrected():
     first = notes_of([(10.0, 11.0), (11.0, 11.5), (11.5, 11.6)], 0, PROGRAM[0])
-    second = notes_of([(4.0, 6.0), (6.0, 7.0)], 1, PROGRAM[1])  # by a clock that is 6 seconds late
+    second = notes_of([(4.0, 6.0), (6.0, 7.0)], 1, PROGRAM[1])  # the clock is 6 seconds late
     timeline = merged([first, aligned(second, 6.0)], ((0,), (1,)), ())
     found = [(span.mesh, span.name, span.start, span.end, span.category) for span in timeline.spans]
     assert found == [
@@ -144,7 +144,9 @@ def test_a_pipeline_on_hosts_answers_as_one_in_this_process(hosts, tmp_path):
     assert there.get_stage_execution_info() == here.get_stage_execution_info()
     asked: list[tuple[int, Status]] = [(0, "optimized"), (1, "annotated"), (3, "partitioned")]
     for stage, status in asked:
-        assert _told(there.get_hlo_text(status, stage)) == _told(here.get_hlo_text(status, stage))
+        assert _essentials(there.get_hlo_text(status, stage)) == _essentials(
+            here.get_hlo_text(status, stage)
+        )
     assert _specs(there.in_shardings) == _specs(here.in_shardings)
     assert _specs(there.out_shardings) == _specs(here.out_shardings)
     assert repr(there.get_input_placement_specs()) == repr(here.get_input_placement_specs())
@@ -173,7 +175,7 @@ def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several
     assert there.get_hlo_text("traced") == here.get_hlo_text("traced")
     asked: list[Status] = ["annotated", "partitioned", "optimized"]
     for status in asked:
-        assert _told(there.get_hlo_text(status)) == _told(here.get_hlo_text(status))
+        assert _essentials(there.get_hlo_text(status)) == _essentials(here.get_hlo_text(status))
     assert _specs(there.in_shardings) == _specs(here.in_shardings)
     assert _specs(there.out_shardings) == _specs(here.out_shardings)
     assert _names(there, tmp_path / "there") == _names(here, tmp_path / "here")
@@ -194,7 +196,7 @@ def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several
 
 
 def _in_this_process(plan: autopar.Plan, donated: tuple[int, ...] = ()) -> Any:
-    """The executable of the same plan here."""
+    """Return the executable of the same plan in this process."""
     joined = backend()
     use_backend(LOCAL)
     try:
@@ -208,8 +210,8 @@ def _in_this_process(plan: autopar.Plan, donated: tuple[int, ...] = ()) -> Any:
     return executable
 
 
-def _told(text: str) -> list[str]:
-    """What does not depend on how a program came to its compiler: tasks, what it is, products and collectives."""
+def _essentials(text: str) -> list[str]:
+    """Return the lines of a program that do not depend on export: tasks, products, collectives."""
     return re.findall(
         r"// task \w+|^HloModule|^module|dot_general|\b(?:dot|all-\w+|reduce-scatter)\(",
         text,

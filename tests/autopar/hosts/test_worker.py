@@ -1,4 +1,4 @@
-"""Jobs on a worker of this process: what it runs, that it is what one device computes, and what it keeps."""
+"""Jobs on a worker of this process: instructions, results as on one device, and memory."""
 
 import gc
 import weakref
@@ -43,7 +43,7 @@ class Driver:
         self._keys, self._tag = iter(range(10**6)), 0
 
     def steps(self, args: Any, count: int) -> list[np.ndarray]:
-        """The results of the last of several steps."""
+        """Return the results of the last of several steps."""
         leaves, num_state = jax.tree.leaves(args), len(jax.tree.leaves(args[0]))
         keys: dict[int, int] = {}
         for i, leaf in enumerate(leaves[:num_state]):
@@ -129,7 +129,7 @@ def test_each_mesh_executes_the_instructions_of_the_program_in_order(monkeypatch
     assert [done[mesh] for mesh in range(4)] == order
 
 
-def test_a_worker_is_told_of_its_own_meshes_only():
+def test_a_worker_gets_only_its_part_of_a_job():
     args = stack_params(), stack_batch()
     job: Job = prepared(pipeline(4), stack_step, args).job
     parts = [job.of(range(start, start + 4)) for start in (0, 4)]
@@ -153,7 +153,7 @@ def test_hosts_form_groups_where_stages_span_them():
         worker_groups(job.meshes, {device: device // 3 for device in range(8)})
 
 
-def test_nothing_is_kept_but_what_the_step_returned():
+def test_a_worker_stores_only_what_the_step_returned():
     args = stack_params(), stack_batch()
     driver = Driver(prepared(pipeline(2), stack_step, args))
     driver.steps(args, 3)
@@ -172,7 +172,7 @@ def test_a_job_that_is_unloaded_is_garbage():
 
 
 @pytest.mark.slow
-def test_what_is_sent_outlives_what_uses_up_its_memory(monkeypatch):
+def test_sent_values_outlive_the_donation_of_their_memory(monkeypatch):
     model = MLP(8, 4, 16)
 
     def step(state, batch):
@@ -190,12 +190,12 @@ def test_what_is_sent_outlives_what_uses_up_its_memory(monkeypatch):
     driver = Driver(prepared(pipeline(2, layer_option=autopar.AutoLayerOption(2)), step, args))
     driver.steps(args, 2)
     carried = [name for name, _ in driver.found.job.deliveries if name.startswith("in")]
-    assert carried  # Adam's count, which both stages need and one of them raises
+    assert carried  # Adam's count, which both stages read and one updates
     assert offered
     assert not any(array.is_deleted() for array in offered)
 
 
-def test_an_instruction_that_fails_says_where_it_stands():
+def test_the_error_of_an_instruction_names_its_mesh():
     args = stack_params(), stack_batch()
     driver = Driver(prepared(pipeline(2), stack_step, args))
     name, to = next(iter(driver.found.job.deliveries))

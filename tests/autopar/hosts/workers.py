@@ -1,4 +1,4 @@
-"""Workers of the tests' cluster: had, killed, looked at."""
+"""Helpers for tests on workers: joining hosts, disturbing workers, watching their processes."""
 
 import os
 import time
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def joined(hosts: int, devices: int) -> "RayHosts":
-    """As many hosts with so many devices each; those that there are, if they are that many and alive."""
+    """Return this many hosts with this many devices each, reusing running workers that fit."""
     here = session.hosts()
     if here is None or not here.is_running or list(map(len, here.numbers)) != [devices] * hosts:
         autopar.init(cluster="ray", num_nodes=hosts, num_devices_per_node=devices, timeout=120)
@@ -21,26 +21,26 @@ def joined(hosts: int, devices: int) -> "RayHosts":
 
 
 def joined_hosts() -> "RayHosts":
-    """The hosts that have been joined."""
+    """Return the hosts of the current session."""
     hosts = session.hosts()
     assert hosts is not None
     return hosts
 
 
 def pipeline(stages: int, **options: Any) -> autopar.PipeshardParallel:
-    """As many stages, of equal size, and four microbatches."""
+    """Return a pipeline with equal stages and four microbatches."""
     return autopar.PipeshardParallel(
         num_micro_batches=4, stage_option=autopar.UniformStageOption(stages), **options
     )
 
 
 def pids() -> list[int]:
-    """The processes of the workers."""
+    """Return the process ids of the workers."""
     return [each["pid"] for each in joined_hosts().ask_all("environment")]
 
 
 def disturbed(hosts: "RayHosts", host: int, name: str, disturb: Callable[[], None]) -> None:
-    """From now on the worker does something else before an instruction."""
+    """Make a worker call `disturb` before an instruction from now on."""
 
     def insert(worker: Any) -> None:
         for loaded in worker.jobs.values():
@@ -67,7 +67,7 @@ def is_alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    """Whether it comes true in time."""
+    """Return whether the condition becomes true in time."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
