@@ -208,7 +208,7 @@ print(sorted({"flax"} & sys.modules.keys()))
 """
 
 
-def test_what_only_a_few_want_is_imported_when_they_do():
+def test_slow_packages_are_imported_on_first_use():
     done = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
     )

@@ -48,7 +48,10 @@ def run(pytester, monkeypatch):
 def baselines(path: Path) -> dict[str, float]:
     """Return the fastest round of each benchmark, in multiples of the reference."""
     recorded = json.loads(path.read_text())["benchmarks"]
-    return {each["fullname"].split("[")[1][:-1]: each["stats"]["min"] for each in recorded}
+    return {
+        benchmark["fullname"].split("[")[1][:-1]: benchmark["stats"]["min"]
+        for benchmark in recorded
+    }
 
 
 def test_only_a_benchmark_that_got_slower_than_the_reference_is_named(run):

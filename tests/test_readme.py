@@ -28,11 +28,11 @@ SHORTER = {"10_000": "1_002"}
 
 def section(title: str) -> str:
     """Return the text under a heading, up to the next heading."""
-    found = re.search(
+    match = re.search(
         rf"^##+ {re.escape(title)}\n(.*?)(?=^##+ |\Z)", README, re.DOTALL | re.MULTILINE
     )
-    assert found, f"README has no section {title!r}"
-    return found[1]
+    assert match, f"README has no section {title!r}"
+    return match[1]
 
 
 def run(titles: tuple[str, ...], folder: Path) -> str:
@@ -64,7 +64,7 @@ def cells(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_examples_run_and_print_what_is_claimed(name, tmp_path):
+def test_the_examples_run_and_print_what_the_readme_says(name, tmp_path):
     printed = run(SCRIPTS[name], tmp_path).splitlines()
     text = "".join(map(section, SCRIPTS[name])).splitlines()
     tables = [line for line in text if line.startswith("    │")]

@@ -5,7 +5,7 @@ from itertools import combinations, product
 from tests.tiers import covering, pairs, tiers
 
 
-def test_each_value_is_fast_and_each_pair_is_in_some_tier():
+def test_the_fast_tier_covers_values_and_both_tiers_cover_pairs():
     axes = ["abcd", (2, 4), (True, False), range(5)]
     parameters = pairs(*axes)
     rows = [param.values for param in parameters]
@@ -17,11 +17,11 @@ def test_each_value_is_fast_and_each_pair_is_in_some_tier():
     assert 5 <= len(fast) <= 8
 
 
-def test_rows_keep_their_order_and_combinations_that_are_in_none_are_not_made_up():
+def test_a_covering_is_a_subset_of_the_rows_in_their_order():
     rows = [("a", 1), ("a", 2), ("b", 2), ("c", 2)]
     assert covering(rows, 2) == rows
     assert covering(rows, 1) == [("a", 1), ("b", 2), ("c", 2)]
 
 
-def test_of_one_parameter_the_first_value_is_fast():
+def test_the_first_value_of_a_single_parameter_is_fast():
     assert [bool(param.marks) for param in tiers(["x", "y", "z"])] == [False, True, True]

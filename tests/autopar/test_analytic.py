@@ -66,7 +66,7 @@ def predicted(name: str, fidelity: Any = "analytic") -> Timeline:
 @pytest.mark.parametrize(
     "name", tiers(["1f1b", "shard", "accumulated", "zero2", "data", "zero_bubble_h1"])
 )
-def test_it_is_what_the_plan_says(name):
+def test_time_and_memory_are_those_of_the_plan(name):
     timeline, planned = predicted(name), plan(name)
     is_whole_step = planned.schedule.is_whole_step
     # the plan of a pipeline counts one transfer at a time, and no gather on the receiving mesh
@@ -81,7 +81,7 @@ def test_it_is_what_the_plan_says(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "accumulated", "zero_bubble_h1"])
-def test_it_agrees_with_what_xla_compiles(name):
+def test_time_memory_and_flops_agree_with_compilation(name):
     analytic, compiled = predicted(name), predicted(name, "compiled")
     assert analytic.makespan == pytest.approx(
         compiled.makespan, rel=0.06 if name == "zero_bubble_h1" else 0.05
@@ -96,12 +96,12 @@ def test_it_agrees_with_what_xla_compiles(name):
 
 
 @pytest.mark.parametrize("fidelity", tiers(["analytic", "compiled"]))
-def test_communication_is_told_by_mesh_axis(fidelity):
+def test_communication_is_split_by_mesh_axis(fidelity):
     timeline = predicted("shard", fidelity)
-    found = prediction_of(timeline, A100)
-    assert {"x", "y"} <= set(found.communication) <= {"x", "y", "x,y"}
+    prediction = prediction_of(timeline, A100)
+    assert {"x", "y"} <= set(prediction.communication) <= {"x", "y", "x,y"}
     of_kinds = [s.seconds for s in timeline.spans if s.stream == "communication"]
-    assert sum(found.communication.values()) == pytest.approx(sum(of_kinds))
+    assert sum(prediction.communication.values()) == pytest.approx(sum(of_kinds))
     assert set(prediction_of(predicted("1f1b", fidelity), A100).communication) >= {"x", "pipeline"}
 
 
@@ -122,45 +122,47 @@ def test_a_plan_from_a_file_will_do_and_the_program_goes_into_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["accumulated", "1f1b"])
-def test_what_is_computed_again_counts_by_itself(name):
+def test_recomputation_is_a_phase_of_its_own(name):
     model, (method, shape) = replace(MODEL, remat=True), METHODS[name]
 
     def step(state: Any, batch: Any) -> Any:
         return model.train_step(state, batch, autopar.value_and_grad)
 
-    made = autopar.plan_step(
+    plan_with_remat = autopar.plan_step(
         step, model.abstract_args(), method=method, cluster=A100, mesh_shape=shape
     )
-    found = autopar.predict(step, model.abstract_args(), made, A100, fidelity="analytic")
-    assert found.mfu < 0.9 * found.hfu
-    assert 0.3 * found.forward < found.recompute < found.forward
-    assert found.backward > found.forward
+    prediction = autopar.predict(
+        step, model.abstract_args(), plan_with_remat, A100, fidelity="analytic"
+    )
+    assert prediction.mfu < 0.9 * prediction.hfu
+    assert 0.3 * prediction.forward < prediction.recompute < prediction.forward
+    assert prediction.backward > prediction.forward
 
 
 @pytest.mark.parametrize("name", tiers(["1f1b", "zero2", "data"]))
-def test_what_the_model_needs_is_the_same_on_every_plan(name):
+def test_model_flops_do_not_depend_on_the_plan(name):
     tokens = MODEL.batch_size * MODEL.sequence_length
-    found = autopar.predict(
+    prediction = autopar.predict(
         step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic", tokens=tokens
     )
-    assert found.timeline == predicted(name)
-    assert found.seconds == predicted(name).makespan
+    assert prediction.timeline == predicted(name)
+    assert prediction.seconds == predicted(name).makespan
     width, rows = MODEL.hidden_size, MODEL.batch_size * MODEL.sequence_length
     weights = MODEL.num_layers * 12 * width**2 + width * MODEL.vocab_size
     attention = MODEL.num_layers * 2 * width * MODEL.sequence_length
-    assert found.model_flops == pytest.approx(6 * rows * (weights + attention), rel=0.01)
-    assert 0 < found.mfu <= found.hfu * (1 + 1e-9) < 1
-    assert (found.examples, found.examples_per_s) == (
+    assert prediction.model_flops == pytest.approx(6 * rows * (weights + attention), rel=0.01)
+    assert 0 < prediction.mfu <= prediction.hfu * (1 + 1e-9) < 1
+    assert (prediction.examples, prediction.examples_per_s) == (
         MODEL.batch_size,
-        MODEL.batch_size / found.seconds,
+        MODEL.batch_size / prediction.seconds,
     )
     program = autopar.compile_step(
         step, MODEL.abstract_args(), plan(name), A100, fidelity="analytic"
     )
-    assert simulator.predict(program, A100).row()["mfu"] == found.mfu
+    assert simulator.predict(program, A100).row()["mfu"] == prediction.mfu
 
 
-def test_what_can_not_be_predicted_so_is_refused():
+def test_unknown_fidelities_manual_plans_and_small_clusters_are_refused():
     args = MODEL.abstract_args()
     with pytest.raises(ValueError, match="fidelity is 'exact', expected 'compiled' or 'analytic'"):
         predicted("shard", "exact")

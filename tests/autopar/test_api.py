@@ -57,7 +57,7 @@ def test_three_steps_with_donated_state_equal_one_device():
     assert len(planned._executables) == 1
 
 
-def test_numpy_and_jax_arrays_wherever_they_are_will_do():
+def test_arguments_may_be_numpy_and_jax_arrays_on_any_device():
     state, batch = mlp_args()
     expected = serial(mlp_step, state, batch)
     planned = autopar.parallelize(mlp_step, method=autopar.DataParallel(), donate_argnums=())
@@ -131,7 +131,7 @@ def test_static_and_donated_arguments_can_be_named():
     assert x.is_deleted()
 
 
-def test_static_values_are_told_apart_where_they_compute_differently():
+def test_static_values_that_compute_differently_have_programs_of_their_own():
     @dataclass(frozen=True)
     class Config:
         value: Any
@@ -179,7 +179,7 @@ def test_a_number_in_the_place_of_an_array_of_the_same_value_has_its_own_program
         assert f(x, k).dtype == f.fun(x, k).dtype
 
 
-def test_a_number_that_changes_is_warned_of_at_its_third_value():
+def test_a_static_number_warns_at_its_third_value():
     def f(x, rate):
         return x * rate
 
@@ -360,7 +360,7 @@ def test_a_saved_plan_runs_without_solving(tmp_path, monkeypatch):
     assert again.get_executable(*args).plan == planned.get_executable(*args).plan
 
 
-def test_the_executable_tells_memory_and_program():
+def test_an_executable_has_its_memory_program_and_hlo():
     executable = autopar.parallelize(
         mlp_step, method=autopar.DataParallel(devices=2)
     ).get_executable(*mlp_args())
@@ -448,7 +448,7 @@ def test_a_state_may_carry_a_random_key_and_steps_may_print(capfd):
     assert capfd.readouterr().out.count("step") >= 2
 
 
-def test_what_is_computed_whole_everywhere_is_said():
+def test_equations_that_every_device_computes_whole_are_warnings():
     def step(key, batch):
         return jax.random.gamma(key, 2.0, (8,)) + batch
 

@@ -72,7 +72,7 @@ def test_a_calibration_says_how_it_came_about(calibrated):
     assert all(what in result.output for what in provenance.rows)
 
 
-def test_what_there_is_no_time_for_is_left_out(calibrated):
+def test_sizes_beyond_the_budget_are_skipped(calibrated):
     provenance = Cluster.load(calibrated[1]).provenance
     assert provenance is not None
     assert provenance.seconds > 1  # the minimum that the fit needs takes longer than the budget
@@ -80,14 +80,14 @@ def test_what_there_is_no_time_for_is_left_out(calibrated):
     assert provenance.rows["all_reduce"] == 6
 
 
-def test_what_is_measured_is_told_and_one_device_has_no_collectives():
-    told = []
+def test_measurements_are_reported_and_one_device_has_no_collectives():
+    reports = []
     cluster = calibrate(
-        jax.devices()[:1], TINY, lambda what, spent: told.append((what, spent)), budget=600
+        jax.devices()[:1], TINY, lambda what, spent: reports.append((what, spent)), budget=600
     )
     assert cluster.intra_host == Cluster.load("cpu-virtual").intra_host
     assert cluster.collectives is None
-    names, spent = zip(*told, strict=True)
+    names, spent = zip(*reports, strict=True)
     assert {what for what in names if what.startswith("elementwise")} == {
         f"elementwise, {size:,} elements" for size in TINY.elements
     }
@@ -108,18 +108,18 @@ def test_a_budget_is_kept_by_measuring_less():
 
 
 @pytest.mark.parametrize("count", range(10))
-def test_the_beginning_of_an_order_is_spread_over_all(count):
+def test_sizes_are_measured_in_order_of_bisection(count):
     assert sorted(spread(range(count))) == list(range(count))
     assert spread(range(9)) == [0, 8, 4, 2, 6, 1, 3, 5, 7]
 
 
 def test_an_all_reduce_is_measured_beside_products_that_take_about_as_long():
-    told = []
-    clock = autopar.calibrate._BudgetClock(60.0, lambda what, spent: told.append(what))
+    reports = []
+    clock = autopar.calibrate._BudgetClock(60.0, lambda what, spent: reports.append(what))
     overlap = autopar.calibrate._Measurements(jax.devices()[:2], TINY, 1e-3, clock)._overlap(
         "bfloat16"
     )
-    assert told == ["an all_reduce beside products, bfloat16"]
+    assert reports == ["an all_reduce beside products, bfloat16"]
     assert 1 <= overlap.contention_factor <= 2
 
 
@@ -151,7 +151,7 @@ def test_elementwise_kernels_go_over_their_parts_in_turn(parts, turns):
     np.testing.assert_allclose(jax.tree.leaves(done)[0], 0.001 * 0.999 + 0.001, rtol=1e-6)
 
 
-def test_seconds_are_of_one_of_what_is_measured_without_the_start(monkeypatch):
+def test_kernel_seconds_exclude_the_launch_and_are_per_operation(monkeypatch):
     """A program takes 5 ms to start by this clock, and a kernel of two operations 2 ms."""
     now = [0.0]
 

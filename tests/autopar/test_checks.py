@@ -116,7 +116,7 @@ def test_options_that_make_sense_are_taken(kind, options):
     REFUSED,
     ids=[f"{kind.__name__} {name}" for kind, name, _ in REFUSED],
 )
-def test_options_are_refused_where_they_are_given_in_one_line(kind, name, values):
+def test_options_are_refused_on_construction_in_one_line(kind, name, values):
     for value in values:
         with pytest.raises(ValueError, match=r"^.+$") as caught:
             kind(**{name: value})
@@ -156,7 +156,7 @@ def test_layer_options_are_refused_as_such():
     ],
     ids=str,
 )
-def test_manual_stages_that_cannot_fit_are_refused_where_they_are_given(change):
+def test_manual_stages_that_cannot_fit_are_refused_on_construction(change):
     good = {
         "forward_stage_layer_ids": [[0], [1]],
         "submesh_physical_shapes": [(1, 2), (1, 2)],

@@ -20,7 +20,7 @@ def test_a_saved_plan_is_shown(tmp_path):
     assert "0/params/params/Dense_0/kernel" in result.output
 
 
-def test_what_is_no_plan_is_a_usage_error(tmp_path):
+def test_a_file_without_a_plan_is_a_usage_error(tmp_path):
     (tmp_path / "plan.json").write_text("{}")
     result = run("show", tmp_path / "plan.json")
     assert result.exit_code == 2

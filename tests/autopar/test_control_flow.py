@@ -127,7 +127,7 @@ def test_flat_control_flow_computes_the_same(name):
     assert fingerprint(flat) == fingerprint(flatten(jax.make_jaxpr(function)(*args)))
 
 
-def test_what_is_not_needed_of_a_loop_goes_and_its_carries_stay():
+def test_unread_results_of_a_loop_are_removed_and_carries_stay():
     def function(x):
         _, (used, _) = lax.scan(
             lambda c, y: ((c[0] + c[1], c[1] * 2), (c[0], jnp.sin(y))), (x[0], x[1]), x

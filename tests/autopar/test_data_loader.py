@@ -67,6 +67,11 @@ def numbers(batches: Any) -> list[list[int]]:
     return [np.asarray(batch["x"])[:, 0].astype(int).tolist() for batch in batches]
 
 
+def first_numbers(batches: Any) -> list[int]:
+    """Return the number of the first example in each batch."""
+    return [first for first, *_ in numbers(batches)]
+
+
 def until(condition: Callable[[], bool]) -> bool:
     """Wait up to 10 seconds for a condition, and return whether it holds."""
     end = time.monotonic() + 10
@@ -75,7 +80,7 @@ def until(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def made(batches: Any, **options: Any) -> DataLoader:
+def data_loader(batches: Any, **options: Any) -> DataLoader:
     return DataLoader(batches, placements(), **options)
 
 
@@ -86,8 +91,8 @@ def mesh_loader(read: Any, num_samples: int = 3 * ROWS, **options: Any) -> MeshD
 # DataLoader: batches that this process makes
 
 
-def test_batches_are_where_the_step_wants_them():
-    first, second = made([stack_batch(ROWS), examples(0, ROWS)])
+def test_batches_have_the_placements_of_the_step():
+    first, second = data_loader([stack_batch(ROWS), examples(0, ROWS)])
     wanted = step(2).get_last_executable().in_shardings[1]
     assert jax.tree.map(lambda leaf: leaf.sharding, first) == wanted
     assert_array_equal(second["y"], examples(0, ROWS)["y"])
@@ -122,12 +127,12 @@ def test_training_from_a_loader_is_training_from_numpy():
         )
 
     expected = trained(batches)
-    for loader in (made(batches), mesh_loader(read)):
+    for loader in (data_loader(batches), mesh_loader(read)):
         jax.tree.map(assert_array_equal, trained(loader), expected)
 
 
 @pytest.mark.parametrize("prefetch_size", [0, 1, 3])
-def test_as_many_batches_are_made_ahead_as_asked_for(prefetch_size):
+def test_the_loader_prefetches_the_given_number_of_batches(prefetch_size):
     done = []
 
     def batches() -> Iterator[Any]:
@@ -135,49 +140,45 @@ def test_as_many_batches_are_made_ahead_as_asked_for(prefetch_size):
             done.append(k)
             yield examples(k, k + ROWS)
 
-    loader = iter(made(batches(), prefetch_size=prefetch_size))
+    loader = iter(data_loader(batches(), prefetch_size=prefetch_size))
     assert done == []
     for k in range(8):
         next(loader)
         assert done == list(range(min(8, k + 1 + prefetch_size)))
 
 
-def test_a_list_is_gone_through_as_often_as_wanted_and_from_anywhere():
-    loader = made([examples(k, k + ROWS) for k in range(4)])
+def test_a_list_can_be_read_repeatedly_and_from_any_batch():
+    loader = data_loader([examples(k, k + ROWS) for k in range(4)])
     assert len(loader) == 4
-    assert (
-        [each[0] for each in numbers(loader)]
-        == [each[0] for each in numbers(loader)]
-        == [0, 1, 2, 3]
-    )
-    assert [each[0] for each in numbers(loader.from_step(2))] == [2, 3]
+    assert first_numbers(loader) == first_numbers(loader) == [0, 1, 2, 3]
+    assert first_numbers(loader.from_step(2)) == [2, 3]
 
 
-def test_a_function_makes_nothing_that_comes_before_the_step():
-    asked = []
+def test_a_function_is_called_with_the_first_batch_that_is_read():
+    starts = []
 
     def batches(step: int) -> Iterator[Any]:
-        asked.append(step)
+        starts.append(step)
         return (examples(k, k + ROWS) for k in itertools.count(step))
 
-    assert next(made(batches).from_step(1000))["x"][0, 0] == 1000
-    assert asked == [1000]
+    assert next(data_loader(batches).from_step(1000))["x"][0, 0] == 1000
+    assert starts == [1000]
 
 
 def test_an_iterator_is_not_gone_through_twice():
-    loader = made(iter([examples(0, ROWS), examples(1, ROWS + 1)]))
+    loader = data_loader(iter([examples(0, ROWS), examples(1, ROWS + 1)]))
     assert len(list(loader)) == 2
     with pytest.raises(ValueError, match="can't be read again"):
         iter(loader)
 
 
-def test_what_the_user_s_iterator_raises_is_raised():
+def test_errors_of_the_user_s_iterator_are_raised():
     def batches() -> Iterator[Any]:
         yield examples(0, ROWS)
         raise OSError("disk on fire")
 
     with pytest.raises(OSError, match="disk on fire"):
-        list(made(batches()))
+        list(data_loader(batches()))
 
 
 @pytest.mark.parametrize(
@@ -200,11 +201,13 @@ def test_what_the_user_s_iterator_raises_is_raised():
 )
 def test_batches_that_the_step_does_not_take_are_refused(batch, message):
     with pytest.raises(DataLoaderError, match=message):
-        next(iter(made([batch])))
+        next(iter(data_loader([batch])))
 
 
 def test_numpy_s_numbers_become_jax_s():
-    (batch,) = made([{name: leaf.astype(np.float64) for name, leaf in examples(0, ROWS).items()}])
+    (batch,) = data_loader(
+        [{name: leaf.astype(np.float64) for name, leaf in examples(0, ROWS).items()}]
+    )
     assert batch["x"].dtype == np.float32
 
 
@@ -222,14 +225,14 @@ def test_batch_k_has_the_examples_from_k_batches_on_and_the_rest_is_left_out():
 
 def test_reading_starts_at_the_step_and_repeats():
     read = Recorded()
-    assert [each[0] for each in numbers(mesh_loader(read).from_step(2))] == [32]
+    assert first_numbers(mesh_loader(read).from_step(2)) == [32]
     assert read.calls == [(32, 48, 16)]
     endless = mesh_loader(read, repeat=True).from_step(5)
-    assert [each[0] for each in numbers(itertools.islice(endless, 5))] == [32, 0, 16, 32, 0]
+    assert first_numbers(itertools.islice(endless, 5)) == [32, 0, 16, 32, 0]
     assert read.calls[1:4] == [(32, 48, 16), (0, 48, 16), (0, 48, 16)]
 
 
-def test_reading_is_so_far_ahead_and_no_farther():
+def test_reading_is_ahead_by_the_prefetch_size():
     read = Recorded()
     loader = iter(mesh_loader(read, 8 * ROWS, prefetch_size=2))
     next(loader)
@@ -255,7 +258,7 @@ def test_functions_may_give_flat_tuples():
     assert numbers(mesh_loader(read, ROWS)) == [list(range(16))]
 
 
-def test_a_function_that_fails_is_told_by_its_batch_and_read_again():
+def test_the_error_of_a_failing_function_names_its_batch_and_reading_can_continue():
     broken = True
 
     def make(start: int, end: int) -> Any:
@@ -273,7 +276,7 @@ def test_a_function_that_fails_is_told_by_its_batch_and_read_again():
         next(batches)
     assert isinstance(caught.value.__cause__, OSError)
     broken = False
-    assert [each[0] for each in numbers(loader.from_step(1))] == [16, 32]
+    assert first_numbers(loader.from_step(1)) == [16, 32]
 
 
 def test_a_function_that_ends_early_is_refused():
@@ -285,7 +288,7 @@ def test_a_function_that_ends_early_is_refused():
         )
 
 
-def test_what_is_no_batch_is_refused():
+def test_batches_of_other_shapes_or_structure_are_refused():
     with pytest.raises(DataLoaderError, match=r"TypeError: 'NoneType' object is not iterable"):
         list(mesh_loader(lambda start, end, size: None))
     with pytest.raises(
@@ -312,15 +315,15 @@ def test_arguments_are_checked():
     with pytest.raises(TypeError, match="expected PlacementSpecs"):
         DataLoader([], {"x": np.zeros(3)})
     with pytest.raises(TypeError, match="input_iter is 3"):
-        made(3)
+        data_loader(3)
     with pytest.raises(TypeError, match="input_iter_func is"):
         mesh_loader([examples(0, 16)])
     with pytest.raises(ValueError, match="prefetch_size is -1, expected a whole number"):
-        made([], prefetch_size=-1)
+        data_loader([], prefetch_size=-1)
     with pytest.raises(ValueError, match="step=4, but there are 3 batches"):
         mesh_loader(Recorded()).from_step(4)
     with pytest.raises(TypeError):
-        len(made(iter([])))
+        len(data_loader(iter([])))
 
 
 # MeshDriverDataLoader: the rows that a process reads
@@ -336,7 +339,7 @@ def test_each_array_has_its_rows_and_only_those_are_read(shape, data):
             tuple(name for name, dim in zip(mesh.axis_names, dims, strict=True) if dim == d)
             for d in (0, 1)
         ]
-        return NamedSharding(mesh, PartitionSpec(*(each or None for each in axes)))
+        return NamedSharding(mesh, PartitionSpec(*(dim_axes or None for dim_axes in axes)))
 
     form = Form((jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32),) * 2, ("['x']", "['y']"))
     read = Recorded()
@@ -348,7 +351,7 @@ def test_each_array_has_its_rows_and_only_those_are_read(shape, data):
     assert read.calls == [(16, 48, 16)]
 
 
-def test_a_process_that_has_some_rows_asks_for_these_of_each_batch():
+def test_a_process_reads_the_rows_that_its_devices_store():
     """Devices 0 to 2 store rows 0-3 and 8-11 of `x`; the process stores nothing of `y`."""
 
     class Somewhere(NamedSharding):
@@ -376,8 +379,8 @@ def test_placements_elsewhere_are_refused():
         next(iter(DataLoader([(examples(0, ROWS)["x"],)], (far,))))
 
 
-def test_the_same_batches_are_placed_as_another_plan_wants_them():
-    loader = made([examples(k, k + ROWS) for k in range(2)])
+def test_batches_can_be_placed_for_another_plan():
+    loader = data_loader([examples(k, k + ROWS) for k in range(2)])
     other = placements(4)
     found = list(loader.placed(other).from_step(1))
     assert (

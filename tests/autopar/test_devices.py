@@ -30,11 +30,11 @@ def test_virtual_devices_are_of_one_machine_however_many(count: int) -> None:
         ("NVIDIA GB200", "gb200_nvl72"),
     ],
 )
-def test_gpus_are_known_by_their_kind(kind: str, name: str) -> None:
+def test_gpus_are_recognised_by_their_kind(kind: str, name: str) -> None:
     assert [cluster_of(mesh(count, "gpu", kind)).num_devices for count in (1, 4)] == [1, 4]
     assert cluster_of(mesh(4, "gpu", kind)).name == name
 
 
-def test_gpus_of_an_unknown_kind_are_taken_for_others_with_a_warning() -> None:
+def test_gpus_of_an_unknown_kind_count_as_others_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="no cluster file for 'Radeon'"):
         assert cluster_of(mesh(2, "gpu", "Radeon")).name == "dgx_a100_80"

@@ -45,7 +45,7 @@ def test_a_convolution_takes_a_window_of_all_channels_per_element_of_its_result(
 
 @pytest.mark.parametrize("argument", [0, 1])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_gradients_of_a_convolution_take_what_it_takes(argument: int, groups: int) -> None:
+def test_gradients_of_a_convolution_have_its_flops(argument: int, groups: int) -> None:
     def conv(x: Any, w: Any) -> Any:
         return _conv(x, w, feature_group_count=groups)
 
@@ -62,7 +62,7 @@ def test_gradients_of_a_convolution_take_what_it_takes(argument: int, groups: in
     assert gradient.flops == forward.flops
 
 
-def test_a_shard_of_a_convolution_takes_its_share() -> None:
+def test_a_shard_of_a_convolution_has_its_share_of_the_flops() -> None:
     whole, shapes = (
         _kernel("conv_general_dilated", _conv, (4, 8, 8, 16), (3, 3, 16, 32)),
         ((4, 8, 8, 16), (3, 3, 16, 32)),

@@ -103,7 +103,7 @@ def test_a_pipeline_passes():
     assert_allclose(planned(params, DATA), jax.jit(deep)(params, DATA))
 
 
-def test_what_differs_is_named_with_its_line(monkeypatch):
+def test_the_error_names_the_first_value_that_differs_with_its_line(monkeypatch):
     """XLA's partitioner is wrong about convolutions with groups unless they run shardwise."""
     monkeypatch.setattr(shardwise, "is_partitioned_wrongly", lambda eqn: False)
 

@@ -20,14 +20,15 @@ def parallelized(method, donate="auto"):
 
 def compilations(monkeypatch):
     """Return a list that grows by an entry for each compiled program."""
-    made, init = [], LocalExecutable.__init__
+    programs = []
+    init = LocalExecutable.__init__
 
     def counted(self, *args, **kwargs):
-        made.append(args)
+        programs.append(args)
         init(self, *args, **kwargs)
 
     monkeypatch.setattr(LocalExecutable, "__init__", counted)
-    return made
+    return programs
 
 
 @pytest.mark.parametrize("share", tiers([0.8, 0.95, 0.6]))
@@ -47,12 +48,12 @@ def test_a_budget_below_the_compiled_bytes_gives_a_plan_that_fits_or_an_error(sh
     assert (refused.budget, refused.least > budget) == (budget, True)
 
 
-def test_what_fits_is_compiled_once_and_planned_as_ever(monkeypatch):
-    made = compilations(monkeypatch)
+def test_a_step_that_fits_is_planned_and_compiled_once(monkeypatch):
+    programs = compilations(monkeypatch)
     free = parallelized(autopar.ShardParallel(8)).get_executable(*ARGS)
     budget = 1.01 * max(free.get_total_allocation_size(), free.plan.predicted_bytes)
     bound = parallelized(autopar.ShardParallel(8, memory_budget=budget)).get_executable(*ARGS)
-    assert len(made) == 2
+    assert len(programs) == 2
     assert bound.plan.stages == free.plan.stages
     assert bound.plan.warnings == free.plan.warnings
 
@@ -78,38 +79,38 @@ class Compiled:
 
 
 @pytest.mark.parametrize(("excess", "rounds"), [(1.0, 1), (1.1, 2), (1.3, 2)])
-def test_plans_are_made_within_less_until_one_fits_and_say_so(excess, rounds):
+def test_budgets_shrink_until_a_plan_fits_which_warns_of_it(excess, rounds):
     """The compiler needs `excess` times the predicted bytes, and plans use their whole budget."""
     step, plan = planned()
-    asked = []
+    budgets = []
 
     def plan_within(within):
-        asked.append(within or 1000.0)
-        return PlannedStep(step, plan.model_copy(update={"predicted_bytes": int(asked[-1])}))
+        budgets.append(within or 1000.0)
+        return PlannedStep(step, plan.model_copy(update={"predicted_bytes": int(budgets[-1])}))
 
-    made = []
+    plans = []
     compiled = fitting.compiled_within(
         1000.0,
         plan_within,
-        lambda new: made.append(new.plan) or Compiled(int(excess * new.plan.predicted_bytes)),
+        lambda new: plans.append(new.plan) or Compiled(int(excess * new.plan.predicted_bytes)),
     )
     assert compiled.memory[0].total <= 1000
-    assert len(asked) >= rounds
-    assert asked == sorted(asked, reverse=True)
-    assert any("planned within" in warning for warning in made[-1].warnings) == (len(asked) > 1)
+    assert len(budgets) >= rounds
+    assert budgets == sorted(budgets, reverse=True)
+    assert any("planned within" in warning for warning in plans[-1].warnings) == (len(budgets) > 1)
 
 
-def test_it_is_given_up_when_less_does_not_help():
+def test_a_step_is_refused_when_smaller_budgets_do_not_help():
     step, plan = planned()
-    asked = []
+    budgets = []
 
     def plan_within(within):
-        asked.append(within)
+        budgets.append(within)
         return PlannedStep(step, plan.model_copy(update={"predicted_bytes": 1000}))
 
     with pytest.raises(autopar.MemoryBudgetError, match="at least"):
         fitting.compiled_within(1000.0, plan_within, lambda *_: Compiled(1100))
-    assert len(asked) == fitting.ROUNDS
+    assert len(budgets) == fitting.ROUNDS
 
 
 def planned():

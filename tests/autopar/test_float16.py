@@ -56,15 +56,15 @@ def whole():
 @pytest.mark.parametrize(("method", "count"), pairs(METHODS, [8, 2]))
 @settings(max_examples=20)
 @given(exponent=st.floats(8, 20))
-def test_what_overflows_in_float16_is_what_overflows_for_the_whole_batch(method, count, exponent):
+def test_microbatches_overflow_in_float16_if_the_whole_batch_does(method, count, exponent):
     scale = np.float32(2**exponent)
     exact = step(PARAMS, BATCH, jnp.float32(scale), np.float32, jax.value_and_grad)
     sizes = np.concatenate([np.abs(x).ravel() for x in jax.tree.leaves(exact)] + [np.abs([scale])])
     # rounding decides about overflow of values close to the limit
     assume(not np.any((sizes > 0.95 * LARGEST) & (sizes < 1.05 * LARGEST)))
     expected = jax.tree.map(np.asarray, whole()(PARAMS, BATCH, scale))
-    found = jax.tree.map(np.asarray, planned(method, count)(PARAMS, BATCH, jnp.float32(scale)))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    results = jax.tree.map(np.asarray, planned(method, count)(PARAMS, BATCH, jnp.float32(scale)))
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
         np.testing.assert_allclose(a, b, rtol=2e-2)
 
@@ -74,9 +74,9 @@ def test_small_gradients_in_float16_are_not_lost_in_microbatches(count):
     """Each microbatch adds at most half the spacing of subnormals, 2 ** -24, as rounding error."""
     batch = BATCH[:1].repeat(4 * count, 0)
     method = autopar.DataParallel(4, num_micro_batches=count)
-    found = autopar.parallelize(step, method=method)(PARAMS, batch, jnp.float32(2**-10))
+    results = autopar.parallelize(step, method=method)(PARAMS, batch, jnp.float32(2**-10))
     exact = step(PARAMS, batch, jnp.float32(2**-10), np.float32, jax.value_and_grad)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(
             np.asarray(a, np.float32), b, rtol=2e-3, atol=(count / 2 + 4) * 2**-24
         )

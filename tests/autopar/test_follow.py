@@ -81,7 +81,7 @@ def trained(request: pytest.FixtureRequest) -> tuple[Callable[..., Any], Any, An
     return step, create, step(create(), batch(8))
 
 
-def test_a_state_is_created_where_the_step_wants_it(trained: Any) -> None:
+def test_a_state_is_created_with_the_placements_of_the_step(trained: Any) -> None:
     step, create, _ = trained
     state = create()
     executable = step.get_executable(state, batch(8))
@@ -89,8 +89,8 @@ def test_a_state_is_created_where_the_step_wants_it(trained: Any) -> None:
         executable.in_shardings[0]
     )
     assert_allclose(jax.device_get(state.params), jax.device_get(create_state().params))
-    made = create.get_last_executable().get_output_placement_specs()
-    assert jax.tree.leaves(made) == jax.tree.leaves(executable.get_input_placement_specs()[0])
+    created = create.get_last_executable().get_output_placement_specs()
+    assert jax.tree.leaves(created) == jax.tree.leaves(executable.get_input_placement_specs()[0])
     assert (
         len(step._executables) == 1
     )  # the created state has the structure that the step was compiled for
@@ -136,11 +136,11 @@ def test_in_a_pipeline_only_activations_travel() -> None:
         lambda params, b: evaluate(params, b)["loss"], method=FollowParallel(step, 4)
     )
     program = follower.get_executable(state.params, batch(16)).program
-    sent = [each for row in program.instructions for each in row if isinstance(each, Send)]
-    assert [(each.to, each.num_bytes) for each in sent] == [(1, 4 * 64 * 4)] * 4
+    sends = [send for row in program.instructions for send in row if isinstance(send, Send)]
+    assert [(send.to, send.num_bytes) for send in sends] == [(1, 4 * 64 * 4)] * 4
 
 
-def test_what_is_no_parallelized_step_or_not_compiled_can_not_be_followed() -> None:
+def test_only_parallelized_steps_that_were_compiled_can_be_followed() -> None:
     with pytest.raises(TypeError, match=r"src_func.*autopar.parallelize"):
         autopar.parallelize(evaluate, method=FollowParallel(train_step))(
             create_state().params, batch(8)

@@ -57,9 +57,9 @@ def test_losses_and_gradients_are_those_of_a_cpu(model, method, device):
         def step(state, batch):
             return model.train_step(state, batch, autopar.value_and_grad)
 
-        found = step(*args)
-    assert {leaf.device for leaf in jax.tree.leaves(found)} == {device}
-    assert_allclose(without_update(found), without_update(expected), rtol=1e-4, atol=1e-6)
+        results = step(*args)
+    assert {leaf.device for leaf in jax.tree.leaves(results)} == {device}
+    assert_allclose(without_update(results), without_update(expected), rtol=1e-4, atol=1e-6)
 
 
 def without_update(results):
@@ -88,7 +88,7 @@ def test_a_state_is_made_where_the_step_runs_and_comes_back_from_a_checkpoint(de
     assert_allclose(restored, state, rtol=0, atol=0)
 
 
-def test_a_device_is_calibrated_as_what_it_is_and_its_steps_are_predicted(device):
+def test_a_calibrated_device_has_its_kind_and_predicts_its_steps(device):
     """`experiments.measurements.gpu` compares the seconds with measurements."""
     tiny = Effort(
         tuple(4**i for i in range(2, 9)), (8, 16), (64,), CPU.convolutions[:2], ("float32",), 1e-3

@@ -36,7 +36,7 @@ def test_calls_are_inlined_and_each_variable_is_bound_once():
     np.testing.assert_allclose(run(flat, x)[0], f(x), rtol=1e-6)
 
 
-def test_gradients_of_inlined_calls_stay_what_they_were():
+def test_inlined_calls_keep_their_derivative_rules():
     """The derivative of relu at 0 is 0 by its own rule; that of max would be 0.5."""
     x = jnp.array([-1.0, 0.0, 2.0])
     flat = flatten(jax.make_jaxpr(jax.grad(lambda x: jax.nn.relu(x).sum()))(x))
@@ -98,7 +98,7 @@ def test_an_input_or_a_literal_may_be_an_output():
     assert isinstance(flat.outvars[1], Literal)
 
 
-def test_fingerprints_tell_programs_apart_and_nothing_else():
+def test_fingerprints_differ_only_for_different_programs():
     def fingerprint(f, *args):
         return graph.fingerprint(flatten(jax.make_jaxpr(f)(*args)))
 

@@ -85,9 +85,9 @@ def test_the_heuristic_keeps_pins():
     options = autopar.ShardingOptions(
         mode="heuristic", pins={"1/*": P(), KERNELS.format(0): P("x")}
     )
-    found = specs(run(autopar.ShardParallel((4,), options=options)).plan)
-    assert found["1/x"] == ((), ())
-    assert found[KERNELS.format(0)] == (("x",), ())
+    spec_by_path = specs(run(autopar.ShardParallel((4,), options=options)).plan)
+    assert spec_by_path["1/x"] == ((), ())
+    assert spec_by_path[KERNELS.format(0)] == (("x",), ())
 
 
 def test_the_heuristic_does_without_forbidden_collectives_or_says_that_it_cannot():
@@ -115,11 +115,11 @@ def test_specs_by_hand_are_kept_and_the_rest_is_left_to_xla():
     state, batch = mlp_args((64, 64))
     by_path = {KERNELS.format(0): COLUMN, KERNELS.format(1): ROW, "1/*": P("x")}
     executable = run(autopar.ManualShardParallel((2, 4), pins=by_path), args=(state, batch))
-    found = specs(executable.plan)
-    assert found[KERNELS.format(0)] == ((), ("y",))
-    assert found[KERNELS.format(1)] == (("y",), ())
-    assert found["1/x"] == found["1/y"] == (("x",), ())
-    assert found["0/params/params/Dense_0/bias"] == ((),)
+    spec_by_path = specs(executable.plan)
+    assert spec_by_path[KERNELS.format(0)] == ((), ("y",))
+    assert spec_by_path[KERNELS.format(1)] == (("y",), ())
+    assert spec_by_path["1/x"] == spec_by_path["1/y"] == (("x",), ())
+    assert spec_by_path["0/params/params/Dense_0/bias"] == ((),)
     assert executable.plan.stages[0].constraints == ()
     assert "left to XLA" in executable.plan.warnings[0]
     classes = classify(executable)
@@ -128,7 +128,7 @@ def test_specs_by_hand_are_kept_and_the_rest_is_left_to_xla():
     assert executable.out_shardings[0].params["params"]["Dense_1"]["kernel"].spec == P("y", None)
 
 
-def test_pytrees_of_specs_are_paths_written_otherwise():
+def test_pytrees_of_specs_are_equivalent_to_pins_by_path():
     state, batch = mlp_args((64, 64))
     kernels = {f"Dense_{i}": {"kernel": spec, "bias": None} for i, spec in enumerate((COLUMN, ROW))}
     in_specs = (state.replace(step=None, params={"params": kernels}, opt_state=None), P("x"))
@@ -151,7 +151,7 @@ def test_pytrees_of_specs_are_paths_written_otherwise():
     assert plans[0].stages == plans[1].stages
 
 
-def test_outputs_and_named_values_are_put_where_the_user_says():
+def test_outputs_and_named_values_have_the_specs_of_the_user():
     def product(a, b):
         return {"sum": checkpoint_name(a @ b, "product") + 1, "a": a}
 
@@ -194,7 +194,7 @@ def test_specs_that_cannot_hold_are_refused(options, message):
         )
 
 
-def test_reasons_of_a_plan_by_hand_are_not_made_up():
+def test_a_manual_plan_has_no_reasons():
     executable = run(autopar.ManualShardParallel((4,), in_specs=(None, P("x"))))
     with pytest.raises(autopar.PlanError, match="XLA propagates"):
         autopar.report.decisions(executable)
@@ -243,7 +243,7 @@ def test_degrees_with_a_pipeline_are_stages_of_that_shape(degrees):
     run(method, args=args)
 
 
-def test_degrees_are_planned_for_a_cluster_that_is_not_here():
+def test_degrees_are_planned_for_an_absent_cluster():
     cluster = Cluster.load("p3.16xlarge").with_size(hosts=2)
     for method, shapes in (
         (autopar.get_3d_parallel_method(1, 4, 4, devices=16), [(4, 4)]),

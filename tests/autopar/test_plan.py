@@ -75,12 +75,12 @@ def test_a_plan_for_another_step_is_refused(plan):
         ("{}", "version None"),
     ],
 )
-def test_what_is_no_plan_is_refused(text, message):
+def test_a_text_that_is_no_plan_is_refused(text, message):
     with pytest.raises(PlanError, match=message):
         Plan.from_json(text)
 
 
-def test_a_damaged_plan_says_where(plan):
+def test_the_error_of_a_damaged_plan_names_the_field(plan):
     data = json.loads(plan.to_json())
     data["stages"][0]["inputs"][0]["itemsize"] = "large"
     with pytest.raises(PlanError, match=r"stages\.0\.inputs\.0\.itemsize"):

@@ -119,11 +119,11 @@ def test_a_plan_within_a_budget_leaves_the_margin():
         step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=budget)
     )
     assert within.predicted_bytes * MEMORY_MARGIN <= budget - WORKSPACE_BYTES
-    with pytest.raises(autopar.MemoryBudgetError) as told:
+    with pytest.raises(autopar.MemoryBudgetError) as caught:
         autopar.plan_step(
             step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=1e4)
         )
-    assert told.value.__notes__ == [
+    assert caught.value.__notes__ == [
         "memory_budget is 1e-05 GB; plan_step keeps 8.4 MB for workspaces of libraries, and a"
         " margin of 13% for XLA"
     ]
@@ -134,14 +134,14 @@ def test_an_executable_predicts_what_its_plan_does():
         *mlp_args()
     )
     plan, args = executable.plan, mlp_args()
-    found = executable.predict("dgx_a100_80", fidelity="analytic", tokens=64)
-    assert found == autopar.predict(
+    prediction = executable.predict("dgx_a100_80", fidelity="analytic", tokens=64)
+    assert prediction == autopar.predict(
         mlp_step, args, plan, "dgx_a100_80", fidelity="analytic", tokens=64
     )
     timeline = executable.simulate("dgx_a100_80", fidelity="analytic")
     assert (
-        found.timeline
+        prediction.timeline
         == timeline
         == autopar.simulate(mlp_step, args, plan, "dgx_a100_80", fidelity="analytic")
     )
-    assert (found.seconds, found.tokens) == (timeline.makespan, 64)
+    assert (prediction.seconds, prediction.tokens) == (timeline.makespan, 64)

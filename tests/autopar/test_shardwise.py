@@ -177,10 +177,10 @@ def test_every_split_of_a_convolution_with_groups_is_right(label):
     label, mesh = f"conv_general_dilated: {label}", LogicalMesh((2, 4), ("x", "y"))
     fun, args = CASES[label](lambda: 4)
     ((eqn, operands),) = [
-        each
-        for each in equations("conv_general_dilated", fun, args)
-        if is_partitioned_wrongly(each[0])
+        equation
+        for equation in equations("conv_general_dilated", fun, args)
+        if is_partitioned_wrongly(equation[0])
     ]
-    found = list(wrong_splits(eqn, operands, mesh))
-    assert len(found) > 1
-    assert not [(option, wrong) for option, wrong in found if wrong]
+    splits = list(wrong_splits(eqn, operands, mesh))
+    assert len(splits) > 1
+    assert not [(option, wrong) for option, wrong in splits if wrong]

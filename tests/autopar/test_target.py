@@ -132,7 +132,7 @@ def test_a_mesh_over_hosts_has_whole_hosts():
         target_devices(cluster, 12)
 
 
-def test_the_same_devices_are_given_again():
+def test_target_devices_are_the_same_objects_each_time():
     first, second = (target_devices(Cluster.load("p3.16xlarge")) for _ in range(2))
     assert first == second
 
@@ -262,7 +262,7 @@ def predicted_seconds() -> float:
 
 
 @pytest.mark.slow
-def test_flags_of_xla_count_where_a_step_is_compiled_for_a_cluster():
+def test_xla_flags_affect_compilation_for_a_cluster():
     code = "from tests.autopar.test_target import predicted_seconds; print(predicted_seconds())"
     env = {**os.environ, "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}
     done = subprocess.run(

@@ -31,7 +31,7 @@ def test_a_state_returned_alone_is_carried_too():
     assert step.carried == {0: 0}
 
 
-def test_arguments_are_given_back_as_shapes():
+def test_a_traced_step_has_the_shapes_of_its_arguments():
     state, batch = mlp_args()
     step = trace(mlp_step, (state, batch), (1,))
     assert jax.tree.map(jnp.shape, step.in_avals) == jax.tree.map(jnp.shape, (state, batch))

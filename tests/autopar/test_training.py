@@ -44,10 +44,10 @@ def function():
 
 
 def test_a_loop_that_is_run_again_goes_on(function, tmp_path):
-    told: list[int] = []
+    steps: list[int] = []
 
     def stop_at_six(step: int, results: Any) -> None:
-        told.append(step)
+        steps.append(step)
         if step == 6:
             raise KeyboardInterrupt
 
@@ -62,9 +62,9 @@ def test_a_loop_that_is_run_again_goes_on(function, tmp_path):
         9,
         tmp_path,
         save_every=4,
-        on_step=lambda step, _: told.append(step),
+        on_step=lambda step, _: steps.append(step),
     )
-    assert told == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
+    assert steps == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
     assert_close(state, expected(9))
     assert saved_steps(tmp_path) == [8, 9]
     # all steps are done
@@ -72,7 +72,7 @@ def test_a_loop_that_is_run_again_goes_on(function, tmp_path):
     assert_close(again, expected(9))
 
 
-def test_a_loader_brings_the_batches_where_the_present_plan_wants_them(function, tmp_path):
+def test_a_loader_places_batches_for_the_current_plan(function, tmp_path):
     executable = function.get_executable(stack_params(), stack_batch())
     loader = autopar.DataLoader(batches, executable.get_input_placement_specs()[1])
     assert_close(autopar.train(function, stack_params(), loader, 3, tmp_path), expected(3))
@@ -89,9 +89,7 @@ def test_a_loader_brings_the_batches_where_the_present_plan_wants_them(function,
     assert wanted == [other.get_executable(stack_params(), stack_batch()).in_shardings[1]["x"]] * 2
 
 
-def test_the_batches_of_an_iterator_can_not_be_had_again_after_a_failure(
-    function, tmp_path, monkeypatch
-):
+def test_an_iterator_cannot_be_read_again_after_a_failure(function, tmp_path, monkeypatch):
     monkeypatch.setattr(session.Session, "rejoin", lambda _: None)
     placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[
         1
@@ -102,7 +100,7 @@ def test_the_batches_of_an_iterator_can_not_be_had_again_after_a_failure(
         autopar.train(step, stack_params(), loader, 5, tmp_path)
 
 
-def test_what_a_loop_can_not_do_is_said(function, tmp_path):
+def test_errors_of_a_loop_say_what_it_needs(function, tmp_path):
     with pytest.raises(ValueError, match="batches end after step 2, expected 5"):
         autopar.train(
             function, stack_params(), lambda first: [stack_batch()] * (2 - first), 5, tmp_path
@@ -130,7 +128,7 @@ def test_a_loop_goes_on_from_the_last_checkpoint_that_can_be_read(function, tmp_
     autopar.train(function, stack_params(), given, 6, tmp_path, save_every=2, keep=3)
     (tmp_path / "6" / "manifest.json").write_text("{")
     shutil.rmtree(tmp_path / "4" / "driver")
-    told: list[int] = []
+    steps: list[int] = []
     with pytest.warns(
         UserWarning, match=r"set aside as .*\.damaged, and that of step 2 is restored"
     ) as warned:
@@ -142,10 +140,10 @@ def test_a_loop_goes_on_from_the_last_checkpoint_that_can_be_read(function, tmp_
             tmp_path,
             save_every=2,
             keep=3,
-            on_step=lambda step, _: told.append(step),
+            on_step=lambda step, _: steps.append(step),
         )
     assert len(warned) == 2
-    assert told == [3, 4, 5, 6, 7]
+    assert steps == [3, 4, 5, 6, 7]
     assert_close(state, expected(7))
     assert saved_steps(tmp_path) == [4, 6, 7]
     for step in (4, 6, 7):
@@ -186,9 +184,7 @@ def test_a_directory_has_one_loop_at_a_time(function, tmp_path):
     ],
     ids=str,
 )
-def test_arguments_of_a_loop_that_make_no_sense_are_refused_before_anything_is_done(
-    function, tmp_path, changes
-):
+def test_invalid_arguments_of_a_loop_are_refused_before_it_starts(function, tmp_path, changes):
     given = {
         "state": stack_params(),
         "batches": batches,
@@ -220,7 +216,7 @@ class Failing:
         return self._function(*args)
 
 
-def test_hosts_may_fail_as_long_as_there_is_a_checkpoint_between(function, tmp_path, monkeypatch):
+def test_failures_count_only_without_a_checkpoint_in_between(function, tmp_path, monkeypatch):
     rejoined: list[int] = []
     monkeypatch.setattr(session.Session, "rejoin", lambda _: rejoined.append(1))
     step: Any = Failing(function, {2, 3, 6, 7})
