@@ -151,7 +151,7 @@ def stage_plan(plan: Plan, stage: int | None) -> Plan:
     if stage is None or not 0 <= stage <= last:
         given = "no stage is given" if stage is None else f"stage {stage} is given"
         raise ValueError(
-            f"{given}, but the plan is a pipeline and its stages are looked at one by one:"
-            f" give stage=0 to {last}"
+            f"{given}, but the plan is a pipeline, whose stages are reported one by one; give"
+            f" stage=0 to {last}"
         )
     return plan.model_copy(update={"stages": (plan.stages[stage],), "schedule": WHOLE_STEP})

@@ -341,7 +341,7 @@ class _DividedSteps:
         facts = self.partition.batch_facts
         if any(var in facts.mixed for var in self.exchanged):
             raise MicrobatchError(
-                "a stage sends a statistic of the batch, of which a device would have a part"
+                "a stage sends a statistic of the batch, which needs the examples of all devices"
             )
         parts = count // self.partition.step.num_micro_batches
         divided = self.partition.divided(parts)
@@ -350,8 +350,8 @@ class _DividedSteps:
         with_rows = [numbers[var] for var in self.exchanged if var in facts.rows]
         if micro is None or any(number not in micro.powers for number in with_rows):
             raise MicrobatchError(
-                "a stage sends examples of which it is not known how they depend on the size of the"
-                " batch"
+                "a stage sends values of examples, and it is unknown how they depend on the size of"
+                " the batch"
             )
         if not _exchange_alike(self.partition, divided, self.tasks, parts):
             raise MicrobatchError(

@@ -138,8 +138,8 @@ def _forward_schedule(
     forward = schedule_kind(schedule.name).forward
     if not forward:
         raise ValueError(
-            f"{followed.step.name} runs by schedule {schedule.name!r}, which names no schedule of"
-            " forwards only for steps that follow; give register_schedule a forward="
+            f"{followed.step.name} runs by schedule {schedule.name!r}, which has no counterpart of"
+            " forwards only for steps that follow; pass register_schedule a forward="
         )
     option = FollowLayerOption(
         tuple(None if home is None else home.stage for home in input_homes),

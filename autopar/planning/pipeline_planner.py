@@ -196,8 +196,8 @@ class PipelinePlanner:
         """
         if schedule.num_chunks > 1:
             raise StageError(
-                f"{schedule.num_chunks} chunks: stages are found for one stage on each submesh;"
-                " use a UniformStageOption, of which `search` tries all"
+                f"{schedule.num_chunks} chunks: automatic stages are one on each submesh; use a"
+                " UniformStageOption"
             )
         options = _limited(self.options, option.submesh_logical_shape_space)
         costs = self._stage_costs(options, schedule)

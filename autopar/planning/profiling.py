@@ -103,7 +103,7 @@ class StageProfiler:
             raise StageError(
                 f"profile=True measures stages, but cluster {cluster.name!r} has"
                 f" {cluster.device.name} and here are {devices_text}; plan with profile=False, or"
-                " where that cluster is"
+                " on that cluster"
             )
         if cluster.num_devices > len(self._devices):
             raise StageError(
