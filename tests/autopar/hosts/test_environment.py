@@ -10,9 +10,15 @@ import jax
 import pytest
 
 import autopar
-from autopar.hosts import reservation, session, workers
+from autopar.hosts import environment, reservation, session, workers
 from autopar.hosts.driver import RayHosts
-from autopar.hosts.environment import check_versions, free_port, variables_of_worker, versions
+from autopar.hosts.environment import (
+    check_versions,
+    free_port,
+    leave_gpus,
+    variables_of_worker,
+    versions,
+)
 from autopar.hosts.errors import HostsError, PortTakenError
 from autopar.hosts.worker import ProcessGroup, Worker
 from autopar.hosts.workers import start_process_groups
@@ -127,6 +133,23 @@ def test_ports_that_are_always_in_use_are_an_error_after_some_attempts():
     with pytest.raises(PortTakenError, match="host 0: port 1"):
         start_process_groups(unlucky, {(0, 1)}, ports=3)
     assert unlucky.restarts == 2
+
+
+def test_the_driver_leaves_gpus_to_the_workers(monkeypatch):
+    updates: list[tuple[str, str]] = []
+    monkeypatch.setattr(jax.config, "update", lambda *given: updates.append(given))
+    monkeypatch.setattr(environment, "backends_started", lambda: False)
+    leave_gpus()
+    assert updates == [("jax_platforms", "cpu")]
+    monkeypatch.setattr(environment, "backends_started", lambda: True)
+    leave_gpus()  # the driver is on the CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.warns(
+        UserWarning,
+        match=r"has JAX on a GPU, .* set JAX_PLATFORMS=cpu for it, or call autopar\.init",
+    ):
+        leave_gpus()
+    assert len(updates) == 1
 
 
 # --- on a Ray cluster
