@@ -1,9 +1,10 @@
 """A model of how XLA:GPU fuses a step into kernels, and of which values it then stores.
 
-This is the only interface to the model: `traffic` says what each equation adds to the reads and writes of its
-kernel, `stored_values` which values are written to device memory, `lifetimes` and `readings` when they are live.
-The model is written by hand for `XLA_VERSION`; `experiments.validation.fidelity` compares it with compiled programs,
-and has to run again when jaxlib changes.
+This is the only interface to the model. `traffic` returns what each equation adds to the reads and
+writes of its kernel, `stored_values` the values that are written to device memory, `lifetimes` and
+`readings` when they are live. The model is written by hand for `XLA_VERSION`;
+`experiments.validation.fidelity` compares it with compiled programs, and has to run again when
+jaxlib changes.
 """
 
 from autopar.xla_fusion.fusion import Moved, Traffic, takes_two_kernels, traffic

@@ -1,4 +1,4 @@
-"""Who makes and reads the values of a step, and what is added to a product before it is written."""
+"""Values of a step with their writers and readers, and epilogues: additions to a product."""
 
 from collections import defaultdict
 
@@ -17,9 +17,11 @@ class Values:
     """The values of a step.
 
     Attributes:
-        makers: the equation that makes each; readers: those that read it.
-        base: for each view the value that it shows.
-        outputs: what the step returns, and hands on.
+        makers: number of the equation that computes each value.
+        readers: numbers of the equations that read each value.
+        base: for each view, the value whose memory it shares.
+        inputs: inputs and constants of the step.
+        outputs: outputs of the step, and values that other tasks of its stage read.
     """
 
     def __init__(self, step: StepGraph) -> None:
@@ -35,7 +37,7 @@ class Values:
         self.outputs = {self.base.get(var, var) for var in (*returned, *step.cross_task_values)}
 
     def _bases(self) -> dict[Var, Var]:
-        """For each view the value that it shows."""
+        """Return the value whose memory each view shares."""
         base: dict[Var, Var] = {}
         for eqn in self.eqns:
             if is_view(eqn) and eqn.primitive is not optimization_barrier_p:
@@ -45,11 +47,14 @@ class Values:
         return base
 
     def shown(self, atom: Atom) -> Var | None:
-        """The value in memory that an operand is, itself or as a view."""
+        """Return the value in memory that an operand is or views; None for literals."""
         return None if isinstance(atom, Literal) else self.base.get(atom, atom)
 
     def only_reader(self, var: Var) -> int | None:
-        """The one equation that reads a value or its views, if there is one and the step does not return it."""
+        """Return the only equation that reads a value or its views; None if there are others.
+
+        An output of the step is read by others.
+        """
         while True:
             readers = self.readers[var]
             if len(readers) != 1 or self.base.get(var, var) in self.outputs:
@@ -60,7 +65,7 @@ class Values:
             var = eqn.outvars[next(i for i, atom in enumerate(eqn.invars) if atom is var)]
 
     def unspread(self, var: Var) -> Var:
-        """What is spread over `var`; itself if nothing is."""
+        """Return the value that `var` broadcasts; `var` itself if it is no broadcast."""
         eqn = self.eqns[self.makers[var]] if var in self.makers else None
         if (
             eqn is not None
@@ -71,12 +76,12 @@ class Values:
         return var
 
     def only_adds(self, var: Var) -> bool:
-        """Whether `var` is only added to something."""
+        """Return whether the only reader of `var` adds it to another value."""
         reader = self.only_reader(var)
         return reader is not None and self.eqns[reader].primitive in ADDITIONS
 
     def is_constant(self, atom: Atom) -> bool:
-        """Whether all elements are the same, and known."""
+        """Return whether all elements are the same literal."""
         maker = self.makers.get(atom) if isinstance(atom, Var) else None
         if maker is None:
             return isinstance(atom, Literal)
@@ -85,13 +90,17 @@ class Values:
 
 
 def find_epilogues(values: Values) -> dict[int, int]:
-    """For each equation that is part of a product, the number of the product: a bias that is added first, then a whole array."""
-    found: dict[int, int] = {}
+    """Return for each epilogue the number of its product.
+
+    A product adds a bias first, and then an array of the size of its result.
+    """
+    epilogues: dict[int, int] = {}
     for number, eqn in enumerate(values.eqns):
         if record_of(eqn).fusion != "contraction":
             continue
-        result, biased = eqn.outvars[0], False
-        while (reader := values.only_reader(result)) is not None and reader not in found:
+        result = eqn.outvars[0]
+        biased = False
+        while (reader := values.only_reader(result)) is not None and reader not in epilogues:
             other = _added(values, values.eqns[reader], result)
             if other is None:
                 break
@@ -102,21 +111,25 @@ def find_epilogues(values: Values) -> dict[int, int]:
             is_whole = not is_bias and aval_of(other).size == aval_of(result).size
             if not is_whole and (biased or not is_bias):
                 break
-            found[reader] = number
+            epilogues[reader] = number
             if is_whole:
                 break
-            biased, result = True, values.eqns[reader].outvars[0]
-    return found
+            biased = True
+            result = values.eqns[reader].outvars[0]
+    return epilogues
 
 
 def find_scattered(values: Values) -> set[Var]:
-    """Results of scatters that are only added to something: they scatter onto that, in place."""
+    """Return results of scatters that are only added to another value.
+
+    XLA scatters onto that value in place.
+    """
     scatters = (eqn.outvars[0] for eqn in values.eqns if eqn.primitive is scatter_add_p)
     return {var for var in scatters if values.only_adds(var)}
 
 
 def _added(values: Values, eqn: JaxprEqn, result: Var) -> Var | None:
-    """What `eqn` adds to `result`, an array of its type."""
+    """Return the other operand if `eqn` adds an array of the same dtype to `result`."""
     if eqn.primitive not in ADDITIONS:
         return None
     others = [atom for atom in eqn.invars if values.shown(atom) is not values.shown(result)]

@@ -1,15 +1,19 @@
-"""Which equations run in one kernel, and what each kernel reads and writes.
+"""Fusion: which equations share a kernel, and what each kernel reads and writes.
 
 A model of what XLA:GPU does with a step:
 
-- What is not written is computed again by every kernel that reads it, and each of these reads its sources anew. A cheap equation
-  is written only where that moves less (XLA's priority fusion weighs the same).
-- Kernels over the same elements that read the same value, or one what the other makes, become one kernel with several results
-  (XLA's multi-output fusion).
-- A row's reduction that its row waits for, as in a softmax, is part of the kernel of the row.
-- A product or convolution adds a bias, and what else is added to its result, before it writes it (cuBLAS and cuDNN epilogues).
+- A value that is not written is computed again by every kernel that reads it, and each of these
+  kernels reads its sources again. A cheap equation writes its result only where that moves fewer
+  bytes, which is what XLA's priority fusion weighs.
+- Kernels over the same elements become one kernel with several results if they read the same value,
+  or one reads what the other writes (XLA's multi-output fusion).
+- A reduction of rows whose result is only read by an equation on those rows, as in a softmax, is
+  part of the kernel of the rows.
+- A product or convolution adds a bias, and another addend of its result, before it writes the
+  result (epilogues of cuBLAS and cuDNN).
 
-Checked against compiled programs by `experiments.validation.fidelity`. It looks at whole arrays, so that all shardings share it.
+The model works on whole arrays, so that all shardings share it. `experiments.validation.fidelity`
+compares it with compiled programs.
 """
 
 from collections import Counter, defaultdict
@@ -34,28 +38,30 @@ from autopar.xla_fusion.epilogues import Values, find_epilogues, find_scattered
 from autopar.xla_fusion.lifetimes import is_view
 
 _LONGEST_ROW = 16384
-"""Elements of a row that one kernel reduces; longer ones take two, with partial sums between."""
+"""Longest row that one kernel reduces; longer rows take two kernels, with partial sums between."""
 
 _LONGEST_COLUMN = 4096
+"""Longest column that one kernel reduces."""
 
 _HANDFUL = 3
-"""Operations on an element that are not done again for each of many others that it is spread over."""
+"""Operations per element from which on a value is computed once before it is broadcast."""
 
 _MOST_SOURCES = 16
-"""How many sources of an unwritten value are looked at; what has more is dear to compute again anyway."""
+"""A value with more sources than this is expensive to compute again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What an equation adds to the traffic of the kernels it is part of.
+    """What an equation adds to the memory traffic of its kernels.
 
     Attributes:
-        reads: for each operand, how many kernels read it on behalf of this equation.
+        reads: for each operand, the number of kernels that read it for this equation.
         writes: for each result, how often it is written.
-        kernels: how many kernels are counted here.
-        together: how many reductions one kernel makes with this one; what they leave over several devices is summed together.
-        copies: for each operand, how many copies are made of it first, in a layout or a size that the equation needs, and for each
-            result, how many are made of it then.
+        kernels: the number of kernels that are counted with this equation.
+        copies: for each operand and then each result, the number of copies that change its layout
+            or size.
+        together: the number of reductions in the kernel; their partial results over several devices
+            are completed together.
     """
 
     reads: tuple[int, ...]
@@ -67,7 +73,16 @@ class Moved:
 
 @dataclass(slots=True)
 class _Kernel:
-    """A kernel of fusible equations: those that make its results, what it reads and where, what it runs over."""
+    """A kernel of fused equations.
+
+    Attributes:
+        roots: numbers of the equations that write its results.
+        region: the loop body, branch or microbatch loop that it runs in.
+        space: the dims that it iterates over, without those of size one.
+        reduced: the positions in `space` of the dims that it reduces; None without a reduction.
+        reads: the values that it reads, each with an (equation, operand) that reads it.
+        makes: its results.
+    """
 
     roots: list[int]
     region: object
@@ -79,11 +94,12 @@ class _Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a step moves in device memory.
+    """The memory traffic of a step.
 
     Attributes:
-        moved: of each equation.
-        leaders: for each equation whose results a fused kernel writes, the one that the kernel is counted with.
+        moved: the traffic of each equation.
+        leaders: for each equation that writes results of a fused kernel, the equation that the
+            kernel is counted with.
     """
 
     moved: tuple[Moved, ...]
@@ -92,12 +108,37 @@ class Traffic:
 
 @memoized_on_step
 def traffic(step: StepGraph, fuses_rows: bool = True) -> Traffic:
-    """What `step` moves; without `fuses_rows` each reduction is a kernel of its own."""
+    """Return the memory traffic of a step.
+
+    Args:
+        step: the step.
+        fuses_rows: whether reductions of rows may be part of the kernel of the rows; otherwise each
+            reduction is a kernel of its own.
+    """
     fused = _Fusion(step, fuses_rows)
     return Traffic(fused.moved(), {root: kernel.roots[0] for root, kernel in fused.kernels.items()})
 
 
 class _Fusion:
+    """The kernels of a step.
+
+    Attributes:
+        eqns: its equations.
+        values: its values.
+        epilogues: for each equation that is an epilogue, its product.
+        ends: for each product with epilogues, the result of the last one.
+        cheap: for each equation, whether it may be computed in every kernel that reads it.
+        rows: the reductions that are part of the kernel of their rows.
+        scattered: results of scatters that are only added to another value.
+        onto: values that scatters write onto.
+        written: values that are written to memory.
+        wanted: values that are read from memory by what is no fused kernel.
+        kernels: for each root, its kernel.
+        inside: for each equation, the roots of the kernels that compute it.
+        region: for each equation, the region that it runs in.
+        carried: final values of loop carries, each of which is updated in place by itself.
+    """
+
     def __init__(self, step: StepGraph, fuses_rows: bool) -> None:
         self.eqns = step.jaxpr.eqns
         self.values = values = Values(step)
@@ -112,23 +153,20 @@ class _Fusion:
             n for n, eqn in enumerate(self.eqns) if fuses_rows and self._is_inside_row(eqn)
         }
         self.scattered = find_scattered(values)
-        self.onto: set[Var] = set()  # what is scattered onto
+        self.onto: set[Var] = set()
         self.written: set[Var] = set(values.inputs)
         self.kernels: dict[int, _Kernel] = {}
-        self.inside: list[tuple[int, ...]] = [()] * len(
-            self.eqns
-        )  # the kernels that compute an equation
+        self.inside: list[tuple[int, ...]] = [()] * len(self.eqns)
         self.region = _regions(step)
         finals = (eqn.invars[1] for eqn in self.eqns if eqn.primitive is control_flow.loop_result_p)
-        self.carried = {
-            atom for atom in finals if isinstance(atom, Var)
-        }  # updated in place, each by itself
+        self.carried = {atom for atom in finals if isinstance(atom, Var)}
 
         self._place()
         self._merge()
         self._drop()
 
     def moved(self) -> tuple[Moved, ...]:
+        """Return the traffic of each equation."""
         reads: dict[int, Counter[int]] = defaultdict(Counter)
         launches: Counter[int] = Counter()
         kernels = {id(kernel): kernel for kernel in self.kernels.values()}.values()
@@ -137,22 +175,28 @@ class _Fusion:
             for var, (number, operand) in kernel.reads.items():
                 if var not in kernel.makes:
                     reads[number][operand] += 1
-        made: dict[Var, set[OperandLayout]] = defaultdict(set)
+        copied: dict[Var, set[OperandLayout]] = defaultdict(set)
         return tuple(
-            self._of(n, eqn, reads[n], launches[n], made) for n, eqn in enumerate(self.eqns)
+            self._of(n, eqn, reads[n], launches[n], copied) for n, eqn in enumerate(self.eqns)
         )
 
     # -- kernels
 
     def _users(self, var: Var) -> Iterable[int]:
-        """The kernels that compute `var` if it is not written; a look-up computes no more than it looks up."""
+        """Yield the kernels that compute `var` if it is not written.
+
+        The kernel of a look-up into `var` needs `var` in memory.
+        """
         for reader in self.readers[var]:
             eqn = self.eqns[reader]
             if not _is_lookup(eqn) or eqn.invars[0] is not var:
                 yield from self.inside[reader]
 
     def _is_inside_row(self, eqn: JaxprEqn) -> bool:
-        """Whether a reduction of rows is awaited by its rows alone: its result goes, spread over them, into one equation on their elements."""
+        """Return whether a reduction of rows may be part of the kernel of the rows.
+
+        It may if only one equation on the elements of the rows reads its broadcast result.
+        """
         if not _is_reduction(eqn) or len(eqn.outvars) != 1 or _is_cheap(eqn):
             return False
         whole, axes = aval_of(eqn.invars[0]).shape, tuple(eqn.params.get("axes", ()))
@@ -169,9 +213,12 @@ class _Fusion:
         return False
 
     def _place(self) -> None:
-        """Decide, from the last equation to the first, what is written and which kernels compute what is not."""
+        """Decide from the last equation to the first which values are written.
+
+        For values that are not, record the kernels that compute them.
+        """
         sources, work = self._sources(), self._work()
-        wanted: set[Var] = set(self.values.outputs)  # by those that read memory only
+        wanted: set[Var] = set(self.values.outputs)
         for number in reversed(range(len(self.eqns))):
             eqn = self.eqns[number]
             operands = [v for v in map(self.values.shown, eqn.invars) if v is not None]
@@ -224,7 +271,7 @@ class _Fusion:
                         self.kernels[kernel].reads.setdefault(var, (number, operand))
 
     def _open(self, number: int, eqn: JaxprEqn) -> None:
-        """The equation writes its results: it is the root of a kernel."""
+        """Make the equation the root of a kernel, which writes its results."""
         self.written.update(eqn.outvars)
         self.inside[number] = (number,)
         is_input = record_of(eqn).fusion in ("input", "reduction")
@@ -242,18 +289,19 @@ class _Fusion:
     def _is_kept(
         self, number: int, users: int, sources: Mapping[Var, frozenset[Var] | None]
     ) -> bool:
-        """Whether a value that several kernels read is written rather than computed again in each."""
+        """Return whether a value is written rather than computed again by each of its readers."""
         eqn = self.eqns[number]
         if not record_of(eqn).is_recomputed:
             return True
-        found = sources[eqn.outvars[0]]
-        if found is None:
+        value_sources = sources[eqn.outvars[0]]
+        if value_sources is None:
             return True
-        again, size = sum(map(_bytes, found)), sum(map(_bytes, eqn.outvars))
-        return users * again > again + (users + 1) * size
+        source_bytes = sum(map(_bytes, value_sources))
+        result_bytes = sum(map(_bytes, eqn.outvars))
+        return users * source_bytes > source_bytes + (users + 1) * result_bytes
 
     def _work(self) -> list[int]:
-        """How many operations an element of each equation takes, one after the other, from values of its size that are written."""
+        """Return the operations per element of each equation since the last written value."""
         found: list[int] = []
         for number, eqn in enumerate(self.eqns):
             if not self.cheap[number] or number in self.epilogues:
@@ -269,7 +317,7 @@ class _Fusion:
         return found
 
     def _is_spread(self, number: int, work: Sequence[int]) -> bool:
-        """Whether much is done for few elements that are then spread over many: it is done once, before."""
+        """Return whether a result that takes much arithmetic per element is broadcast to many."""
         (var, *_) = self.eqns[number].outvars
         wide = 16 * aval_of(var).size
         return work[number] >= _HANDFUL and any(
@@ -279,14 +327,17 @@ class _Fusion:
         )
 
     def _sources(self) -> dict[Var, frozenset[Var] | None]:
-        """What each value is computed from if only what must be is written; None: from too much to say."""
+        """Return the values that each value is computed from, if no more is written than must be.
+
+        None for values with more than `_MOST_SOURCES` sources.
+        """
         found: dict[Var, frozenset[Var] | None] = {}
         for number, eqn in enumerate(self.eqns):
             through = number not in self.epilogues and (
                 is_view(eqn) or number in self.rows or self.cheap[number]
             )
             for r, var in enumerate(eqn.outvars):
-                if number in self.rows:  # who computes it reads its row anyway
+                if number in self.rows:  # its reader reads the row anyway
                     found[var] = frozenset()
                     continue
                 if (
@@ -305,7 +356,7 @@ class _Fusion:
     # -- merging
 
     def _merge(self) -> None:
-        """Make one kernel of those that run over the same elements and share a value."""
+        """Join kernels that run over the same elements and share a value."""
         before = self._ancestors()
         by_value: dict[Var, list[int]] = defaultdict(list)
         for root, kernel in self.kernels.items():
@@ -323,7 +374,7 @@ class _Fusion:
                         self._join(maker, b, before)
 
     def _drop(self) -> None:
-        """Write nothing that only the kernel which makes it reads."""
+        """Do not write results that are only read by the kernel that computes them."""
         inside: dict[Var, set[int]] = defaultdict(set)
         for number, eqn in enumerate(self.eqns):
             kernels = {id(self.kernels[root]) for root in self.inside[number]} or {-number}
@@ -339,13 +390,17 @@ class _Fusion:
 
     @staticmethod
     def _may_take_over(maker: _Kernel, reader: _Kernel, var: Var) -> bool:
-        """Whether the kernel that makes `var` may do what one that reads it does: a reduction only if it does nothing else."""
+        """Return whether a kernel that reads `var` may become part of the kernel that writes it.
+
+        A reduction may if the writer has no other result and the reduction no other large operand.
+        """
         others = (
             v for v in reader.reads if v is not var and 2 * aval_of(v).size > aval_of(var).size
         )
         return reader.reduced is None or (len(maker.makes) == 1 and not any(others))
 
     def _join(self, a: int, b: int, before: Sequence[int]) -> None:
+        """Join the kernels of two roots if they may run as one."""
         first, second = self.kernels[a], self.kernels[b]
         if (
             first is second
@@ -366,7 +421,10 @@ class _Fusion:
             self.kernels[root] = first
 
     def _waits(self, first: _Kernel, second: _Kernel, before: Sequence[int]) -> bool:
-        """Whether the second needs something that is not there before the first is done, other than what it can take from its hands."""
+        """Return whether the second kernel must run after the first one.
+
+        It need not if it reads a result of the first element by element.
+        """
         mine = sum(1 << self.index[root] for root in first.roots)
         for var in second.reads:
             maker = self.makers.get(var)
@@ -380,7 +438,7 @@ class _Fusion:
         return False
 
     def _ancestors(self) -> list[int]:
-        """For each equation a set, as bits, of the kernels' roots that it needs; its own included."""
+        """Return for each equation the roots that it depends on, itself included, as bits."""
         self.index = {root: i for i, root in enumerate(self.kernels)}
         before: list[int] = []
         for number, eqn in enumerate(self.eqns):
@@ -399,8 +457,17 @@ class _Fusion:
         eqn: JaxprEqn,
         reads: Counter[int],
         launches: int,
-        made: dict[Var, set[OperandLayout]],
+        copied: dict[Var, set[OperandLayout]],
     ) -> Moved:
+        """Return the traffic of an equation.
+
+        Args:
+            number: number of the equation.
+            eqn: the equation.
+            reads: for each operand, the number of kernels that read it for this equation.
+            launches: the number of kernels that are counted with it.
+            copied: the layouts in which each value was copied before; changed.
+        """
         if self.inside[number] or eqn.primitive in control_flow.MARKERS:
             writes = tuple(
                 int(var in self.written and number in self.kernels) for var in eqn.outvars
@@ -421,22 +488,24 @@ class _Fusion:
             return self._epilogue(number, eqn)
         if is_view(eqn) or (self.cheap[number] and not self.written.intersection(eqn.outvars)):
             return Moved((0,) * len(eqn.invars), (0,) * len(eqn.outvars), 0)
-        if (
-            record_of(eqn).fusion == "update"
-        ):  # into zeros that are made for it, or what is there already; updates are read, summed and written
+        if record_of(eqn).fusion == "update":
+            # Updates are read, summed and written. The operand stays in place, or is made of zeros.
             updates = record_of(eqn).data_operands(len(eqn.invars))[-1]
             passes = tuple(
                 0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars))
             )
             fresh = self.values.is_constant(eqn.invars[0]) and eqn.outvars[0] not in self.scattered
             return Moved(passes, (int(fresh),), 1 + fresh)
-        copies = self._copies(eqn, made)
+        copies = self._copies(eqn, copied)
         return Moved(
             tuple(int(isinstance(a, Var)) for a in eqn.invars), (1,) * len(eqn.outvars), 1, copies
         )
 
     def _epilogue(self, number: int, eqn: JaxprEqn) -> Moved:
-        """What is added is read; a matrix product needs a copy of it, to add to, if others read it, too."""
+        """Return the traffic of an epilogue, which reads its addend.
+
+        A matrix product adds in place, so an addend with other readers is copied.
+        """
         product = self.epilogues[number]
         reads, copies = [], []
         for atom in eqn.invars:
@@ -455,8 +524,11 @@ class _Fusion:
             )
         return Moved(tuple(reads), (0,), 0, (*copies, 0))
 
-    def _copies(self, eqn: JaxprEqn, made: dict[Var, set[OperandLayout]]) -> tuple[int, ...]:
-        """Copies of a product's operands and results in other layouts or sizes; one for all who want the same."""
+    def _copies(self, eqn: JaxprEqn, copied: dict[Var, set[OperandLayout]]) -> tuple[int, ...]:
+        """Return how many copies change the layout or size of each operand and result of a product.
+
+        Equations that need the same layout share a copy.
+        """
         layouts = record_of(eqn).layouts
         if layouts is None:
             return ()
@@ -464,20 +536,19 @@ class _Fusion:
         for atom, layout in zip((*eqn.invars, *eqn.outvars), layouts(eqn), strict=True):
             copies.append(0)
             var = self.values.shown(atom)
-            if layout is None or var is None or layout in made[var]:
+            if layout is None or var is None or layout in copied[var]:
                 continue
             fused = self.makers.get(var) in self.kernels and layout[0] == ORDER
-            copies[-1] = int(
-                not fused or bool(made[var])
-            )  # its kernel writes it in the first order that is wanted
+            # A fused kernel writes its result in the first layout that is needed.
+            copies[-1] = int(not fused or bool(copied[var]))
             if layout[0] == GRADIENT:
-                copies[-1] = 2  # itself, and what of the optimizer's state it is added to
-            made[var].add(layout)
+                copies[-1] = 2  # the gradient, and the state of the optimizer that it is added to
+            copied[var].add(layout)
         return tuple(copies)
 
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
-    """Whether an equation is computed wherever it is needed; sums over dims of size one are."""
+    """Return whether kernels that read the result compute it; sums over unit dims do."""
     if _is_reduction(eqn) and len(eqn.outvars) == 1:
         return aval_of(eqn.invars[0]).size == aval_of(eqn.outvars[0]).size
     return record_of(eqn).is_inlined or eqn.primitive is split_p
@@ -488,15 +559,16 @@ def _is_reduction(eqn: JaxprEqn) -> bool:
 
 
 def _is_lookup(eqn: JaxprEqn) -> bool:
-    """Return whether the kernel of the equation reads only the elements of its operand that it returns."""
+    """Return whether a kernel of its own reads only the elements that it returns."""
     record = record_of(eqn)
     return record.reads_part and record.fusion == "input"
 
 
 def takes_two_kernels(eqn: JaxprEqn, shape: Sequence[int]) -> bool:
-    """Whether so many elements of `shape` are reduced to one that partial results come first.
+    """Return whether a reduction of an operand of `shape` takes two kernels.
 
-    XLA's tree reduction: more than 16384 of a row, or 4096 of a column; images are stored channel by channel, which makes rows.
+    This is XLA's tree reduction, for rows of more than 16384 elements and columns of more than
+    4096. Images are stored with channels last, which makes their reductions rows.
     """
     if not _is_reduction(eqn) or not shape:
         return False
@@ -507,7 +579,7 @@ def takes_two_kernels(eqn: JaxprEqn, shape: Sequence[int]) -> bool:
 
 
 def _regions(step: StepGraph) -> list[object]:
-    """What runs apart from other equations: each body of a loop or branch, and what is done for each microbatch."""
+    """Return the region of each equation: its loop body or branch, in or after microbatches."""
     body = {number for number, _ in step.microbatching.body} if step.microbatching else ()
     found, around = [], [-1]
     for number, eqn in enumerate(step.jaxpr.eqns):

@@ -1,7 +1,9 @@
-"""Lifetimes of a step's values: which are written to device memory, which stay in registers of a fusion, and for how long the former live.
+"""Liveness: which values of a step are written to device memory, and from when to when they live.
 
-A model of what XLA:GPU does, checked against its buffer assignment by `experiments.validation.fidelity`. Left out: the padding of
-half-precision products to multiples of eight, workspaces of cuBLAS (4 MB), and what other shardings make XLA compute twice.
+A value that is not written stays in the registers of a fusion. The model is of XLA:GPU;
+`experiments.validation.fidelity` compares it with XLA's buffer assignment. It leaves out the
+padding of half-precision products to multiples of eight, workspaces of cuBLAS (4 MB), and values
+that other shardings make XLA compute twice.
 """
 
 from collections import Counter
@@ -24,12 +26,16 @@ from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
 
 ADDITIONS = frozenset({add_p, add_jaxvals_p})
+"""Primitives that add two arrays."""
 
 
 @memoized_on_step
 def stored_values(step: StepGraph) -> frozenset[Var]:
-    """The values that are written to memory: inputs, outputs, what the tasks of a stage hand on to one another, and what a kernel other
-    than a fusion writes or reads."""
+    """Return the values that are written to device memory.
+
+    These are inputs, outputs, values that cross tasks of a stage, and the operands and results of
+    kernels that are no fusions.
+    """
     eqns, outputs = step.jaxpr.eqns, {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
     outputs.update(step.cross_task_values)
     readers = Counter(atom for eqn in eqns for atom in _operands(eqn))
@@ -56,14 +62,20 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
 
 
 def is_view(eqn: JaxprEqn) -> bool:
-    """Whether the result of `eqn` is its first operand in memory, seen otherwise: a product reads a matrix either way."""
+    """Return whether the result of `eqn` shares the memory of its first operand.
+
+    A transposed matrix does: products read matrices in either order.
+    """
     return record_of(eqn).is_view or (
         eqn.primitive is transpose_p and aval_of(eqn.outvars[0]).ndim == 2
     )
 
 
 def is_relaid(eqn: JaxprEqn, operand: int) -> bool:
-    """Whether an equation reads its operand in a layout of its own: a convolution's kernel, all but pointwise ones."""
+    """Return whether an equation reads a copy of the operand in another layout.
+
+    This is the kernel of a convolution, unless it is pointwise.
+    """
     if eqn.primitive is not conv_general_dilated_p or operand != 1:
         return False
     window = [
@@ -76,18 +88,22 @@ def is_relaid(eqn: JaxprEqn, operand: int) -> bool:
 
 @memoized_on_step
 def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
-    """The first and the last moment (number of an equation) at which each stored value that is no view must be in memory.
+    """Return the first and last program point at which each stored value is live.
 
-    A value that is not stored is computed again by every fusion that reads it, so what it is computed from lives until the
-    last of those: what a backward pass derives from an activation keeps the activation, however early it was derived. What a
-    loop reads or collects lives through all of it.
-    Inputs and outputs live until the moment after the last equation. What a stage of a pipeline receives comes when it is read first.
-    That, and what its tasks hand on, stays until the program that reads it is done: the backward pass, at the end of the body.
+    A program point is the number of an equation. Views have no lifetime of their own. A value that
+    is not stored is computed again by every fusion that reads it, so its sources live until the
+    last of these fusions: an activation lives as long as anything that the backward pass derives
+    from it. Values that a loop reads or collects live through the whole loop. Inputs and outputs
+    live until the point after the last equation.
+
+    Values that a stage of a pipeline receives are live from their first reader on. They, and values
+    that cross its tasks, live until the program that reads them ends: the backward pass, at the end
+    of the body of the microbatch loop.
     """
     eqns = step.jaxpr.eqns
     stored, end, loops = stored_values(step), len(eqns), control_flow.spans(eqns)
     outputs = {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
-    apart = outputs.union(step.cross_task_values)  # stored in a place of their own
+    own_memory = outputs.union(step.cross_task_values)
     first: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)
     received = {step.jaxpr.invars[i] for i in step.received_inputs}
     last: dict[Var, int] = dict.fromkeys(first.keys() - received, end)
@@ -106,7 +122,7 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
             through = [
                 (a, var)
                 for a, var in zip(eqn.invars, eqn.outvars, strict=False)
-                if var not in apart
+                if var not in own_memory
             ]
             views.update(var for _, var in through)
         else:
@@ -117,9 +133,8 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
             if isinstance(atom, Var):
                 last[atom] = max(last[atom], last.get(var, 0))
     for eqn in eqns:
-        if (
-            eqn.primitive is select_and_scatter_add_p
-        ):  # onto zeros that are made together with what was pooled
+        # It adds onto zeros, which XLA makes together with the operand that was pooled.
+        if eqn.primitive is select_and_scatter_add_p:
             pooled = eqn.invars[1]
             first[eqn.outvars[0]] = first[pooled] if isinstance(pooled, Var) else 0
     if step.microbatching and step.cross_task_values:
@@ -133,21 +148,26 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
 
 @memoized_on_step
 def readings(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
-    """The first and the last equation whose kernel reads each value from memory, itself or a view of it."""
-    stored, found = stored_values(step), {}
+    """Return the first and last equation whose kernel reads each value, or a view of it."""
+    stored = stored_values(step)
+    spans: dict[Var, tuple[int, int]] = {}
     for number, eqn in reversed(list(enumerate(step.jaxpr.eqns))):
-        known = [found[var] for var in eqn.outvars if var in found]
+        of_results = [spans[var] for var in eqn.outvars if var in spans]
         first, last = number, number
-        if known and (is_view(eqn) or stored.isdisjoint(eqn.outvars)):
-            first, last = min(first for first, _ in known), max(last for _, last in known)
+        if of_results and (is_view(eqn) or stored.isdisjoint(eqn.outvars)):
+            first = min(first for first, _ in of_results)
+            last = max(last for _, last in of_results)
         for atom in _operands(eqn):
-            before = found.get(atom, (first, last))
-            found[atom] = min(first, before[0]), max(last, before[1])
-    return found
+            span = spans.get(atom, (first, last))
+            spans[atom] = min(first, span[0]), max(last, span[1])
+    return spans
 
 
 def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:
-    """Whether this is a scatter that one equation reads: adding it to something scatters onto that, in place."""
+    """Return whether `maker` is a scatter with one reader.
+
+    If that adds the result to another value, XLA scatters onto the other value in place.
+    """
     return maker is not None and maker.primitive is scatter_add_p and readers[maker.outvars[0]] == 1
 
 
