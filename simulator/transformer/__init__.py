@@ -5,11 +5,11 @@ Nothing is traced or compiled.
 >>> from simulator import Cluster
 >>> from simulator.transformer import Execution, Machine, Transformer, predict
 >>> gpt = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
->>> plan = Execution(
+>>> execution = Execution(
 ...     tensor=8, pipeline=8, data=16, microbatch=1, global_batch=1024,
 ...     recompute="selective", sequence_parallel=True,
 ... )
->>> prediction = predict(gpt, plan, Machine(Cluster.load("dgx_a100_80").with_size(128)))
+>>> prediction = predict(gpt, execution, Machine(Cluster.load("dgx_a100_80").with_size(128)))
 >>> f"{prediction.seconds:.1f} s, {prediction.memory.total / 1e9:.0f} GB, MFU {prediction.mfu:.0%}"
 '16.7 s, 61 GB, MFU 42%'
 """

@@ -53,16 +53,16 @@ class LayerPasses:
     recompute: PassCost
 
 
-def layer_passes(model: Transformer, plan: Execution, machine: Machine) -> LayerPasses:
+def layer_passes(model: Transformer, execution: Execution, machine: Machine) -> LayerPasses:
     """Return the passes of one microbatch over one layer."""
-    attention = _attention(model, plan, machine)
-    dense = _dense(model, plan, machine)
-    linear = _linear(model, plan, machine)
-    collectives = _collectives(model, plan, machine)
-    exchange = _sequence_exchange(model, plan, machine)
+    attention = _attention(model, execution, machine)
+    dense = _dense(model, execution, machine)
+    linear = _linear(model, execution, machine)
+    collectives = _collectives(model, execution, machine)
+    exchange = _sequence_exchange(model, execution, machine)
     forward = attention[0] + dense[0] + linear[0] + collectives[0] + exchange
     backward = attention[1] + dense[1] + linear[1] + collectives[1] + exchange
-    match plan.recompute:
+    match execution.recompute:
         case "none":
             recompute = PassCost()
         case "selective":
@@ -72,16 +72,18 @@ def layer_passes(model: Transformer, plan: Execution, machine: Machine) -> Layer
     return LayerPasses(forward, backward, recompute)
 
 
-def head_passes(model: Transformer, plan: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
+def head_passes(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
     """Return the forward and backward pass of the output embedding and the loss."""
-    tokens = plan.tokens(model)
-    columns = -(-model.vocab // plan.tensor)
+    tokens = execution.tokens(model)
+    columns = -(-model.vocab // execution.tensor)
     gemms = machine.gemms
     logits = tokens * columns
     flops = 2.0 * tokens * columns * model.hidden
     # bytes per logit and kernels, of each pass. Unfused: f32 logits, their maximum, difference,
     # exponential, sum and quotient; the gradient scaled and cast back. Fused: two reads, one write
-    if plan.fused_loss:
+    if execution.fused_loss:
         forward_traffic, backward_traffic = (4.0, 1), (2.0, 1)
     else:
         forward_traffic, backward_traffic = (38.0, 7), (22.0, 4)
@@ -93,10 +95,10 @@ def head_passes(model: Transformer, plan: Execution, machine: Machine) -> tuple[
     )
     backward += machine.memory_seconds(
         backward_traffic[0] * logits, backward_traffic[1]
-    ) + _accumulation(columns * model.hidden, plan, machine)
+    ) + _accumulation(columns * model.hidden, execution, machine)
     stream = 2.0 * tokens * model.hidden
-    ring = machine.network.ring(plan.tensor)
-    kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
+    ring = machine.network.ring(execution.tensor)
+    kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
     return (
         PassCost(forward + machine.memory_seconds(4 * tokens * model.hidden, 1), 9, 0.0, flops),
         PassCost(
@@ -109,19 +111,19 @@ def head_passes(model: Transformer, plan: Execution, machine: Machine) -> tuple[
 
 
 def embedding_passes(
-    model: Transformer, plan: Execution, machine: Machine
+    model: Transformer, execution: Execution, machine: Machine
 ) -> tuple[PassCost, PassCost]:
     """Return the forward and backward pass of the input embedding.
 
     Forward: a gather, a sum with the positions, and dropout. Backward: scatters of the gradient.
     """
-    stream = plan.tokens(model) * model.hidden
-    ring = machine.network.ring(plan.tensor)
-    kind = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
-    table = model.vocab // plan.tensor * model.hidden
+    stream = execution.tokens(model) * model.hidden
+    ring = machine.network.ring(execution.tensor)
+    kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
+    table = model.vocab // execution.tensor * model.hidden
     zeros = machine.memory_seconds(2.0 * table, 1)  # the target of the scatter
     backward = (
-        machine.memory_seconds(16.0 * stream, 4) + zeros + _accumulation(table, plan, machine)
+        machine.memory_seconds(16.0 * stream, 4) + zeros + _accumulation(table, execution, machine)
     )
     return (
         PassCost(
@@ -133,23 +135,25 @@ def embedding_passes(
     )
 
 
-def _accumulation(elements: float, plan: Execution, machine: Machine) -> float:
+def _accumulation(elements: float, execution: Execution, machine: Machine) -> float:
     """Return the seconds by which a product is slower that adds a weight gradient to its sum.
 
     It reads and writes the sum over microbatches instead of writing a gradient.
     """
-    if not plan.accumulates:
+    if not execution.accumulates:
         return 0.0
     return (
-        machine.memory_seconds((2.0 * plan.gradient_bytes - 2.0) * elements, 1)
+        machine.memory_seconds((2.0 * execution.gradient_bytes - 2.0) * elements, 1)
         - machine.launch_seconds
     )
 
 
-def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
+def _linear(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
     """Return the passes of the four linear layers, with two products each in the backward pass."""
-    tokens = plan.tokens(model)
-    t, h = plan.tensor, model.hidden
+    tokens = execution.tokens(model)
+    t, h = execution.tensor, model.hidden
     up = (2 if model.gated else 1) * model.ffn_width
     shapes = (
         (model.qkv_width // t, h),
@@ -167,14 +171,16 @@ def _linear(model: Transformer, plan: Execution, machine: Machine) -> tuple[Pass
         cast = sum(4.0 * tokens * inner + 4.0 * out * inner for out, inner in shapes)
         forward += machine.memory_seconds(cast, 8)
         backward += machine.memory_seconds(sum(4.0 * tokens * out for out, _ in shapes), 4)
-    backward += sum(_accumulation(out * inner, plan, machine) for out, inner in shapes)
+    backward += sum(_accumulation(out * inner, execution, machine) for out, inner in shapes)
     flops = sum(2.0 * tokens * out * inner for out, inner in shapes)
     return PassCost(forward, 4, 0.0, flops), PassCost(backward, 8, 0.0, 2 * flops)
 
 
-def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
+def _attention(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
     """Return the passes of the core of attention, between the projections."""
-    heads = model.heads // (plan.tensor * plan.context) * plan.microbatch
+    heads = model.heads // (execution.tensor * execution.context) * execution.microbatch
     size = model.hidden // model.heads
     s, w = model.seq, 2
     flops = 4.0 * heads * s * s * size
@@ -215,11 +221,11 @@ def _attention(model: Transformer, plan: Execution, machine: Machine) -> tuple[P
     return PassCost(forward, 4, 0.0, flops), PassCost(backward, 6, 0.0, 2 * flops)
 
 
-def _dense(model: Transformer, plan: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
+def _dense(model: Transformer, execution: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
     """Return the passes of norms, residual sums, dropout, activations and copies."""
-    tokens = plan.tokens(model)
-    t, w = plan.tensor, 2
-    stream = tokens * model.hidden / (t if plan.sequence_parallel else 1)
+    tokens = execution.tokens(model)
+    t, w = execution.tensor, 2
+    stream = tokens * model.hidden / (t if execution.sequence_parallel else 1)
     mask = 1 if model.dropout else 0
     inner = tokens * model.ffn_width / t
     columns = tokens * model.qkv_width / t
@@ -241,7 +247,7 @@ def _dense(model: Transformer, plan: Execution, machine: Machine) -> tuple[PassC
 
 
 def _collectives(
-    model: Transformer, plan: Execution, machine: Machine
+    model: Transformer, execution: Execution, machine: Machine
 ) -> tuple[PassCost, PassCost]:
     """Return the waits of both passes for collectives over the tensor axis.
 
@@ -250,18 +256,18 @@ def _collectives(
     gathers, and the sums of the gradients of inputs, can overlap with the products of weight
     gradients.
     """
-    if plan.tensor == 1:
+    if execution.tensor == 1:
         return PassCost(), PassCost()
     network = machine.network
-    ring = network.ring(plan.tensor)
-    tokens = plan.tokens(model)
-    t, h = plan.tensor, model.hidden
+    ring = network.ring(execution.tensor)
+    tokens = execution.tokens(model)
+    t, h = execution.tensor, model.hidden
     # widths of the outputs of layers that are split by column, and of the inputs of those split by
     # row
     outputs_by_column = model.qkv_width // t, (2 if model.gated else 1) * model.ffn_width // t
     inputs_by_row = (h // t, model.ffn_width // t)
     stream = 2.0 * tokens * h
-    if plan.sequence_parallel:
+    if execution.sequence_parallel:
         gather = network.seconds("all_gather", stream, ring)
         scatter = network.seconds("reduce_scatter", stream, ring)
     else:
@@ -276,9 +282,9 @@ def _collectives(
         (gather + scatter, machine.gemms.seconds(out, h, tokens)) for out in outputs_by_column
     ]
     outputs = [(gather, machine.gemms.seconds(tokens, inner, h)) for inner in inputs_by_row]
-    launches = _COLLECTIVE_LAUNCHES * (4 if plan.sequence_parallel else 2)
-    overlap_weights = plan.overlap_tensor != "none"
-    overlap_all = plan.overlap_tensor == "all"
+    launches = _COLLECTIVE_LAUNCHES * (4 if execution.sequence_parallel else 2)
+    overlap_weights = execution.overlap_tensor != "none"
+    overlap_all = execution.overlap_tensor == "all"
     return (
         _overlapped(forward, overlap_all, launches, machine, ring.hosts > 1),
         _overlapped(weights, overlap_weights, launches, machine, ring.hosts > 1)
@@ -303,15 +309,15 @@ def _overlapped(
     return PassCost(kernels=launches, communication=exposed, hidden=total - exposed)
 
 
-def _sequence_exchange(model: Transformer, plan: Execution, machine: Machine) -> PassCost:
+def _sequence_exchange(model: Transformer, execution: Execution, machine: Machine) -> PassCost:
     """Return the exchange of heads for tokens around attention, which needs complete sequences.
 
     The context axis divides sequences.
     """
-    if plan.context == 1:
+    if execution.context == 1:
         return PassCost()
-    ring = machine.network.ring(plan.context, plan.tensor)
-    tokens = plan.tokens(model)
+    ring = machine.network.ring(execution.context, execution.tensor)
+    tokens = execution.tokens(model)
     widths = (
         model.hidden,
         (model.qkv_width - model.hidden) // 2,
@@ -319,9 +325,9 @@ def _sequence_exchange(model: Transformer, plan: Execution, machine: Machine) ->
         model.hidden,
     )
     seconds = sum(
-        machine.network.seconds("all_to_all", 2.0 * tokens * width / plan.tensor, ring)
+        machine.network.seconds("all_to_all", 2.0 * tokens * width / execution.tensor, ring)
         for width in widths
     )
-    moved = 2.0 * tokens * (model.qkv_width + model.hidden) / plan.tensor
+    moved = 2.0 * tokens * (model.qkv_width + model.hidden) / execution.tensor
     # packed before and unpacked after, each read and written
     return PassCost(machine.memory_seconds(4 * moved, 8), 4 * (1 + _COLLECTIVE_LAUNCHES), seconds)

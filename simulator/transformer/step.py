@@ -27,35 +27,35 @@ It would be infinite if one of them were always ahead.
 """
 
 
-def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction:
+def predict(model: Transformer, execution: Execution, machine: Machine) -> Prediction:
     """Return the prediction of a training step in closed form.
 
     Args:
         model: the model that is trained.
-        plan: how the step is divided over devices.
+        execution: how the step is divided over devices.
         machine: the cluster and the software that drives it.
 
     Raises:
-        ClusterError: the cluster has fewer devices than the plan needs, or no 8-bit products.
+        ClusterError: the cluster has fewer devices than the scenario needs, or no 8-bit products.
         ValueError: degrees of parallelism don't divide the sizes of the model.
     """
-    plan.check(model)
-    _check_devices(plan, machine.cluster)
-    layer = layer_passes(model, plan, machine)
-    stages = _stages(model, plan, machine, layer)
+    execution.check(model)
+    _check_devices(execution, machine.cluster)
+    layer = layer_passes(model, execution, machine)
+    stages = _stages(model, execution, machine, layer)
     slowest = max(stages, key=lambda stage: stage.seconds)
-    sends = _sends(model, plan, machine)
-    slots = plan.microbatches
+    sends = _sends(model, execution, machine)
+    slots = execution.microbatches
     steady, bubble = pipeline_seconds(
-        [stage.seconds for stage in stages], slots, plan.interleave, sends.total, sends.exposed
+        [stage.seconds for stage in stages], slots, execution.interleave, sends.total, sends.exposed
     )
-    gathers = _parameter_gathers(model, plan, machine, layer)
-    gradients = _gradient_synchronization(model, plan, machine, slowest)
-    update = _update_seconds(model, plan, machine)
+    gathers = _parameter_gathers(model, execution, machine, layer)
+    gradients = _gradient_synchronization(model, execution, machine, slowest)
+    update = _update_seconds(model, execution, machine)
     step_overhead = machine.backend.step_us * 1e-6
     seconds = steady + bubble + update + gradients.exposed + slots * gathers.exposed + step_overhead
-    model_flops = model.flops(plan.global_batch)
-    replicas = plan.tensor * plan.context * slots * plan.data
+    model_flops = model.flops(execution.global_batch)
+    replicas = execution.tensor * execution.context * slots * execution.data
     recomputed_flops = layer.recompute.flops * model.layers * replicas
     return Prediction(
         seconds=seconds,
@@ -75,26 +75,26 @@ def predict(model: Transformer, plan: Execution, machine: Machine) -> Prediction
             "pipeline": slots * 2 * sends.total,
             "data": gradients.total + slots * gathers.total,
         },
-        memory=_footprint(model, plan, machine.cluster),
+        memory=_footprint(model, execution, machine.cluster),
         model_flops=model_flops,
         hardware_flops=model_flops + recomputed_flops,
-        peak_flop_per_s=machine.gemms.peak * plan.devices,
-        devices=plan.devices,
-        tokens=plan.global_batch * model.seq,
+        peak_flop_per_s=machine.gemms.peak * execution.devices,
+        devices=execution.devices,
+        tokens=execution.global_batch * model.seq,
     )
 
 
-def _check_devices(plan: Execution, cluster: Cluster) -> None:
-    if plan.devices > cluster.num_devices:
+def _check_devices(execution: Execution, cluster: Cluster) -> None:
+    if execution.devices > cluster.num_devices:
         raise ClusterError(
-            f"the plan needs {plan.devices} devices (tensor {plan.tensor} * context {plan.context} "
-            f"* data {plan.data} * pipeline {plan.pipeline}), {cluster.name!r} has "
-            f"{cluster.num_devices}; choose smaller degrees or more hosts"
+            f"the scenario needs {execution.devices} devices (tensor {execution.tensor} * context "
+            f"{execution.context} * data {execution.data} * pipeline {execution.pipeline}), "
+            f"{cluster.name!r} has {cluster.num_devices}; choose smaller degrees or more hosts"
         )
 
 
-def _footprint(model: Transformer, plan: Execution, cluster: Cluster) -> Footprint:
-    roles = asdict(memory_of(model, plan))
+def _footprint(model: Transformer, execution: Execution, cluster: Cluster) -> Footprint:
+    roles = asdict(memory_of(model, execution))
     return Footprint(roles, 1e9 * cluster.device.reserve_gb, cluster.device.memory_bytes)
 
 
@@ -164,19 +164,19 @@ class _Stage:
 
 
 def _stages(
-    model: Transformer, plan: Execution, machine: Machine, layer: LayerPasses
+    model: Transformer, execution: Execution, machine: Machine, layer: LayerPasses
 ) -> list[_Stage]:
     """Return the stages of the devices of a pipeline; the embedding and the loss are at its ends.
 
     Each is on the slowest of all devices, which limits the pace of the step.
     """
-    slowdown = machine.slowest_of(plan.devices)
-    layers = _stage(layer, model.layers // plan.pipeline, machine).slowed(slowdown)
-    embedding = _end(embedding_passes(model, plan, machine), machine).slowed(slowdown)
-    head = _end(head_passes(model, plan, machine), machine).slowed(slowdown)
-    if plan.pipeline == 1:
+    slowdown = machine.slowest_of(execution.devices)
+    layers = _stage(layer, model.layers // execution.pipeline, machine).slowed(slowdown)
+    embedding = _end(embedding_passes(model, execution, machine), machine).slowed(slowdown)
+    head = _end(head_passes(model, execution, machine), machine).slowed(slowdown)
+    if execution.pipeline == 1:
         return [layers + embedding + head]
-    return [layers + embedding, *[layers] * (plan.pipeline - 2), layers + head]
+    return [layers + embedding, *[layers] * (execution.pipeline - 2), layers + head]
 
 
 def _stage(layer: LayerPasses, depth: int, machine: Machine) -> _Stage:
@@ -226,52 +226,56 @@ class _Communication:
 _NO_COMMUNICATION = _Communication(0.0, 0.0)
 
 
-def _sends(model: Transformer, plan: Execution, machine: Machine) -> _Communication:
+def _sends(model: Transformer, execution: Execution, machine: Machine) -> _Communication:
     """Return the messages of a microbatch between stages, one way, in all chunks of a schedule."""
-    if plan.pipeline == 1:
+    if execution.pipeline == 1:
         return _NO_COMMUNICATION
-    stream = 2.0 * plan.tokens(model) * model.hidden
-    divided = plan.sequence_parallel or plan.scatter_sends
-    message = stream / (plan.tensor if divided else 1)
-    chunk = machine.network.send_seconds(message, plan.tensor * plan.replicas)
-    if divided and not plan.sequence_parallel:
-        chunk += machine.network.seconds("all_gather", stream, machine.network.ring(plan.tensor))
-    total = plan.interleave * chunk
+    stream = 2.0 * execution.tokens(model) * model.hidden
+    divided = execution.sequence_parallel or execution.scatter_sends
+    message = stream / (execution.tensor if divided else 1)
+    chunk = machine.network.send_seconds(message, execution.tensor * execution.replicas)
+    if divided and not execution.sequence_parallel:
+        chunk += machine.network.seconds(
+            "all_gather", stream, machine.network.ring(execution.tensor)
+        )
+    total = execution.interleave * chunk
     # a device with one stage waits for the result of the next device, so overlap gains nothing
-    if not plan.overlap_sends or plan.interleave == 1:
+    if not execution.overlap_sends or execution.interleave == 1:
         return _Communication(total, total)
-    between_hosts = plan.tensor * plan.replicas >= machine.cluster.devices_per_host
+    between_hosts = execution.tensor * execution.replicas >= machine.cluster.devices_per_host
     return _Communication(total, machine.exposed_seconds(total, inf, between_hosts))
 
 
 def _gradient_synchronization(
-    model: Transformer, plan: Execution, machine: Machine, stage: _Stage
+    model: Transformer, execution: Execution, machine: Machine, stage: _Stage
 ) -> _Communication:
     """Return the communication of gradients, and of updated parameters, at the end of the step."""
-    if plan.zero == 3:  # layer by layer, with the parameters
+    if execution.zero == 3:  # layer by layer, with the parameters
         return _NO_COMMUNICATION
     network = machine.network
-    ring = machine.data_ring(plan.replicas, plan.tensor)
-    elements = sum(stage_parameters(model, plan))
-    gradient = elements * plan.sent_gradient_bytes
-    if plan.zero:
+    ring = machine.data_ring(execution.replicas, execution.tensor)
+    elements = sum(stage_parameters(model, execution))
+    gradient = elements * execution.sent_gradient_bytes
+    if execution.zero:
         reduced = network.seconds("reduce_scatter", gradient, ring)
         gathered = network.seconds("all_gather", 2.0 * elements, ring)
     else:
         reduced = network.seconds("all_reduce", gradient, ring)
         gathered = 0.0
     tied = 0.0
-    if model.tied and plan.pipeline > 1:
+    if model.tied and execution.pipeline > 1:
         # the first and the last stage sum the gradients of their copies of the embedding
-        table = model.vocab * model.hidden / plan.tensor * plan.sent_gradient_bytes
-        tied = network.send_seconds(table, plan.tensor * plan.replicas * (plan.pipeline - 1))
+        table = model.vocab * model.hidden / execution.tensor * execution.sent_gradient_bytes
+        tied = network.send_seconds(
+            table, execution.tensor * execution.replicas * (execution.pipeline - 1)
+        )
     total = reduced + gathered + tied
-    if not plan.overlap_gradients:
+    if not execution.overlap_gradients:
         return _Communication(total, total)
     # Gradients of all layers but the first, which are ready last, overlap with the backward pass of
     # the last microbatch; parameters of all layers but the first, which are needed first, overlap
     # with the forward pass of the first microbatch.
-    part = 1 - 1 / max(2, model.layers // plan.pipeline)
+    part = 1 - 1 / max(2, model.layers // execution.pipeline)
     pairs = ((reduced, stage.backward), (gathered, stage.forward))
     exposed = sum(
         moved * (1 - part) + machine.exposed_seconds(moved * part, compute, ring.hosts > 1)
@@ -281,22 +285,22 @@ def _gradient_synchronization(
 
 
 def _parameter_gathers(
-    model: Transformer, plan: Execution, machine: Machine, layer: LayerPasses
+    model: Transformer, execution: Execution, machine: Machine, layer: LayerPasses
 ) -> _Communication:
     """Return the communication of ZeRO-3 per microbatch.
 
     Parameters are gathered before each layer, in either pass, and gradients scattered after it.
     """
-    if plan.zero < 3:
+    if execution.zero < 3:
         return _NO_COMMUNICATION
     network = machine.network
-    ring = machine.data_ring(plan.replicas, plan.tensor)
-    elements = (model.layer_matrices + model.layer_vectors) / plan.tensor
+    ring = machine.data_ring(execution.replicas, execution.tensor)
+    elements = (model.layer_matrices + model.layer_vectors) / execution.tensor
     gather = network.seconds("all_gather", 2.0 * elements, ring)
-    scatter = network.seconds("reduce_scatter", plan.sent_gradient_bytes * elements, ring)
+    scatter = network.seconds("reduce_scatter", execution.sent_gradient_bytes * elements, ring)
     forward = layer.forward.compute + layer.forward.communication
     backward = layer.backward.compute + layer.recompute.compute
-    regather = gather if machine.backend.regathers and plan.recompute == "full" else 0.0
+    regather = gather if machine.backend.regathers and execution.recompute == "full" else 0.0
     # the parameters of a layer are fetched while the layer before it computes
     exposed = 0.0
     for compute, moved in ((forward, gather), (backward, regather + gather + scatter)):
@@ -306,7 +310,9 @@ def _parameter_gathers(
     )
 
 
-def _update_seconds(model: Transformer, plan: Execution, machine: Machine) -> float:
+def _update_seconds(model: Transformer, execution: Execution, machine: Machine) -> float:
     """Return the seconds of the optimizer's pass over the parameters of the first stage."""
-    elements = sum(stage_parameters(model, plan)) / (plan.replicas if plan.zero else 1)
+    elements = sum(stage_parameters(model, execution)) / (
+        execution.replicas if execution.zero else 1
+    )
     return machine.memory_seconds(elements * machine.backend.update_bytes, 10)

@@ -36,7 +36,7 @@ class Memory:
         return self.states + self.activations + self.temporaries
 
 
-def memory_of(model: Transformer, plan: Execution) -> Memory:
+def memory_of(model: Transformer, execution: Execution) -> Memory:
     """Return the memory of the first stage.
 
     Activations are those of Korthikanti et al. (arXiv 2205.05198), section 4.
@@ -44,99 +44,106 @@ def memory_of(model: Transformer, plan: Execution) -> Memory:
     Raises:
         ValueError: the degrees of parallelism don't divide the sizes of the model.
     """
-    plan.check(model)
-    layers = model.layers // plan.pipeline
-    elements, ends = stage_parameters(model, plan)
-    shards = [plan.replicas if plan.zero >= level else 1 for level in (3, 2, 1)]
-    sizes = [2 / shards[0], plan.gradient_bytes / shards[1], plan.optimizer_bytes / shards[2]]
+    execution.check(model)
+    layers = model.layers // execution.pipeline
+    elements, ends = stage_parameters(model, execution)
+    shards = [execution.replicas if execution.zero >= level else 1 for level in (3, 2, 1)]
+    sizes = [
+        2 / shards[0],
+        execution.gradient_bytes / shards[1],
+        execution.optimizer_bytes / shards[2],
+    ]
     parameters, gradients, optimizer = (elements * size for size in sizes)
     embedding = ends * sum(sizes)
     # the first stage has a microbatch in flight for each stage of the pipeline, and a few chunks
     # more with interleaving (eq. 5 and appendix B)
     in_flight = (
-        plan.microbatches if plan.schedule == "gpipe" else min(plan.microbatches, plan.pipeline)
+        execution.microbatches
+        if execution.schedule == "gpipe"
+        else min(execution.microbatches, execution.pipeline)
     )
-    if plan.interleave > 1:
+    if execution.interleave > 1:
         in_flight = min(
-            plan.microbatches,
-            plan.pipeline * (1 + (plan.pipeline - 1) / (plan.pipeline * plan.interleave)),
+            execution.microbatches,
+            execution.pipeline
+            * (1 + (execution.pipeline - 1) / (execution.pipeline * execution.interleave)),
         )
-    activations = in_flight * layers * saved_activations(model, plan)
-    temporaries = _layer_temporaries(model, plan)
-    if plan.pipeline == 1:  # the loss is on this device too
-        temporaries = max(temporaries, _loss_temporaries(model, plan))
+    activations = in_flight * layers * saved_activations(model, execution)
+    temporaries = _layer_temporaries(model, execution)
+    if execution.pipeline == 1:  # the loss is on this device too
+        temporaries = max(temporaries, _loss_temporaries(model, execution))
     return Memory(parameters, gradients, optimizer, embedding, activations, temporaries)
 
 
-def stage_parameters(model: Transformer, plan: Execution) -> tuple[float, float]:
+def stage_parameters(model: Transformer, execution: Execution) -> tuple[float, float]:
     """Return the elements of parameters on a device of the first stage: of layers, of embeddings.
 
     ZeRO may shard them over the data axis.
     """
-    layers = model.layers // plan.pipeline * (model.layer_matrices + model.layer_vectors)
-    head = model.vocab * model.hidden if plan.pipeline == 1 and not model.tied else 0
-    return layers / plan.tensor, (model.embedding + head) / plan.tensor
+    layers = model.layers // execution.pipeline * (model.layer_matrices + model.layer_vectors)
+    head = model.vocab * model.hidden if execution.pipeline == 1 and not model.tied else 0
+    return layers / execution.tensor, (model.embedding + head) / execution.tensor
 
 
-def _layer_temporaries(model: Transformer, plan: Execution) -> float:
+def _layer_temporaries(model: Transformer, execution: Execution) -> float:
     """Return the bytes that are live only in the backward pass of a layer.
 
     They are recomputed activations, their gradients, the gradient of the largest matrix, and with
     ZeRO-3 gathered parameters.
     """
-    tokens = plan.tokens(model)
-    t = plan.tensor
+    tokens = execution.tokens(model)
+    t = execution.tensor
     up = (2 if model.gated else 1) * model.ffn_width
-    recomputed = layer_activations(model, plan) - saved_activations(model, plan)
+    recomputed = layer_activations(model, execution) - saved_activations(model, execution)
     # those of the inner width, which the tensor axis divides; those of input and output, which it
     # does not
     gradients = 2.0 * tokens * (up + model.ffn_width) / t + 2 * 2.0 * tokens * model.hidden
-    largest = plan.gradient_bytes * model.hidden * up / t
+    largest = execution.gradient_bytes * model.hidden * up / t
     gathered = (
-        2.0 * 2.0 * (model.layer_matrices + model.layer_vectors) / t if plan.zero == 3 else 0.0
+        2.0 * 2.0 * (model.layer_matrices + model.layer_vectors) / t if execution.zero == 3 else 0.0
     )
     return recomputed + gradients + largest + gathered
 
 
-def _loss_temporaries(model: Transformer, plan: Execution) -> float:
+def _loss_temporaries(model: Transformer, execution: Execution) -> float:
     """Return the bytes of logits, their gradient, and the gradient of the output embedding.
 
     Logits have a copy in f32 unless the loss is fused.
     """
-    logits = plan.tokens(model) * model.vocab / plan.tensor
-    largest = plan.gradient_bytes * model.vocab * model.hidden / plan.tensor
-    return (2.0 if plan.fused_loss else 10.0) * logits + largest
+    logits = execution.tokens(model) * model.vocab / execution.tensor
+    largest = execution.gradient_bytes * model.vocab * model.hidden / execution.tensor
+    return (2.0 if execution.fused_loss else 10.0) * logits + largest
 
 
-def layer_activations(model: Transformer, plan: Execution) -> float:
+def layer_activations(model: Transformer, execution: Execution) -> float:
     """Return the bytes that a layer saves for backward per microbatch, without recomputation."""
-    return _saved_outside_scores(model, plan) + _saved_scores(model, plan)
+    return _saved_outside_scores(model, execution) + _saved_scores(model, execution)
 
 
-def saved_activations(model: Transformer, plan: Execution) -> float:
+def saved_activations(model: Transformer, execution: Execution) -> float:
     """Return the bytes that a layer saves for backward per microbatch."""
-    match plan.recompute:
+    match execution.recompute:
         case "none":
-            return layer_activations(model, plan)
+            return layer_activations(model, execution)
         case "selective":
-            return _saved_outside_scores(model, plan)
+            return _saved_outside_scores(model, execution)
         case "full":
             return (
                 2.0
-                * plan.tokens(model)
+                * execution.tokens(model)
                 * model.hidden
-                / (plan.tensor if plan.sequence_parallel else 1)
+                / (execution.tensor if execution.sequence_parallel else 1)
             )
 
 
-def _saved_outside_scores(model: Transformer, plan: Execution) -> float:
+def _saved_outside_scores(model: Transformer, execution: Execution) -> float:
     """Return the saved bytes except for the scores.
 
     In a GPT they are 34 per token and hidden element; the tensor axis divides 10 of them only with
     sequence parallelism.
     """
-    tokens = plan.tokens(model)
-    t = plan.tensor
+    tokens = execution.tokens(model)
+    t = execution.tensor
     stream = tokens * model.hidden
     # inputs of two norms and of the products that follow them; two masks of dropout
     undivided = (8 + (2 if model.dropout else 0)) * stream
@@ -146,12 +153,12 @@ def _saved_outside_scores(model: Transformer, plan: Execution) -> float:
     divided = qkv + 2.0 * stream + inner
     if model.attention != "naive":
         divided += 4.0 * tokens * model.heads  # row sums of the softmax
-    return undivided / (t if plan.sequence_parallel else 1) + divided / t
+    return undivided / (t if execution.sequence_parallel else 1) + divided / t
 
 
-def _saved_scores(model: Transformer, plan: Execution) -> float:
+def _saved_scores(model: Transformer, execution: Execution) -> float:
     """Return the saved bytes of the scores: softmax, its copy after dropout, and the mask."""
     if model.attention != "naive":
         return 0.0
-    scores = plan.microbatch * model.heads * model.seq**2 / plan.tensor
+    scores = execution.microbatch * model.heads * model.seq**2 / execution.tensor
     return (5.0 if model.dropout else 2.0) * scores

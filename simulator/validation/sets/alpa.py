@@ -30,7 +30,7 @@ def alpa_figure7(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
         model = Transformer(
             layers=layers, hidden=hidden, heads=heads, seq=1024, vocab=51200, precision="f16"
         )
-        plan = Execution(
+        execution = Execution(
             tensor=tensor,
             pipeline=pipeline,
             data=data,
@@ -40,7 +40,7 @@ def alpa_figure7(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
             zero=2,
             scatter_sends=True,  # its cross-mesh resharding sends parts, which the receivers gather
         )
-        prediction = predict(model, plan, machine("p3.16xlarge", row.gpus, JITTED, nics=1))
+        prediction = predict(model, execution, machine("p3.16xlarge", row.gpus, JITTED, nics=1))
         slowest, usual, fastest = (
             prediction.hardware_flops / seconds / 1e15
             for seconds in (prediction.quantile(0.9), prediction.seconds, prediction.quantile(0.1))

@@ -17,7 +17,7 @@ from simulator.validation.sets.published_rows import GIB, PUBLISHED, gpt, machin
 def korthikanti_table5(folder: Path = PUBLISHED) -> Iterator[Case]:
     """Yield the steps of table 5, with full recomputation and with selective recomputation."""
     for row in records("korthikanti_table5", folder=folder):
-        plan = {
+        fields = {
             "tensor": row.tp,
             "pipeline": row.pp,
             "data": row.gpus // (row.tp * row.pp),
@@ -27,8 +27,8 @@ def korthikanti_table5(folder: Path = PUBLISHED) -> Iterator[Case]:
             "scatter_sends": True,
             "overlap_tensor": "backward",
         }
-        full = Execution(**plan, recompute="full")
-        selective = Execution(**plan, recompute="selective", sequence_parallel=True)
+        full = Execution(**fields, recompute="full")
+        selective = Execution(**fields, recompute="selective", sequence_parallel=True)
         for name, execution, seconds in (
             ("full", full, row.full_recompute_s),
             ("selective", selective, row.seq_selective_s),
@@ -54,7 +54,7 @@ def korthikanti_table4(folder: Path = PUBLISHED) -> Iterator[Case]:
     }
     for row in records("korthikanti_table4_layer22B", folder=folder):
         recompute, sequence = modes[row.experiment]
-        plan = Execution(
+        execution = Execution(
             tensor=8,
             microbatch=4,
             global_batch=4,
@@ -62,7 +62,7 @@ def korthikanti_table4(folder: Path = PUBLISHED) -> Iterator[Case]:
             sequence_parallel=sequence,
             overlap_tensor="backward",
         )
-        passes = layer_passes(model, plan, machine("dgx_a100_80", 8))
+        passes = layer_passes(model, execution, machine("dgx_a100_80", 8))
         forward = passes.forward.compute + passes.forward.communication
         backward = sum(
             cost.compute + cost.communication for cost in (passes.backward, passes.recompute)
@@ -82,7 +82,7 @@ def korthikanti_figure1(folder: Path = PUBLISHED) -> Iterator[Case]:
     for row in records("korthikanti_fig1_memory_gib", folder=folder):
         pipeline, micro, interleave, batch = shapes[row.model]
         sequence = row.mode == "seqsel"
-        plan = Execution(
+        execution = Execution(
             tensor=8,
             pipeline=pipeline,
             microbatch=micro,
@@ -91,7 +91,7 @@ def korthikanti_figure1(folder: Path = PUBLISHED) -> Iterator[Case]:
             sequence_parallel=sequence,
             recompute="selective" if sequence else "none",
         )
-        memory = memory_of(gpt(row.model), plan)
+        memory = memory_of(gpt(row.model), execution)
         states = memory.states - memory.embedding
         yield Case(f"{row.model} {row.mode} states", row.param_opt_gib, states / GIB)
         yield Case(f"{row.model} {row.mode} activations", row.act_gib, memory.activations / GIB)
@@ -101,10 +101,10 @@ def korthikanti_figure7(folder: Path = PUBLISHED) -> Iterator[Case]:
     """Yield the activations of each mode in figure 7, in % of those without recomputation."""
 
     def activations(model: Transformer, recompute: str, sequence: bool) -> float:
-        plan = Execution.model_validate(
+        execution = Execution.model_validate(
             {"tensor": 8, "global_batch": 1, "recompute": recompute, "sequence_parallel": sequence}
         )
-        return saved_activations(model, plan)
+        return saved_activations(model, execution)
 
     modes = {
         "seq": ("none", True),

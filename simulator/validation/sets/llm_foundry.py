@@ -41,7 +41,7 @@ def llm_foundry(folder: Path = PUBLISHED) -> Iterator[Case]:
             biases=False,
             precision="f8" if row.precision == "amp_fp8" else "bf16",
         )
-        plan = Execution(
+        execution = Execution(
             data=row.gpus,
             microbatch=row.mbs,
             global_batch=row.gbs,
@@ -55,7 +55,7 @@ def llm_foundry(folder: Path = PUBLISHED) -> Iterator[Case]:
         yield Case.of_step(
             f"{row.model} seq {row.seqlen} on {row.gpus} {row.gpu} {row.precision}",
             row.gbs * row.seqlen / row.tok_s,
-            predict(model, plan, where),
+            predict(model, execution, where),
             fitted=(row.gpu, row.model, row.seqlen) in _ATTENTION_ROWS and row in shipped,
         )
 

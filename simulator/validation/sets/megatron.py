@@ -14,21 +14,21 @@ def sc21_ptd(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
         model = Transformer(
             layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=row.vocab
         )
-        plan = {"tensor": row.tp, "pipeline": row.pp, "data": row.dp, "global_batch": row.gbs}
-        plan |= {"recompute": "full", "scatter_sends": True}
+        fields = {"tensor": row.tp, "pipeline": row.pp, "data": row.dp, "global_batch": row.gbs}
+        fields |= {"recompute": "full", "scatter_sends": True}
         yield fastest_case(
             f"{row.params_B}B on {row.gpus}",
             lambda _, seconds=row.derived_iter_s: seconds,
             model,
             machine("dgx_a100_80", row.gpus),
-            plan,
+            fields,
             {"microbatch": (1, 2, 4, 8), "interleave": range(1, 9)},
         )
     for row in records("megatron_sc21_table2", folder=folder):
         if row.scheme != "PTD-P":
             continue
         model = gpt("175B" if row.params_B < 200 else "530B")
-        plan = {
+        fields = {
             "tensor": 8,
             "pipeline": row.model_parallel // 8,
             "data": row.gpus // row.model_parallel,
@@ -42,7 +42,7 @@ def sc21_ptd(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
             lambda _, seconds=row.derived_iter_s: seconds,
             model,
             machine("dgx_a100_80", row.gpus),
-            plan,
+            fields,
             {"interleave": range(1, 9)},
         )
 
@@ -54,7 +54,7 @@ def sc21_zero3(folder: Path = PUBLISHED) -> Iterator[Case]:
         if row.scheme != "ZeRO-3":
             continue
         model = gpt("175B" if row.params_B < 200 else "530B")
-        plan = Execution(
+        execution = Execution(
             data=row.gpus,
             microbatch=row.mbs,
             global_batch=row.gbs,
@@ -66,7 +66,7 @@ def sc21_zero3(folder: Path = PUBLISHED) -> Iterator[Case]:
         yield Case.of_step(
             f"{row.params_B}B on {row.gpus}",
             row.derived_iter_s,
-            predict(model, plan, where),
+            predict(model, execution, where),
             fitted=row in shipped,
         )
 
@@ -83,7 +83,7 @@ def megatron_core(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
             attention="flash2",
             dropout=False,
         )
-        plan = {
+        fields = {
             "tensor": row.tp,
             "pipeline": row.pp,
             "data": row.dp,
@@ -102,7 +102,7 @@ def megatron_core(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
             lambda best, speed=speed: best.model_flops / speed,
             model,
             where,
-            plan,
+            fields,
             {"microbatch": (1, 2, 4), "interleave": range(1, 15)},
         )
 
@@ -110,7 +110,7 @@ def megatron_core(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
 def mt_nlg(folder: Path = PUBLISHED) -> Iterator[Case]:
     """Yield the steps of MT-NLG 530B."""
     for row in records("mtnlg_530B_a100_40", folder=folder):
-        plan = Execution(
+        execution = Execution(
             tensor=8,
             pipeline=35,
             data=row.gpus // 280,
@@ -119,7 +119,9 @@ def mt_nlg(folder: Path = PUBLISHED) -> Iterator[Case]:
             recompute="full",
         )
         where = machine("dgx_a100_40", row.gpus)
-        yield Case.of_step(f"530B on {row.gpus}", row.iter_s, predict(gpt("530B"), plan, where))
+        yield Case.of_step(
+            f"530B on {row.gpus}", row.iter_s, predict(gpt("530B"), execution, where)
+        )
 
 
 SC21_PTD = PublishedSet(

@@ -105,7 +105,7 @@ def fastest_case(
     measured: Callable[[Prediction], float],
     model: Transformer,
     where: Machine,
-    plan: dict[str, object],
+    fields: dict[str, object],
     choices: dict[str, Iterable[object]],
 ) -> Case | Unpredicted:
     """Return a case of a row that omits some options: the fastest combination that fits in memory.
@@ -115,7 +115,7 @@ def fastest_case(
         measured: function that returns the measured seconds; the prediction has the model FLOP.
         model: the model of the row.
         where: the machine of the row.
-        plan: fields of the execution that the table has.
+        fields: fields of the execution that the table has.
         choices: values of each field that it omits.
 
     Returns:
@@ -124,8 +124,8 @@ def fastest_case(
     fitting: list[Prediction] = []
     for values in product(*choices.values()):
         try:
-            fields = plan | dict(zip(choices, values, strict=True))
-            candidate = predict(model, Execution.model_validate(fields), where)
+            execution = fields | dict(zip(choices, values, strict=True))
+            candidate = predict(model, Execution.model_validate(execution), where)
         except ValueError:
             continue
         if candidate.memory.fits:

@@ -50,7 +50,7 @@ def _simumax(
             dropout=False,
             attention="flash2",
         )
-        plan = Execution(
+        execution = Execution(
             tensor=given["tp"],
             context=given.get("cp", 1),
             data=given["dp"],
@@ -60,7 +60,7 @@ def _simumax(
             zero=1,
             fused_loss=True,
         )
-        yield row.case, model, plan, row.real_ms / 1e3, row.real_alloc_gib
+        yield row.case, model, execution, row.real_ms / 1e3, row.real_alloc_gib
 
 
 def simumax_time(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
@@ -69,8 +69,8 @@ def simumax_time(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
         match row:
             case Unpredicted():
                 yield row
-            case name, model, plan, seconds, _:
-                yield Case.of_step(name, seconds, predict(model, plan, machine("dgx_b200", 8)))
+            case name, model, execution, seconds, _:
+                yield Case.of_step(name, seconds, predict(model, execution, machine("dgx_b200", 8)))
 
 
 def simumax_memory(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
@@ -79,8 +79,8 @@ def simumax_memory(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
         match row:
             case Unpredicted():
                 yield row
-            case name, model, plan, _, gib:
-                yield Case(name, gib, memory_of(model, plan).total / GIB)
+            case name, model, execution, _, gib:
+                yield Case(name, gib, memory_of(model, execution).total / GIB)
 
 
 SIMUMAX_TIME = PublishedSet(

@@ -33,12 +33,12 @@ def vtrain_multi_node(folder: Path = PUBLISHED) -> Iterator[Case]:
         "ms",
     ]
     for row in records("vtrain_multi_node", columns, folder):
-        model, plan = _model_and_plan(row, "full")
+        model, execution = _model_and_execution(row, "full")
         where = machine("dgx_a100_80", row.gpus, nics=4)
         yield Case.of_step(
             f"{row.params}B t{row.t} d{row.d} p{row.p} b{row.micro}",
             row.ms / 1e3,
-            predict(model, plan, where),
+            predict(model, execution, where),
             f"{row.params}B on {row.gpus}",
         )
 
@@ -67,12 +67,12 @@ def vtrain_single_node_case(row: Any, backend: Backend) -> Case:
 
     vTrain's own model of these steps sends gradients as 16-bit numbers (src/predictor.py).
     """
-    model, plan = _model_and_plan(row, "selective")
-    plan = plan.model_copy(update={"communicated_gradient_bytes": 2})
+    model, execution = _model_and_execution(row, "selective")
+    execution = execution.model_copy(update={"communicated_gradient_bytes": 2})
     return Case.of_step(
         f"h{row.hidden} l{row.layers} t{row.t} d{row.d} p{row.p} b{row.micro} of {row.batch}",
         row.ms / 1e3,
-        predict(model, plan, machine("dgx_a100_80", 8, backend)),
+        predict(model, execution, machine("dgx_a100_80", 8, backend)),
         f"h{row.hidden} l{row.layers} on {row.gpus}, batch {row.batch}",
         bool(row.fitted),
     )
@@ -84,12 +84,12 @@ def vtrain_single_node(folder: Path = PUBLISHED) -> Iterator[Case]:
         yield vtrain_single_node_case(row, EAGER)
 
 
-def _model_and_plan(row: Any, recompute: Recompute) -> tuple[Transformer, Execution]:
+def _model_and_execution(row: Any, recompute: Recompute) -> tuple[Transformer, Execution]:
     """Return the model and the execution of a row."""
     model = Transformer(
         layers=row.layers, hidden=row.hidden, heads=row.heads, seq=row.seq, vocab=51200
     )
-    plan = Execution(
+    execution = Execution(
         tensor=row.t,
         pipeline=row.p,
         data=row.d,
@@ -99,7 +99,7 @@ def _model_and_plan(row: Any, recompute: Recompute) -> tuple[Transformer, Execut
         scatter_sends=True,
         overlap_tensor="backward",
     )
-    return model, plan
+    return model, execution
 
 
 VTRAIN_MULTI_NODE = PublishedSet(
