@@ -274,7 +274,7 @@ class PipelinePlanner:
 
         Each of the `schedule.num_chunks` stages on a device may use an equal share of its memory.
         """
-        # Many stages are solved.
+        # Many stages are solved, so none is solved to the last percent.
         options = replace(options, tolerance=max(options.tolerance, TOLERANCE))
         is_split = splits_backward(schedule.name)
         layers_key = is_split, repr(options)

@@ -251,7 +251,8 @@ def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.
                 continue
             before, after = [slice(None)] * len(grid), [slice(None)] * len(grid)
             before[pool], after[pool] = slice(0, grid[pool] - size), slice(size, None)
-            # Few stages are below any threshold, so the sums without one are computed separately.
+            # Few stages are below the largest threshold. The sums without a threshold, which need
+            # all stages, are computed separately.
             for limits, part in (
                 (thresholds, slice(count)),
                 (np.array([np.inf]), slice(count, None)),

@@ -127,7 +127,7 @@ class StageCosts:
         return [
             MeshChoice(shape, axes)
             for axes in deferred
-            # All axes of a mesh with several are like a mesh with one axis.
+            # Deferring all of several axes is the same as on a mesh of one axis, another shape.
             if self._has_rows(mesh.ways(axes)) and len(axes) < max(len(shape), 2)
         ]
 
