@@ -55,8 +55,8 @@ def predict(model: Transformer, execution: Execution, machine: Machine) -> Predi
     step_overhead = machine.backend.step_us * 1e-6
     seconds = steady + bubble + update + gradients.exposed + slots * gathers.exposed + step_overhead
     model_flops = model.flops(execution.global_batch)
-    replicas = execution.tensor * execution.context * slots * execution.data
-    recomputed_flops = layer.recompute.flops * model.layers * replicas
+    device_passes = execution.tensor * execution.context * slots * execution.data
+    recomputed_flops = layer.recompute.flops * model.layers * device_passes
     return Prediction(
         seconds=seconds,
         forward=slots * slowest.forward,
