@@ -191,6 +191,20 @@ class LoadedJob:
         carrier, offset = self._spreads[at]
         return carrier.receive(tag + offset)
 
+    def run(
+        self, kept: Mapping[int, jax.Array], given: Mapping[int, np.ndarray | jax.Array]
+    ) -> list[Values]:
+        """Execute all instructions, and return the values of each mesh after the last one.
+
+        Args:
+            kept: inputs that are sharded as the plan says, by number.
+            given: inputs elsewhere, by number.
+        """
+        values = self.start(kept, given)
+        for mesh, instruction in self.order:
+            self.execute(mesh, instruction, values)
+        return values
+
     def execute(
         self, mesh: int, instruction: Instruction, values: Sequence[Values], tag: int = 0
     ) -> None:

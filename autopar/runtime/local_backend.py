@@ -237,9 +237,7 @@ def _load_state_job(devices: Present, step: StepGraph, places: Sequence[Array]) 
 
     def run(leaves: Sequence[Any]) -> dict[int, jax.Array]:
         arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves]
-        values = loaded.start({}, dict(enumerate(arrays)))
-        for mesh, instruction in loaded.order:
-            loaded.execute(mesh, instruction, values)
+        values = loaded.run({}, dict(enumerate(arrays)))
         return {output.number: loaded.take(output, values) for output in job.outputs}
 
     return run

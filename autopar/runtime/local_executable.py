@@ -118,9 +118,7 @@ class LocalExecutable(Executable):
         for leaf, home in zip(leaves, self.homes, strict=True):
             if not is_at(leaf, home):
                 raise ValueError("an argument is not where the plan wants it; see shard_args")
-        values = self.job.start(dict(enumerate(leaves)), {})
-        for mesh, instruction in self.job.order:
-            self.job.execute(mesh, instruction, values)
+        values = self.job.run(dict(enumerate(leaves)), {})
         results = [self._take(output, values) for output in self._outputs]
         return jax.tree.unflatten(self.step.out_tree, results)
 
