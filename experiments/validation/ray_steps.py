@@ -340,8 +340,6 @@ def main() -> None:
     parser.add_argument("--calibrated", type=Path, help="a cluster file to write")
     flags = parser.parse_args()
     load_average = os.getloadavg()
-    # Otherwise Ray's processes build the environment anew.
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     use_devices_like(Cluster.load("cpu-virtual"), 8)
     _log("compiling for one process")
     cases = [CompiledCase(case) for case in CASES]
