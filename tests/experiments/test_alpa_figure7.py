@@ -1,4 +1,4 @@
-"""Alpa's figure 7: rates count what the paper counts, and what ran fits while what did not does not."""
+"""Rates count the FLOP that Alpa counts, and plans fit in memory as in the paper."""
 
 import csv
 from pathlib import Path
@@ -16,10 +16,10 @@ SMALL = AlpaPlan("gpt", (64, 2, 2), 512, 2, ((1, (1, 1), (1, 1)),) * 2)
 
 
 def products(jaxpr) -> float:
-    """FLOP of all matrix products in a jaxpr and in what it calls."""
+    """Return the FLOP of all matrix products in a jaxpr and its inner jaxprs."""
     total = 0.0
     for eqn in jaxpr.eqns:
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda each: hasattr(each, "eqns")):
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             total += products(inner) if hasattr(inner, "eqns") else 0.0
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]

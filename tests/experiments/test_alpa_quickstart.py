@@ -1,3 +1,5 @@
+"""Predictions of the quickstart's strategies are close to the published numbers, and rank alike."""
+
 import pytest
 
 from experiments.validation.alpa_quickstart import compare

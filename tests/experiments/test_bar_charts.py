@@ -1,3 +1,5 @@
+"""A figure shows every cell of a model, published numbers, and cells that failed or do not fit."""
+
 from pathlib import Path
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Hand-written strategies: one step equals the serial one in loss, gradients and parameters, and clusters can be predicted."""
+"""Steps of hand-written strategies equal the serial step, and have the collectives they write."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,15 +23,14 @@ MLP_MODEL = MLP(dim=16, num_layers=6, batch_size=16)
 GPT_MODEL = GPT(
     num_layers=2, hidden_size=16, num_heads=4, sequence_length=8, vocab_size=32, batch_size=8
 )
-MESHES: dict[
-    str, dict[str, tuple[int, ...]]
-] = {  # for the pipeline, some that its blocks don't fill
+MESHES: dict[str, dict[str, tuple[int, ...]]] = {
     "manual_data": {"mlp": (8,), "gpt": (8,)},
     "manual_fsdp": {"mlp": (8,), "gpt": (8,)},
     "manual_tensor_2d": {"mlp": (4, 2), "gpt": (2, 4)},
     "manual_megatron": {"mlp": (4, 2), "gpt": (2, 4)},
     "manual_pipeline": {"mlp": (2,), "gpt": (8,)},
 }
+"""A mesh for each model; the pipeline for GPT has more stages than blocks."""
 COLLECTIVES = {
     "manual_data": {"all_reduce"},
     "manual_fsdp": {"all_gather", "reduce_scatter"},
@@ -39,14 +38,14 @@ COLLECTIVES = {
     "manual_megatron": {"all_gather", "reduce_scatter", "all_reduce"},
     "manual_pipeline": {"collective_permute", "reduce_scatter", "all_gather"},
 }
-"""What is written, and its transpose."""
+"""The collectives that a strategy writes, and their transposes."""
 SPLIT_OVER = {"manual_fsdp": 8, "manual_tensor_2d": 8, "manual_megatron": 2, "manual_pipeline": 2}
-"""Over how many devices of its mesh for MLPs each splits the weights."""
+"""Number of devices that the weights of an MLP are split over."""
 
 
 @cache
 def serial(model: Model) -> Any:
-    """Arguments of a model's step on the host, and its result."""
+    """Return the arguments of a model's step on the host, and its result."""
     args = initial_args(model)
     return args, jax.device_get(jax.jit(model.train_step)(*args))
 
@@ -59,23 +58,25 @@ def assert_same_step(name: str, model: Model, mesh: tuple[int, ...]) -> None:
         r if type(r) is tuple else (r,) for r in (actual, expected)
     )
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    # The first moments are a tenth of the gradients: a factor of N, or a missing part, would show.
+    # The first moments are a tenth of the gradients, so a wrong factor or a missing term would
+    # show.
     gradients = expected_state.opt_state[0].mu
     assert_close(state.opt_state[0].mu, gradients, rtol=1e-3, atol=1e-7)
-    # Adam makes a full step of a gradient that is nothing but rounding, such as those of the keys' biases.
-    known = jax.tree.map(lambda g: np.abs(g) > 1e-6, gradients)
-    kept = (
-        jax.tree.map(np.where, known, s.params, serial(model)[0][0].params)
+    # Adam makes a full step of 1e-3 for a gradient that is only rounding, such as the keys'
+    # biases'.
+    significant = jax.tree.map(lambda g: np.abs(g) > 1e-6, gradients)
+    params = (
+        jax.tree.map(np.where, significant, s.params, serial(model)[0][0].params)
         for s in (state, expected_state)
     )
-    assert_close(*kept, rtol=0, atol=2e-4)  # of a step of 1e-3
+    assert_close(*params, rtol=0, atol=2e-4)
     assert jax.tree.structure(state) == jax.tree.structure(expected_state)
     assert runnable.memory_bytes > 0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_fast() -> Iterator[None]:
-    """What runs once is to compile fast."""
+    """Compile fast, since each program runs once."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -86,7 +87,7 @@ def assert_close(actual: Any, expected: Any, **tolerance: float) -> None:
 
 
 def meshes(name: str, model: Model) -> st.SearchStrategy[tuple[int, ...]]:
-    """Those of up to 8 devices that a strategy runs on."""
+    """Return meshes of up to 8 devices that a strategy runs on."""
     return st.sampled_from(
         [m for m in ((4, 2), (8,), (2, 4), (2,), (4,), (2, 2)) if BY_HAND[name].runs_on(model, m)]
     )
@@ -110,7 +111,7 @@ def test_an_mlp_step_equals_the_serial_one(name: str, data: st.DataObject) -> No
 @settings(max_examples=2)
 @given(data=st.data())
 def test_a_gpt_step_equals_the_serial_one(name: str, data: st.DataObject) -> None:
-    """With any sizes that its devices divide; for the pipeline, some blocks that they don't."""
+    """Sizes are divisible by the devices, but for the blocks of the pipeline."""
     mesh = data.draw(meshes(name, GPT_MODEL))
     model = GPT(
         num_layers=data.draw(st.integers(1, 2)),

@@ -1,3 +1,5 @@
+"""Tables have a row for each cell and each published result, and relative errors between them."""
+
 from pathlib import Path
 
 import pandas as pd
@@ -33,7 +35,11 @@ OTHER_PAPER = PAPER | {"model": "gpt"}
 
 @pytest.fixture
 def directories(tmp_path: Path) -> list[Path]:
-    """Two jobs: serial on one simulated device, 10 % too slow and with half the memory; on 8 shard failed and zero2 is missing."""
+    """Return two jobs.
+
+    On one device serial is 10 % too slow, with half the memory. On 8 devices shard failed, and
+    zero2 has no result.
+    """
     one = Job("mlp", "tiny", SIZES, "p3.16xlarge", (1,), ("serial",))
     eight = Job("mlp", "tiny", SIZES, "p3.16xlarge", (8,), ("shard", "zero2"))
     places = [tmp_path / "simulated" / job.name for job in (one, eight)]

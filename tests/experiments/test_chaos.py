@@ -1,4 +1,4 @@
-"""Training survives what the command does to it, and who looks for what is left finds it."""
+"""Training survives the kills of `chaos train`, and orphaned processes are noticed."""
 
 import subprocess
 import sys
@@ -11,7 +11,8 @@ pytest.importorskip("ray")
 
 PARENT = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL)
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
 input()
 """

@@ -1,4 +1,4 @@
-"""Microbenchmarks of collectives, and the fit of their curves."""
+"""Collectives are timed by kind, group and size, and curves are fitted to them."""
 
 from pathlib import Path
 from typing import get_args

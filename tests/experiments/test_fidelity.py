@@ -1,4 +1,4 @@
-"""The compiled program communicates what the plan says, and the table says why where it doesn't."""
+"""Compiled programs have the collectives of their plans, or the table gives the reason."""
 
 import csv
 from pathlib import Path

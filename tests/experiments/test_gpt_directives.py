@@ -1,4 +1,4 @@
-"""The GPT of the sweep, scheduled by hand, trains as it does on one device, with either way of leaving the rest to others."""
+"""The sweep's GPT under directives trains as it does on one device, with every backend."""
 
 from dataclasses import replace
 
@@ -47,16 +47,15 @@ def test_a_scheduled_gpt_trains_as_on_one_device(directives: object, backend: Ba
     step = autopar.parallelize(train_step(MODEL, built), method=built.method, donate_argnums=())
     updated, found = step(state, batch)
     np.testing.assert_allclose(found, loss, rtol=1e-5)
-    assert_allclose(
-        updated.params, expected.params, atol=2e-3
-    )  # Adam's first step is the sign of the gradient, rounding or not
+    # Adam's first step is the sign of the gradient, even of one that is only rounding.
+    assert_allclose(updated.params, expected.params, atol=2e-3)
     kernel = updated.params["params"]["block_0"]["attention"]["qkv"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (32, 24)
 
 
 @pytest.mark.parametrize("name", slow(*SCHEDULED))
 def test_a_plan_for_gpus_that_are_not_here_is_predicted_and_runs_here(name: str) -> None:
-    """Megatron's tensor parallelism: two all_reduces per block forward and backward, and one for the tokens looked up."""
+    """Megatron has two all_reduces per block and direction, and one for the embedding."""
     cluster, strategy = Cluster.load("dgx_a100_80"), SCHEDULED[name]
     plan = strategy.plan(MODEL, (2,), cluster)
     timeline = strategy.predict(MODEL, (2,), plan, cluster).timeline
@@ -111,9 +110,8 @@ def test_with_microbatches_a_scheduled_gpt_trains_as_on_one_device(
 ) -> None:
     model, key, sgd = replace(MODEL, num_layers=2), jax.random.key(0), optax.sgd(1.0)
     state, batch = model.init_state(key), model.make_batch(key)
-    state = state.replace(
-        tx=sgd, opt_state=sgd.init(state.params)
-    )  # Adam's first step is the sign of the gradient
+    # With Adam the first step would be the sign of the gradient.
+    state = state.replace(tx=sgd, opt_state=sgd.init(state.params))
     expected, loss = jax.jit(model.train_step)(state, batch)
     step, _, method = scheduled_step(model, device_mesh, shape, knobs, num_micro_batches=2)
     updated, found = autopar.parallelize(step, method=method, donate_argnums=())(state, batch)

@@ -1,3 +1,5 @@
+"""Steps and kernels on a GPU are timed, predicted and written, whatever fails or is left out."""
+
 import io
 import json
 from pathlib import Path

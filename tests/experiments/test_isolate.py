@@ -1,3 +1,5 @@
+"""A cell that fails gets a result with the reason, and the other cells are still computed."""
+
 import json
 from pathlib import Path
 

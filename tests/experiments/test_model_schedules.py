@@ -1,4 +1,4 @@
-"""The schedules that come with the package, on the models of the sweep: right on any backend, with Megatron's collectives."""
+"""Shipped schedules keep the sweep's models' results and have Megatron's collectives."""
 
 import re
 from collections.abc import Callable
@@ -131,7 +131,7 @@ def test_stages_of_any_model_have_the_gradients_of_one_device(name: str) -> None
 
 
 def assert_planned_like_the_model(sch: ModelSchedule, example: Any, **more: Any) -> Any:
-    """Value and gradients, with backend "auto". Returns the executable."""
+    """Check the value and gradients with backend "auto", and return the executable."""
     draw = np.random.default_rng(0)
     variables = jax.tree.map(lambda x: draw.normal(0.5, 0.2, x.shape).astype(x.dtype), sch.params)
     expected = jax.jit(partial(gradients, sch.fun))(variables, example)
@@ -143,7 +143,7 @@ def assert_planned_like_the_model(sch: ModelSchedule, example: Any, **more: Any)
 
 
 def gradients(apply: Callable[..., Any], variables: Any, example: Any) -> Any:
-    """A loss of a model's result and its gradients."""
+    """Return a loss of a model's result, and its gradients."""
 
     def loss(variables: Any) -> jax.Array:
         result = apply(variables, example)
@@ -158,13 +158,16 @@ LARGE = {
     "llama": {"hidden_size": 512, "vocab_size": 4096, "width": 1024},
     "wide_resnet": {"channels": 128},
 }
-"""Sizes at which it pays for the planner, too, to add up activations: small weights are gathered sooner."""
+"""Sizes at which the planner, too, reduces activations; it would rather gather small weights."""
 
 
 @pytest.mark.parametrize(("name", "backend"), pairs(list(FAMILIES), ["manual", "gspmd", "auto"]))
 def test_every_backend_adds_up_as_often_as_the_schedule_says(name: str, backend: Backend) -> None:
-    """Megatron's: two per block and direction of a transformer, one of what is looked up, and one of the gradients of what goes into
-    the logits. Of each of two bottlenecks one forward, and two backward."""
+    """The number of reductions is Megatron's.
+
+    A transformer has two per block and direction, one of the embedding, and one of the gradients of
+    the logits' input. Each of two bottlenecks has one forward and two backward.
+    """
     family = FAMILIES[name]
     family = replace(
         family, make=lambda layers, make=family.make: replace(make(layers), **LARGE[name])
@@ -179,15 +182,16 @@ def test_every_backend_adds_up_as_often_as_the_schedule_says(name: str, backend:
 
 
 def added_up(hlo: str) -> int:
-    """How many all_reduces and reduce_scatters of activations there are, of modules that a schedule says something about.
+    """Return the number of all_reduces and reduce_scatters of activations that a schedule decides.
 
-    The planner computes gradients of norms in parts, too, which are smaller, and splits what is left open: BERT's transform before the
-    logits, and the skips of a residual network.
+    The planner also reduces the gradients of norms, which have fewer dims, and the results of
+    modules without directives: BERT's transform before the logits, and the skips of a residual
+    network.
     """
     kinds = r"= (.*) (?:all-reduce|reduce-scatter)(?:-start)?\("
-    found = ((re.search(kinds, line), line) for line in hlo.splitlines())
+    matches = ((re.search(kinds, line), line) for line in hlo.splitlines())
     of_activations = [
-        line for match, line in found if match and re.search(r"\[\d+,\d+,\d+", match[1])
+        line for match, line in matches if match and re.search(r"\[\d+,\d+,\d+", match[1])
     ]
     return sum(
         "Conv_" in line or not re.search(r"\((transform|\w*/?skip)\)", line)
@@ -202,7 +206,7 @@ def test_with_sequence_parallelism_sums_are_scattered_and_gathered_again(name: s
 
 
 def test_the_loss_is_computed_where_the_logits_are() -> None:
-    """They are never gathered: beside Megatron's collectives the gradients need each position's largest logit and its sum."""
+    """Logits are never gathered; gradients need only the maximum and the sum of each position."""
     model = FAMILIES["gpt"].make(1)
     state, _ = model.abstract_args()
     labels = TOKENS * 3 % 64
@@ -221,7 +225,7 @@ def test_the_loss_is_computed_where_the_logits_are() -> None:
 
 
 def counted(sch: ModelSchedule, *args: Any) -> dict[str, int]:
-    """Collectives of the loss and its gradients."""
+    """Return the number of collectives of each kind in the gradients of a loss."""
     built = build(sch)
     loss = jax.jit(jax.grad(lambda params: jnp.sin(built.apply(params, *args)).mean()))
     placed = jax.tree.map(

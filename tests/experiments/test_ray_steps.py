@@ -1,4 +1,4 @@
-"""What hosts cost is fitted to some models and predicts others; what is fitted is a cluster file."""
+"""Overheads of hosts are fitted to some models, predict others, and make a cluster file."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_what_was_held_out_is_predicted_to_a_fifth():
     steps = held_out[within].pivot_table(
         index=["case", "hosts"], columns="quantity", values="value"
     )
-    assert len(steps) == 3  # those with 2 stages on 4 hosts span them, and are not predicted
+    assert len(steps) == 3  # with 2 stages on 4 hosts a stage spans two, which is not predicted
     for role in ("shipped", "fitted_here"):
         found = steps[f"predicted_seconds_{role}"] / steps["seconds"] - 1
         assert found.values == pytest.approx(steps[f"error_{role}"].values, abs=2e-3)

@@ -1,3 +1,5 @@
+"""The hash of the code changes with every file, and every rule depends on it."""
+
 import shutil
 from pathlib import Path
 

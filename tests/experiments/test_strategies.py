@@ -1,3 +1,5 @@
+"""Every strategy computes the serial step, and is predicted for clusters."""
+
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -31,14 +33,14 @@ CELLS = [(model, "serial", (1,)) for model in MODELS] + [
     for mesh in meshes
     for name, strategy in STRATEGIES.items()
     if strategy.runs_on(MODELS[model], mesh)
-    and name not in BY_HAND  # those have tests of their own
+    and name not in BY_HAND  # tested in test_by_hand.py
     and not (name == "pipeline" and mesh[0] > 2)  # more stages than layers
 ]
 
 
 @cache
 def serial_steps(model: str) -> Any:
-    """Arguments of a model's step, and the results of one serial step and of a second one."""
+    """Return the arguments of a model's step, and the results of two serial steps."""
     state, batch = initial_args(MODELS[model])
     step = jax.jit(MODELS[model].train_step)
     first = step(state, batch)
@@ -56,7 +58,8 @@ def test_every_strategy_equals_the_serial_step(
     runnable = strategy.prepare(model, mesh, plan, args)
     state, batch = runnable.args
     result = runnable.step(state, batch)
-    # Adam divides by the root of the mean square gradient: where that is almost 0, rounding shows up as part of a step of 1e-3.
+    # Adam divides by the root of the mean square gradient. Where that is almost 0, rounding becomes
+    # a part of the step of 1e-3.
     assert largest_difference(runnable.gather(result), first) < 1e-3
     result = runnable.step(next_state(result), batch)
     assert largest_difference(runnable.gather(result), second) < 2e-3

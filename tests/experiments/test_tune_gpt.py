@@ -1,4 +1,4 @@
-"""A scheduled GPT is tuned: by the plans' own estimates, as nothing is compiled for CPUs that are only predicted."""
+"""A scheduled GPT is tuned; on predicted CPUs by the plans' estimates, without compiling."""
 
 from itertools import combinations
 
@@ -61,8 +61,8 @@ def test_the_knobs_of_a_schedule_are_tuned_and_the_best_two_measured() -> None:
 
 
 def test_the_tutorial_prints_what_it_tried_and_the_best() -> None:
-    arguments = "--model gpt-350M --layers 1 --batch-size 1 --cluster cpu-virtual --devices 1 --search-by exhaustive"
-    run = CliRunner().invoke(app, arguments.split())
+    arguments = "--model gpt-350M --layers 1 --batch-size 1 --cluster cpu-virtual --devices 1"
+    run = CliRunner().invoke(app, [*arguments.split(), "--search-by", "exhaustive"])
     assert run.exit_code == 0, run.output
     assert (
         "gpt-350M, 1 layers, batch of 1, on 1 devices of cpu-virtual: 6 of 6 candidates tried"

@@ -1,3 +1,5 @@
+"""Tutorials run and print what they should."""
+
 import os
 import re
 import runpy
@@ -53,20 +55,16 @@ def test_the_tutorial_on_distributed_arrays_prints_what_it_should() -> None:
         text=True,
         capture_output=True,
         timeout=120,
-        env={
-            **os.environ,
-            "COLUMNS": "80",
-        },  # the pictures of shardings are as wide as the terminal allows
+        # Pictures of shardings are as wide as the terminal.
+        env={**os.environ, "COLUMNS": "80"},
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == (GOLDEN / "intro_to_distributed.txt").read_text().splitlines()
 
 
 @pytest.mark.slow
-def test_the_schedule_tutorial_prints_the_model_the_match_and_one_all_reduce_on_a_plain_machine() -> (
-    None
-):
-    """Where no one has set up devices."""
+def test_the_schedule_tutorial_prints_the_model_the_match_and_one_all_reduce() -> None:
+    """The environment sets up no devices."""
     plain = {
         name: value
         for name, value in os.environ.items()
@@ -90,7 +88,7 @@ def test_the_schedule_tutorial_prints_the_model_the_match_and_one_all_reduce_on_
 def test_the_schedule_tutorial_differs_only_in_sizes_on_more_devices_or_one(
     devices: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One all_reduce forward; on a single device there is nothing to add up."""
+    """The forward pass has one all_reduce, and none on a single device."""
     monkeypatch.setattr(
         sys, "argv", ["slapo_mlp", "--devices", str(devices), "--sequence-length", "16"]
     )

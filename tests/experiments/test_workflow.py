@@ -1,4 +1,4 @@
-"""The workflow as a user starts it, on its smoke configuration."""
+"""The workflow computes its smoke configuration, as users start it, and refuses mistakes."""
 
 import os
 import shutil
@@ -20,7 +20,10 @@ type Snakemake = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def snakemake(tmp_path: Path) -> Snakemake:
-    """Runs snakemake in an empty directory, on a configuration file and a copy of the project that nobody edits meanwhile."""
+    """Return a function that runs snakemake in an empty directory, on a copy of the project.
+
+    A copy can't change during the run.
+    """
     project, results = tmp_path / "project", tmp_path / "sweep"
     for package in ("autopar", "experiments", "simulator"):
         shutil.copytree(
@@ -45,7 +48,7 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(
     snakemake: Snakemake, tmp_path: Path
 ) -> None:
     config = yaml.safe_load((ROOT / "experiments/config/smoke.yaml").read_text())
-    # An odd batch can't be split over two devices, and that one cell fails.
+    # An odd batch can't be split over two devices, so one cell fails.
     config["models"]["mlp"]["odd"] = config["models"]["mlp"]["tiny"] | {"batch_size": 15}
     config["platforms"][1]["models"]["mlp"] = "odd"
     config["meshes"], config["strategies"] = [[2]], ["shard", "manual_fsdp"]
