@@ -1,7 +1,7 @@
 """Reports about a plan that need no device.
 
-They cover placements, reshardings, decisions with their costs, kinds of parallelism, differences
-between plans, pictures of shardings, program texts and debug dumps.
+They cover placements, reshardings, decisions with their costs, kinds of parallelism, primitives,
+differences between plans, pictures of shardings, program texts and debug dumps.
 """
 
 from autopar.analysis.planned_collectives import planned_collectives

@@ -1,4 +1,4 @@
-"""Which primitives a step uses, and what planning knows of each."""
+"""The primitives of a step, and their coverage by the registry of primitives."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def primitives(train_step: Callable[..., Any], *args: Any) -> "pd.DataFrame":
-    """Return a table of the primitives of a step and of what planning knows of each.
+    """Return a table of the primitives of a step with their records in the registry.
 
-    See `autopar.primitives.registry` for the meaning of records and for how to add one.
+    `autopar.primitives.registry` documents the records, and how to add one.
 
     Args:
         train_step: any function that JAX can trace.
@@ -28,14 +28,15 @@ def primitives(train_step: Callable[..., Any], *args: Any) -> "pd.DataFrame":
         - `primitive`: its name.
         - `count`: number of its equations.
         - `sharding`: "rule"; "replicated" if every device computes it whole; "refused" if it can't
-          be planned, because it has effects or operands that are no arrays; "no results" if it has
-          none to shard.
+          be planned, because it has effects or operands that are not arrays; "no results" if it
+          has no results to shard.
         - `on_shards`: whether its parameters are adapted to shards.
-        - `fusion`: how XLA:GPU fuses it, a `FusionClass`.
-        - `movement`: what it does to elements if it does no arithmetic, a `Movement`, or empty.
-        - `algebra`: how its result scales, an `Algebra`; empty if it is nonlinear or unknown.
+        - `fusion`: its `FusionClass`, by which XLA:GPU fuses it.
+        - `movement`: its `Movement` if it only moves elements, else empty.
+        - `algebra`: its `Algebra`, by which its result scales with its operands; empty if it is
+          nonlinear or unknown.
     """
-    import pandas as pd  # takes a second to import, and only tables need it
+    import pandas as pd  # imported late because it takes a second
 
     jaxpr = flatten(jax.make_jaxpr(train_step)(*args))
     counts = Counter(eqn.primitive for eqn in jaxpr.eqns)
