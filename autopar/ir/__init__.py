@@ -1,1 +1,1 @@
-"""The flat jaxpr of a step: its equations, what they are in the step, and how they are run."""
+"""Intermediate representation of a step: one flat jaxpr, its evaluation, and sharding specs."""

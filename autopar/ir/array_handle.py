@@ -1,15 +1,17 @@
-"""Arrays that are elsewhere, as a trace sees them."""
+"""Handles of arrays on other hosts, as a trace sees them."""
 
 from typing import Any
 
 
 class ArrayHandle:
-    """An array on other hosts: it has a shape and a dtype, but no data here.
+    """An array whose data is on other hosts.
 
     Attributes:
-        shape, dtype, weak_type: as of a `jax.Array`.
-        hosts: the hosts that have it.
-        array: what and where it is there (`autopar.lowering.job.Array`).
+        shape: As of a `jax.Array`.
+        dtype: As of a `jax.Array`.
+        weak_type: As of a `jax.Array`.
+        hosts: The hosts that store it.
+        array: Its name and sharding on these hosts (`autopar.lowering.job.Array`).
     """
 
     shape: tuple[int, ...]
@@ -19,4 +21,4 @@ class ArrayHandle:
     array: Any
 
     def check(self) -> None:
-        """Raise RuntimeError if there is nothing to read any more."""
+        """Raise RuntimeError if the hosts no longer store the array."""

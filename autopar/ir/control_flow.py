@@ -1,18 +1,19 @@
-"""Control flow in a flat jaxpr: the bodies of loops and branches as runs of equations between markers.
+"""Control flow in a flat jaxpr: markers around the equations of loop bodies and branches.
 
     t      = loop[length=12]
-    w'     = loop_const w t            the same in every iteration
-    c      = loop_carry init t         what an iteration hands to the next
+    w'     = loop_const w t            the same value in every iteration
+    c      = loop_carry init t         the carry at the beginning of an iteration
     x      = loop_slice xs t           one slice per iteration
     ...                                the body
-    final  = loop_result c next t      `next` is what c becomes; `final` what it is after the last iteration
+    final  = loop_result c next t      `next` is the next carry, `final` the last one
     ys     = loop_stack y t            one slice per iteration
     end t
 
-A while loop has no length, and between its carries and its body the equations of its condition, ended by `loop_test`. A `switch`
-has a run of equations after each `branch`, and `switch_result`s that take the value of one of them. Every value of a body has
-so a name, a number and a place of its own, like any other of the step: whoever reads the list from top to bottom sees each
-equation once. The token `t` says what belongs together.
+A while loop has no length. The equations of its condition are between its carries and its body, and
+end with `loop_test`. A `switch` has the equations of each branch after a `branch` marker, and
+`switch_result`s that return the value of one branch. So every equation of the step occurs once in
+one list, and every value of a body is a variable of that list. The token `t` identifies the region
+that a marker belongs to.
 """
 
 from collections.abc import Sequence
@@ -34,25 +35,32 @@ end_p = Primitive("end")
 
 OPENING = frozenset({loop_p, switch_p})
 ENTERING = frozenset({loop_const_p, loop_carry_p, loop_slice_p})
-"""What brings values into a body."""
+"""Markers that bring values into a body."""
+
 LEAVING = frozenset({loop_result_p, loop_stack_p, switch_result_p})
-"""What brings values out of one."""
+"""Markers that bring values out of a body or branch."""
+
 MARKERS = OPENING | ENTERING | LEAVING | {loop_test_p, branch_p, end_p}
 BOUND = frozenset({loop_test_p, loop_result_p, branch_p, end_p})
-"""Markers that a region can't do without, whether or not their results are used."""
+"""Markers that a region needs even if their results are unused."""
 
 TOKEN = ShapedArray((), bool)
 
 
 def token_of(eqn: JaxprEqn) -> Var:
-    """The token of the region that a marker belongs to."""
+    """Return the token of the region that a marker belongs to."""
     token = eqn.outvars[0] if eqn.primitive in OPENING else eqn.invars[-1]
     assert isinstance(token, Var)
     return token
 
 
 def end_of(eqns: Sequence[tuple[int, JaxprEqn]], start: int) -> int:
-    """The position of the `end` of the region that opens at position `start` of numbered equations."""
+    """Return the position of the `end` of the region that opens at position `start`.
+
+    Args:
+        eqns: Numbered equations.
+        start: A position in `eqns`, not the number of an equation.
+    """
     token = token_of(eqns[start][1])
     return next(
         position
@@ -62,27 +70,29 @@ def end_of(eqns: Sequence[tuple[int, JaxprEqn]], start: int) -> int:
 
 
 def spans(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, int]]:
-    """For each region, by its token, the numbers of the equations that open and end it."""
+    """Return the numbers of the equations that open and end each region, by its token."""
     opened = {token_of(eqn): number for number, eqn in enumerate(eqns) if eqn.primitive in OPENING}
     return {
-        token_of(e): (opened[token_of(e)], number)
-        for number, e in enumerate(eqns)
-        if e.primitive is end_p
+        token_of(eqn): (opened[token_of(eqn)], number)
+        for number, eqn in enumerate(eqns)
+        if eqn.primitive is end_p
     }
 
 
 def repeats(eqns: Sequence[JaxprEqn]) -> list[float]:
-    """How often each equation runs: the lengths of the loops around it; a branch counts as one of its switch's.
+    """Return how often each equation runs.
 
-    The number of iterations of a while loop is not known; it counts as one.
+    That is the product of the lengths of the loops around it. The length of a while loop is unknown
+    and counts as one. An equation in one of n branches runs 1 / n times.
     """
-    counts, around = [], [1.0]
+    counts: list[float] = []
+    enclosing = [1.0]
     for eqn in eqns:
         if eqn.primitive is end_p:
-            around.pop()
-        counts.append(around[-2] if eqn.primitive in ENTERING else around[-1])
+            enclosing.pop()
+        counts.append(enclosing[-2] if eqn.primitive in ENTERING else enclosing[-1])
         if eqn.primitive is loop_p:
-            around.append(around[-1] * (eqn.params["length"] or 1))
+            enclosing.append(enclosing[-1] * (eqn.params["length"] or 1))
         elif eqn.primitive is switch_p:
-            around.append(around[-1] / eqn.params["branches"])
+            enclosing.append(enclosing[-1] / eqn.params["branches"])
     return counts

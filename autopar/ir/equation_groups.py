@@ -1,4 +1,4 @@
-"""Groups of equations that stay together: one equation, or all equations of a loop or branch."""
+"""Groups of equations that stay together: a single equation, or a whole loop or switch."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -10,7 +10,13 @@ from autopar.ir.evaluate import Numbered
 
 
 class Unit(NamedTuple):
-    """Equations, with what they read of others and what they make."""
+    """A group of equations.
+
+    Attributes:
+        eqns: The numbered equations.
+        reads: The values that they read and others compute.
+        makes: The values that they compute.
+    """
 
     eqns: tuple[Numbered, ...]
     reads: tuple[Var, ...]
@@ -18,33 +24,36 @@ class Unit(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of the first equation, by which the unit is known."""
+        """The number of the first equation, which identifies the unit."""
         return self.eqns[0][0]
 
 
 def units(eqns: Iterable[Numbered]) -> list[Unit]:
-    """The units that equations consist of, in order."""
-    found: list[Unit] = []
+    """Return the units that numbered equations consist of, in order."""
+    groups: list[Unit] = []
     pending: list[Numbered] = []
     depth = 0
     for number, eqn in eqns:
         pending.append((number, eqn))
         depth += (eqn.primitive in control_flow.OPENING) - (eqn.primitive is control_flow.end_p)
         if depth == 0:
-            makes = {var: None for _, each in pending for var in each.outvars}
+            makes = {var: None for _, member in pending for var in member.outvars}
             reads = {
-                a: None
-                for _, each in pending
-                for a in each.invars
-                if isinstance(a, Var) and a not in makes
+                atom: None
+                for _, member in pending
+                for atom in member.invars
+                if isinstance(atom, Var) and atom not in makes
             }
-            found.append(Unit(tuple(pending), tuple(reads), tuple(makes)))
+            groups.append(Unit(tuple(pending), tuple(reads), tuple(makes)))
             pending = []
-    return found
+    return groups
 
 
 def dependents(eqns: Iterable[Numbered], sources: Iterable[Var]) -> set[Var]:
-    """Return the values that depend on `sources`, these included; all that a loop or branch makes depends on all it reads."""
+    """Return the values that depend on `sources`, and `sources` themselves.
+
+    Every value that a loop or switch computes counts as dependent on every value that it reads.
+    """
     reached = set(sources)
     for unit in units(eqns):
         if not reached.isdisjoint(unit.reads):

@@ -1,7 +1,8 @@
-"""Running flat jaxprs, with a hand on every operand and result."""
+"""An interpreter of flat jaxprs with hooks on operands and results."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,23 +15,24 @@ from autopar.ir.graph import read
 type Numbered = tuple[int, JaxprEqn]
 
 type Hook = Callable[[int, list[Any]], list[Any]]
-"""Sees the number of an equation and its operands or results, and gives them back, perhaps changed.
+"""A function from the number of an equation and its operands, or results, to the values to use.
 
-Operands that are not there to be seen, the tokens of regions and what the other branches of a switch compute, are None.
+Operands that have no value are None: tokens of regions, and values of the other branches of a
+switch.
 """
 
 
 def unchanged(number: int, values: list[Any]) -> list[Any]:
-    """A hook that changes nothing."""
+    """Return `values`: the hook that changes nothing."""
     return values
 
 
 type Apply = Callable[[int, JaxprEqn, list[Any]], list[Any]]
-"""Computes the results of an equation, given with its number, from its operands."""
+"""A function from the number of an equation, the equation and its operands to its results."""
 
 
 def as_traced(number: int, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Apply the primitive of `eqn` as it was traced."""
+    """Return the results of `eqn` with the primitive and parameters of the trace."""
     with eqn.ctx.manager:
         result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(result) if eqn.primitive.multiple_results else [result]
@@ -43,19 +45,28 @@ def evaluate(
     after: Hook,
     apply: Apply = as_traced,
 ) -> None:
-    """Run numbered `eqns` on the values in `env` and add their results, passing operands and results by the hooks."""
-    _Run(before, after, apply).all(list(eqns), env)
+    """Run numbered equations and add their results to `env`.
+
+    Args:
+        eqns: Numbered equations of a flat jaxpr.
+        env: The values that they read.
+        before: The hook of operands.
+        after: The hook of results.
+        apply: How an equation runs.
+    """
+    _Evaluator(before, after, apply).run(list(eqns), env)
 
 
 FFT_OPTIONS = {"xla_cpu_multi_thread_eigen": False}
-"""What XLA:CPU compiles a Fourier transform with, see `compiler_options`."""
+"""The XLA:CPU options for programs with a Fourier transform, see `compiler_options`."""
 
 
 def compiler_options(eqns: Iterable[JaxprEqn], mesh: Mesh | AbstractMesh) -> dict[str, bool] | None:
     """Return the XLA options that a program of `eqns` needs on `mesh`.
 
-    XLA:CPU computes a Fourier transform with the threads that its virtual devices run on. Where all of them wait for a
-    collective, one device waits for a thread and the others for that device, for ever (jaxlib 0.11.2).
+    XLA:CPU runs a Fourier transform in the threads that also run its virtual devices. If all other
+    threads wait in a collective, the device with the transform gets no thread, and the collective
+    waits for that device: a deadlock (jaxlib 0.11.2).
     """
     on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     return FFT_OPTIONS if on_cpu and _has_fft(eqns) else None
@@ -69,18 +80,24 @@ def _has_fft(eqns: Iterable[JaxprEqn]) -> bool:
     )
 
 
-class _Run:
+class _Evaluator:
     def __init__(self, before: Hook, after: Hook, apply: Apply) -> None:
-        self.before, self.after, self.apply = before, after, apply
+        self.before = before
+        self.after = after
+        self.apply = apply
 
-    def all(self, eqns: Sequence[Numbered], env: dict[Var, Any]) -> None:
+    def run(self, eqns: Sequence[Numbered], env: dict[Var, Any]) -> None:
+        """Run `eqns` and add their results to `env`."""
         position = 0
         while position < len(eqns):
             number, eqn = eqns[position]
             if eqn.primitive in control_flow.OPENING:
                 end = control_flow.end_of(eqns, position)
                 region = _Region(eqns[position:end])
-                (self._loop if eqn.primitive is control_flow.loop_p else self._switch)(region, env)
+                if eqn.primitive is control_flow.loop_p:
+                    self._run_loop(region, env)
+                else:
+                    self._run_switch(region, env)
                 position = end
             else:
                 operands = self.before(number, [read(atom, env) for atom in eqn.invars])
@@ -90,39 +107,35 @@ class _Run:
                 env.update(zip(eqn.outvars, self.after(number, results), strict=True))
             position += 1
 
-    def _loop(self, region: "_Region", env: dict[Var, Any]) -> None:
-        """A `scan`, or a `while_loop` when the number of iterations is not known."""
+    def _run_loop(self, region: "_Region", env: dict[Var, Any]) -> None:
+        """Run a loop as a `scan`, or as a `while_loop` if it has no length."""
         params = region.opening.params
-        carries, slices = (
-            region.marked(control_flow.loop_carry_p),
-            region.marked(control_flow.loop_slice_p),
-        )
-        finals, stacks = (
-            region.marked(control_flow.loop_result_p),
-            region.marked(control_flow.loop_stack_p),
-        )
-        for marker in region.marked(control_flow.loop_const_p):
+        carries = region.markers(control_flow.loop_carry_p)
+        slices = region.markers(control_flow.loop_slice_p)
+        finals = region.markers(control_flow.loop_result_p)
+        stacks = region.markers(control_flow.loop_stack_p)
+        for marker in region.markers(control_flow.loop_const_p):
             self._bind([marker], [self._operand(marker, env)], env)
         init = [_strong(self._operand(marker, env)) for marker in carries]
         xs = [self._operand(marker, env) for marker in slices]
         *condition, body = region.parts(control_flow.loop_test_p)
 
-        def inside(eqns: Sequence[Numbered], carry: list[Any], parts: list[Any]) -> dict[Var, Any]:
+        def run_part(eqns: Sequence[Numbered], carry: list[Any], x: list[Any]) -> dict[Var, Any]:
             inner = dict(env)
             self._bind(carries, carry, inner)
-            self._bind(slices, parts, inner)
-            self.all(eqns, inner)
+            self._bind(slices, x, inner)
+            self.run(eqns, inner)
             return inner
 
-        def iterate(carry: list[Any], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-            inner = inside(body, carry, parts)
-            after = [_strong(self._operand(marker, inner, 1)) for marker in finals]
-            return after, [self._operand(marker, inner) for marker in stacks]
+        def iterate(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            inner = run_part(body, carry, x)
+            next_carry = [_strong(self._operand(marker, inner, 1)) for marker in finals]
+            return next_carry, [self._operand(marker, inner) for marker in stacks]
 
         if params["length"] is None:
-            ((_, test),) = region.marked(control_flow.loop_test_p)
+            ((_, test),) = region.markers(control_flow.loop_test_p)
             carry = jax.lax.while_loop(
-                lambda carry: read(test.invars[0], inside(condition[0], carry, [])),
+                lambda carry: read(test.invars[0], run_part(condition[0], carry, [])),
                 lambda carry: iterate(carry, [])[0],
                 init,
             )
@@ -132,27 +145,25 @@ class _Run:
         self._bind(finals, carry, env)
         self._bind(stacks, ys, env)
 
-    def _switch(self, region: "_Region", env: dict[Var, Any]) -> None:
-        results = region.marked(control_flow.switch_result_p)
+    def _run_switch(self, region: "_Region", env: dict[Var, Any]) -> None:
+        results = region.markers(control_flow.switch_result_p)
         (index,) = self.before(region.number, [read(region.opening.invars[0], env)])
 
-        def branch(which: int, eqns: Sequence[Numbered]) -> list[Any]:
+        def run_branch(number: int, eqns: Sequence[Numbered]) -> list[Any]:
             inner = dict(env)
-            self.all(eqns, inner)
-            return [_strong(self._operand(marker, inner, which)) for marker in results]
+            self.run(eqns, inner)
+            return [_strong(self._operand(marker, inner, number)) for marker in results]
 
-        branches = region.parts(control_flow.branch_p)[1:]
-        chosen = jax.lax.switch(
-            index, [lambda k=k, b=b: branch(k, b) for k, b in enumerate(branches)]
-        )
-        self._bind(results, chosen, env)
+        parts = region.parts(control_flow.branch_p)[1:]
+        branches = [partial(run_branch, number, eqns) for number, eqns in enumerate(parts)]
+        self._bind(results, jax.lax.switch(index, branches), env)
 
-    def _operand(self, marker: Numbered, env: dict[Var, Any], which: int = 0) -> Any:
-        """One operand of a marker; the others are elsewhere."""
+    def _operand(self, marker: Numbered, env: dict[Var, Any], position: int = 0) -> Any:
+        """Return one operand of a marker after the hook; the hook gets None for the others."""
         number, eqn = marker
         operands: list[Any] = [None] * len(eqn.invars)
-        operands[which] = read(eqn.invars[which], env)
-        return self.before(number, operands)[which]
+        operands[position] = read(eqn.invars[position], env)
+        return self.before(number, operands)[position]
 
     def _bind(
         self, markers: Sequence[Numbered], values: Sequence[Any], env: dict[Var, Any]
@@ -174,14 +185,16 @@ class _Region:
             and control_flow.token_of(eqn) is self.token
         )
 
-    def marked(self, primitive: Primitive) -> list[Numbered]:
-        """The region's own markers of a kind."""
+    def markers(self, primitive: Primitive) -> list[Numbered]:
+        """Return the region's markers of a primitive, without those of nested regions."""
         return [
-            each for each in self.inner if each[1].primitive is primitive and self._is_own(each[1])
+            (number, eqn)
+            for number, eqn in self.inner
+            if eqn.primitive is primitive and self._is_own(eqn)
         ]
 
     def parts(self, separator: Primitive) -> list[list[Numbered]]:
-        """The equations before, between and after the region's own `separator`s, without its markers."""
+        """Return the equations before, between and after separators, without markers."""
         parts: list[list[Numbered]] = [[]]
         for number, eqn in self.inner:
             if not self._is_own(eqn):
@@ -192,6 +205,6 @@ class _Region:
 
 
 def _strong(value: Any) -> Any:
-    """`value` without a weak type: what a loop carries has one type throughout."""
+    """Return `value` without a weak type, because a carry has one type in all iterations."""
     aval = jax.typeof(value)
     return jax.lax.convert_element_type(value, aval.dtype) if aval.weak_type else value

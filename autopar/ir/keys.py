@@ -1,4 +1,4 @@
-"""Random keys as the numbers that they consist of: on their way to other hosts, and in checkpoints; keys again where a program reads them."""
+"""Random keys as arrays of integers, for transfers to other hosts and for checkpoints."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -9,37 +9,38 @@ import jax.numpy as jnp
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether it is the dtype of random keys."""
+    """Return whether `dtype` is one of random keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 @cache
 def impl_of(dtype: Any) -> str:
-    """What the keys of a dtype are made by, such as "threefry2x32".
+    """Return the name of the implementation of random keys, such as "threefry2x32".
 
     Raises:
-        ValueError: by something that JAX has no name for, so that other processes don't know it.
+        ValueError: JAX has no name for the implementation, so other processes can't find it.
     """
-    found: list[Any] = []
+    impls: list[Any] = []
     jax.eval_shape(
-        lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype)
+        lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype)
     )
-    if not isinstance(found[0], str):
+    (impl,) = impls
+    if not isinstance(impl, str):
         raise ValueError(
-            f"random keys of dtype {dtype} are of an implementation that other hosts don't know by name; make them by one of JAX's, e.g."
-            " jax.random.key(0, impl='threefry2x32')"
+            f"random keys of dtype {dtype} are of an implementation that other hosts don't know by"
+            " name; make them by one of JAX's, e.g. jax.random.key(0, impl='threefry2x32')"
         )
-    return found[0]
+    return impl
 
 
 @cache
 def key_dtype(impl: str) -> Any:
-    """The dtype of the keys that are made so."""
+    """Return the dtype of the random keys of an implementation."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def data_aval(aval: Any) -> jax.ShapeDtypeStruct:
-    """The numbers of keys, for keys; what is none as it is."""
+    """Return the aval of the key data of random keys; other avals are returned unchanged."""
     if is_key(aval.dtype):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
@@ -48,17 +49,22 @@ def data_aval(aval: Any) -> jax.ShapeDtypeStruct:
 def on_data(
     function: Callable[..., Sequence[Any]], avals: Sequence[Any]
 ) -> Callable[..., list[Any]]:
-    """A function of the numbers of keys, which gives such, for one of arrays with these avals among which are keys."""
+    """Return `function` with key data in place of random keys, in arguments and results.
+
+    Args:
+        function: A function of arrays that returns arrays.
+        avals: The avals of its arguments.
+    """
     impls = [impl_of(aval.dtype) if is_key(aval.dtype) else None for aval in avals]
 
     def run(*data: Any) -> list[Any]:
         operands = (
-            each if impl is None else jax.random.wrap_key_data(each, impl=impl)
-            for each, impl in zip(data, impls, strict=True)
+            array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+            for array, impl in zip(data, impls, strict=True)
         )
         return [
-            jax.random.key_data(each) if is_key(each.dtype) else each
-            for each in function(*operands)
+            jax.random.key_data(result) if is_key(result.dtype) else result
+            for result in function(*operands)
         ]
 
     return run

@@ -1,20 +1,20 @@
-"""Memoization of analyses of a traced step, for the last few steps: a stage is planned on many meshes."""
+"""Memoization of analyses of a traced step: a stage is planned on many meshes."""
 
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-_remembered: list[Any] = []
+_caches: list[Any] = []
 
 
-def memoized_on_step[**Given, Found](function: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Decorates a function of a step, or of a part of it, that is to remember its last answers."""
+def memoized_on_step[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Cache the last 16 results of a function of a step or of a part of it; a decorator."""
     cached = lru_cache(maxsize=16)(function)
-    _remembered.append(cached)
-    return cached  # pyright: ignore[reportReturnType]  # a step is itself alone, and so hashable
+    _caches.append(cached)
+    return cached  # pyright: ignore[reportReturnType]  # steps are hashed by identity
 
 
 def forget_steps() -> None:
-    """Forget all of them: a step keeps alive what it was traced from, and what was compiled for it."""
-    for cached in _remembered:
+    """Clear all caches. A cached step keeps its function and its compiled programs alive."""
+    for cached in _caches:
         cached.cache_clear()

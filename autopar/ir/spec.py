@@ -1,4 +1,4 @@
-"""Sharding specs as plain values, and the logical mesh they speak of."""
+"""Sharding specs as plain values, and the logical mesh whose axes they name."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from simulator.work import Groups
 
 type Spec = tuple[tuple[str, ...], ...]
-"""For each array dim the mesh axes that shard it, major first: `(("x",), ())` is `PartitionSpec("x", None)`."""
+"""For each array dim the mesh axes that shard it, major first.
+
+`(("x",), ())` is `PartitionSpec("x", None)`.
+"""
 
 
 type Specs = tuple[Spec, ...]
 """One spec per option of a decision."""
 
 type AnyMesh = Mesh | AbstractMesh
-"""JAX's mesh, of devices that are here, or of ones that are elsewhere."""
+"""JAX's mesh, with devices of this process or without devices."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +29,15 @@ class LogicalMesh:
     """Names and sizes of mesh axes; devices are numbered in row-major order of the axes.
 
     Raises:
-        ValueError: an axis without a size, a size below one, or a repeated name.
+        ValueError: An axis has no size, a size is below one, or a name is repeated.
     """
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if len(self.shape) != len(self.axis_names) or len(set(self.axis_names)) != len(
-            self.axis_names
-        ):
+        num_axes = len(self.axis_names)
+        if len(self.shape) != num_axes or len(set(self.axis_names)) != num_axes:
             raise ValueError(
                 f"mesh shape {self.shape} needs as many distinct axis names, got {self.axis_names}"
             )
@@ -44,30 +46,33 @@ class LogicalMesh:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
+        """The number of devices along each axis."""
         return dict(zip(self.axis_names, self.shape, strict=True))
 
     @property
     def num_devices(self) -> int:
+        """The number of devices of the mesh."""
         return prod(self.shape)
 
     def ways(self, axes: Iterable[str]) -> int:
-        """Number of devices along `axes` together."""
+        """Return the number of devices along `axes` together."""
         ways = 1
         for axis in axes:
             ways *= self.sizes[axis]
         return ways
 
     def abstract(self) -> AbstractMesh:
-        """As JAX has meshes without devices."""
+        """Return the mesh as JAX's mesh without devices."""
         return AbstractMesh(
             self.shape, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape)
         )
 
     def groups(self, axes: Sequence[str]) -> Groups:
-        """The groups of devices that differ only in their position along `axes`."""
+        """Return the groups of devices that differ only in their position along `axes`."""
         inner = [axis for axis in self.axis_names if axis in axes]
         outer = [axis for axis in self.axis_names if axis not in axes]
-        strides, stride = {}, 1
+        strides: dict[str, int] = {}
+        stride = 1
         for axis in reversed(self.axis_names):
             strides[axis] = stride
             stride *= self.sizes[axis]
@@ -75,83 +80,96 @@ class LogicalMesh:
         def offsets(names: list[str]) -> list[int]:
             positions = product(*(range(self.sizes[name]) for name in names))
             return [
-                sum(p * strides[n] for p, n in zip(position, names, strict=True))
+                sum(index * strides[name] for index, name in zip(position, names, strict=True))
                 for position in positions
             ]
 
         return tuple(tuple(base + offset for offset in offsets(inner)) for base in offsets(outer))
 
     def axes_of_groups(self, groups: Groups) -> str:
-        """The axes along which members of a group differ, `x,y`; nothing if all are alone."""
-        found: set[str] = set()
+        """Return the axes along which members of a group differ as text, `x,y`; "" if none do."""
+        axes: set[str] = set()
         for first, *others in groups:
             for other in others:
                 positions = zip(
                     self.axis_names, self._position(first), self._position(other), strict=True
                 )
-                found.update(axis for axis, one, another in positions if one != another)
-        return self.axes_text(found)
+                axes.update(axis for axis, left, right in positions if left != right)
+        return self.axes_text(axes)
 
     def axes_text(self, axes: Collection[str]) -> str:
-        """Names of axes as `Collective.axis` has them: `x,y`."""
+        """Return axes as text in the order of the mesh, as in `Collective.axis`: `x,y`."""
         return ",".join(axis for axis in self.axis_names if axis in axes)
 
     def _position(self, device: int) -> list[int]:
-        """Where a device is along each axis."""
+        """Return the position of a device along each axis."""
         position = []
         for size in reversed(self.shape):
-            device, at = divmod(device, size)
-            position.append(at)
+            device, index = divmod(device, size)
+            position.append(index)
         return position[::-1]
 
 
 def replicated(rank: int) -> Spec:
+    """Return the spec of an array with `rank` dims that no axis shards."""
     return ((),) * rank
 
 
 def local_shape(shape: Sequence[int], spec: Spec, mesh: LogicalMesh) -> tuple[int, ...]:
-    """Shape of one device's shard (dims rounded up)."""
+    """Return the shape of one device's shard, with dims rounded up."""
     return tuple(-(-size // mesh.ways(axes)) for size, axes in zip(shape, spec, strict=True))
 
 
 def axes_of(spec: Spec) -> frozenset[str]:
-    """Every mesh axis that `spec` uses."""
+    """Return all mesh axes that `spec` uses."""
     return frozenset(axis for axes in spec for axis in axes)
 
 
 def all_specs(shape: Sequence[int], mesh: LogicalMesh) -> list[Spec]:
-    """Every spec that divides `shape` evenly, the replicated one first."""
+    """Return all specs that divide `shape` evenly, the replicated one first."""
     axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
-    found = []
-    for dims in product((None, *range(len(shape))), repeat=len(axes)):
+    specs = []
+    for sharded_dims in product((None, *range(len(shape))), repeat=len(axes)):
         spec = tuple(
-            tuple(a for a, d in zip(axes, dims, strict=True) if d == dim)
+            tuple(axis for axis, sharded in zip(axes, sharded_dims, strict=True) if sharded == dim)
             for dim in range(len(shape))
         )
         if divides(shape, spec, mesh):
-            found.append(spec)
-    return found
+            specs.append(spec)
+    return specs
 
 
 def divides(shape: Sequence[int], spec: Spec, mesh: LogicalMesh) -> bool:
+    """Return whether `spec` divides every dim of `shape` evenly."""
     return all(size % mesh.ways(axes) == 0 for size, axes in zip(shape, spec, strict=True))
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
-    """JAX's form of `spec`."""
+    """Return `spec` as a PartitionSpec."""
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in spec))
 
 
 def from_partition_spec(spec: PartitionSpec, rank: int) -> Spec:
-    """Our form of a `PartitionSpec` for an array with `rank` dims."""
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-    return (*entries, *((),) * (rank - len(entries)))
+    """Return a PartitionSpec as a `Spec` for an array with `rank` dims."""
+    entries = [
+        () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec
+    ]
+    return (*entries, *replicated(rank - len(entries)))
 
 
 def spec_problem(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
-    """Why an array of `shape` can't be split as `spec` says over mesh axes of these sizes, and what to do; "" if it can."""
+    """Return why `spec` does not divide an array evenly, and how to fix it; "" if it does.
+
+    Args:
+        spec: The spec.
+        shape: The shape of the array.
+        sizes: The sizes of mesh axes by name.
+    """
     if len(spec) > len(shape):
-        return f"{spec} is for {len(spec)} dims, but its shape {tuple(shape)} has {len(shape)}; leave some out"
+        return (
+            f"{spec} is for {len(spec)} dims, but its shape {tuple(shape)} has {len(shape)}; leave"
+            " some out"
+        )
     for dim, axes in enumerate(from_partition_spec(spec, len(shape))):
         for axis in axes:
             if axis not in sizes:

@@ -1,4 +1,4 @@
-"""A traced step: one flat jaxpr, what its inputs and outputs are to the user, and how it runs in microbatches."""
+"""A traced step: a flat jaxpr, the user's names of its inputs and outputs, and its microbatches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,18 @@ class MicrobatchError(ValueError):
 
 
 type Combine = Literal["sum", "mean", "same", "rows"]
-"""How the microbatches' values make that of the batch: added up, averaged, any of them, or put together row by row."""
+"""How the values of microbatches are combined: summed, averaged, any one of equal values, or
+concatenated row by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Equations that run for each microbatch, and the numbered `accumulate` equations at which they end."""
+    """Equations that run for each microbatch.
+
+    Attributes:
+        body: The numbered equations.
+        marks: The numbered `accumulate` equations at which they end.
+    """
 
     body: tuple[Numbered, ...]
     marks: tuple[Numbered, ...]
@@ -34,16 +40,19 @@ class Microbatching:
     """How a step runs in microbatches.
 
     Attributes:
-        count: number of microbatches.
-        body: numbered equations that run for each, up to the marked values.
-        tail: numbered equations that run once, on the accumulated values.
-        marks: the numbered `accumulate` equations: the body ends at their operands, the tail starts at their results.
-        combine: how each of their results is put together.
-        powers: for values with a row per example, told by (equation, result), the power of the batch's size that they grow with.
-        chunks: runs of neighbouring examples that a microbatch consists of, as many as examples unless the step puts some together,
-            as the pairs of a preference loss.
-        loops: the body and the marks as they run, one loop over all microbatches after another: first those that accumulate statistics
-            of the batch that a later one reads, such as the sum of a mask that divides a loss.
+        count: The number of microbatches.
+        body: Numbered equations that run for each microbatch.
+        tail: Numbered equations that run once, on the accumulated values.
+        marks: The numbered `accumulate` equations. The body ends at their operands, the tail starts
+            at their results.
+        combine: How the results of each mark are combined.
+        powers: For values with a row per example, by (equation, result), the power of the batch
+            size with which they scale.
+        chunks: The number of runs of neighbouring examples in a microbatch. Examples of a run stay
+            together, such as the pairs of a preference loss; usually a run is one example.
+        loops: The body and the marks, split into loops over all microbatches that run one after
+            another. Earlier loops accumulate statistics of the batch that later ones read, such as
+            the sum of a mask that divides a loss.
     """
 
     count: int
@@ -55,26 +64,37 @@ class Microbatching:
     chunks: int = 1
     loops: tuple[Loop, ...] = ()
 
+    @property
+    def num_marks(self) -> list[int]:
+        """The number of marks in each loop."""
+        return [len(loop.marks) for loop in self.loops]
+
 
 @dataclass(frozen=True, eq=False)
 class StepGraph:
-    """A traced step. It is itself alone: what is found out about it is remembered by its identity.
+    """A traced step, compared and hashed by identity, so that analyses can be memoized on it.
 
     Attributes:
-        jaxpr: flat; an input per array leaf of the arguments, an output per leaf of the result.
-        in_paths: what the user calls each input, e.g. `0/params/Dense_0/kernel`.
-        out_paths: the same for each output.
-        batch: inputs whose first dim is the batch.
-        carried: for each output that is the next value of an input (a state that a training loop feeds back), that input.
-        in_tree: structure of the arguments.
-        out_tree: structure of the result.
-        retrace: the same step, traced for another number of microbatches.
-        name: what the user calls the function.
-        microbatching: how microbatches are put together, in which case the jaxpr is that of one microbatch; None otherwise.
-        received_inputs: of a stage of a pipeline, the inputs that other stages send, with their batch dims.
-        cross_task_values: of a stage of a pipeline, the values that go from one of its programs to another.
-        saved_for_backward: of a stage of a pipeline, the values that stay from the forward pass of a microbatch until its backward pass.
-        in_flight: of a stage of a pipeline, of how many microbatches it holds those at the same time.
+        jaxpr: A flat jaxpr, with an input per array leaf of the arguments and an output per leaf of
+            the result. With microbatches it is that of one microbatch.
+        in_paths: The user's name of each input, e.g. `0/params/Dense_0/kernel`.
+        out_paths: The user's name of each output.
+        batch: The numbers of the inputs whose first dim is the batch.
+        carried: For each output that is the next value of an input (a state that a training loop
+            feeds back), the number of that input.
+        in_tree: The structure of the arguments.
+        out_tree: The structure of the result.
+        retrace: A function that returns the same step for another number of microbatches.
+        name: The name of the user's function.
+        microbatching: How the step runs in microbatches; None if it does not.
+        received_inputs: For a pipeline stage, the inputs that other stages send, with their batch
+            dims.
+        cross_task_values: For a pipeline stage, the values that pass from one of its tasks to
+            another.
+        saved_for_backward: For a pipeline stage, the values that are stored from the forward pass
+            of a microbatch until its backward pass.
+        in_flight: For a pipeline stage, the number of microbatches whose saved values it stores at
+            the same time.
     """
 
     jaxpr: Jaxpr
@@ -93,31 +113,34 @@ class StepGraph:
     in_flight: int = 1
 
     def leaves(self, args: Sequence[Any]) -> list[Any]:
-        """The leaves of arguments for the step. Of another structure: `ValueError`."""
+        """Return the leaves of `args`.
+
+        Raises:
+            ValueError: The structure is not that of the step's arguments.
+        """
         leaves, tree = jax.tree.flatten(tuple(args))
         if tree != self.in_tree:
             raise ValueError(f"arguments of structure {tree}, expected {self.in_tree}")
         return leaves
 
     def split_microbatches(self, ways: int) -> "StepGraph":
-        """The step with every microbatch cut once more, into `ways` equal parts, such as devices take.
+        """Return the step with every microbatch split into `ways` equal parts, one per device.
 
         Raises:
-            MicrobatchError: the parts can't be put together.
+            MicrobatchError: The results of the parts can't be combined.
         """
-        found = self.retrace(self.num_micro_batches * ways)
-        if found.microbatching and self.microbatching:
-            if self.run_length % found.run_length:
+        parts = self.retrace(self.num_micro_batches * ways)
+        if parts.microbatching and self.microbatching:
+            if self.run_length % parts.run_length:
                 raise MicrobatchError(
-                    f"runs of {found.run_length} examples, which stay together, are not in runs of {self.run_length}"
+                    f"runs of {parts.run_length} examples, which stay together, are not in runs of"
+                    f" {self.run_length}"
                 )
-            if [len(loop.marks) for loop in found.microbatching.loops] != [
-                len(loop.marks) for loop in self.microbatching.loops
-            ]:
+            if parts.microbatching.num_marks != self.microbatching.num_marks:
                 raise MicrobatchError(
                     "the parts of a microbatch accumulate other statistics than a microbatch does"
                 )
-        return found
+        return parts
 
     @cached_property
     def fingerprint(self) -> str:
@@ -126,33 +149,31 @@ class StepGraph:
 
     @property
     def num_micro_batches(self) -> int:
+        """The number of microbatches."""
         return self.microbatching.count if self.microbatching else 1
 
     @property
     def chunks(self) -> int:
-        """Runs of neighbouring examples that a microbatch consists of (`autopar.microbatch.batch_rows`)."""
+        """The number of runs of examples in a microbatch (see `autopar.microbatch.batch_rows`)."""
         return self.microbatching.chunks if self.microbatching else 1
 
     @property
     def run_length(self) -> int:
-        """Neighbouring examples that stay together in a microbatch."""
-        return (
-            aval_of(self.jaxpr.invars[min(self.batch)]).shape[0] // self.chunks if self.batch else 1
-        )
+        """The number of neighbouring examples in a run."""
+        if not self.batch:
+            return 1
+        return aval_of(self.jaxpr.invars[min(self.batch)]).shape[0] // self.chunks
 
     @property
     def in_avals(self) -> Any:
         """The arguments of the step as ShapeDtypeStructs, with the whole batch."""
-        count = self.num_micro_batches
 
-        def full(i: int, var: Var) -> jax.ShapeDtypeStruct:
-            shape = (
-                (aval_of(var).shape[0] * count, *aval_of(var).shape[1:])
-                if i in self.batch
-                else aval_of(var).shape
-            )
-            return jax.ShapeDtypeStruct(shape, aval_of(var).dtype, weak_type=aval_of(var).weak_type)
+        def whole_batch_aval(i: int, var: Var) -> jax.ShapeDtypeStruct:
+            aval = aval_of(var)
+            shape = aval.shape
+            if i in self.batch:
+                shape = (shape[0] * self.num_micro_batches, *shape[1:])
+            return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
-        return jax.tree.unflatten(
-            self.in_tree, [full(i, var) for i, var in enumerate(self.jaxpr.invars)]
-        )
+        avals = [whole_batch_aval(i, var) for i, var in enumerate(self.jaxpr.invars)]
+        return jax.tree.unflatten(self.in_tree, avals)

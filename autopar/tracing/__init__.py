@@ -1,1 +1,1 @@
-"""From a Python training step to a `StepGraph`."""
+"""Tracing: from a Python training step to a `StepGraph`."""

@@ -1,4 +1,4 @@
-"""The arguments of a step: which are constants of it, which it may reuse, and which leaves they have."""
+"""The arguments of a step: which are static, which are donated, and which are the batch."""
 
 import inspect
 import sys
@@ -19,47 +19,64 @@ type Argnums = Literal["auto"] | int | Sequence[int]
 _NUMBER_OF_ARGUMENT = integer(-(2**31))
 ARGNUMS = AllowedValues(
     "the number of an argument or a sequence of numbers",
-    lambda given: items(_NUMBER_OF_ARGUMENT, "").take(
-        (given,) if isinstance(given, int | np.integer) else given
+    lambda argnums: items(_NUMBER_OF_ARGUMENT, "").take(
+        (argnums,) if isinstance(argnums, int | np.integer) else argnums
     ),
 )
-"""Numbers of arguments, as a tuple."""
+"""The check of argument numbers, which returns a tuple."""
 
 AUTO_ARGNUMS = one_of("auto") | ARGNUMS
 
 DEFAULT_BATCH = (1,)
-"""The argument that is the batch where the user names none; a step with one argument has no batch then."""
+"""The batch argument by default. By default a step with a single argument has no batch."""
 
 _MANY_VALUES = 3
-"""Values of a Python number for which a step is compiled before its user hears of it."""
+"""The number of values of a Python number for which a step is compiled before a warning."""
 
 
 def dynamic_arguments(args: Sequence[Any], static: Sequence[int]) -> Sequence[Any]:
+    """Return the arguments that are not static."""
     return [arg for i, arg in enumerate(args) if i not in static] if static else args
 
 
 def static_arguments(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the numbers of the static arguments.
+
+    "auto" selects numbers, strings, and arguments that hold anything but arrays and numbers.
+
+    Raises:
+        TypeError: With "auto", an argument holds both arrays and something else.
+        OptionError: A number is not that of an argument.
+    """
     if argnums == "auto":
         return tuple(i for i, arg in enumerate(args) if _is_static(i, arg))
     return _as_tuple(argnums, len(args), "static_argnums")
 
 
 def donated_arguments(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the numbers of the donated arguments; "auto" selects Flax's TrainStates.
+
+    Raises:
+        OptionError: A number is not that of an argument.
+    """
     if argnums == "auto":
         return tuple(i for i, arg in enumerate(args) if _is_train_state(arg))
     return _as_tuple(argnums, len(args), "donate_argnums")
 
 
 def batch_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
-    return (
-        ()
-        if argnums == DEFAULT_BATCH and len(args) < 2
-        else _as_tuple(argnums, len(args), "batch_argnums")
-    )
+    """Return the numbers of the arguments whose arrays have the batch as their first dim.
+
+    Raises:
+        OptionError: A number is not that of an argument.
+    """
+    if argnums == DEFAULT_BATCH and len(args) < 2:
+        return ()
+    return _as_tuple(argnums, len(args), "batch_argnums")
 
 
 def _is_train_state(arg: Any) -> bool:
-    """Whether it is Flax's `TrainState`, which nobody has without its module."""
+    """Return whether `arg` is Flax's `TrainState`, without an import of Flax."""
     module = sys.modules.get("flax.training.train_state")
     return module is not None and isinstance(arg, module.TrainState)
 
@@ -74,23 +91,27 @@ def _as_tuple(argnums: Any, count: int, name: str) -> tuple[int, ...]:
 
 
 def check_args(name: str, args: Sequence[Any]) -> None:
-    """Raise TypeError if the arguments of a step that is parallelized are being transformed by JAX."""
+    """Raise TypeError if a parallelized step is called with tracers of a JAX transformation."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
         raise TypeError(
-            f"{name} is parallelized, so it can't be called under jax.jit, grad, vmap or another transformation, or in another step;"
-            f" transform or call {name}.fun, the function it was made of, and parallelize what comes of that"
+            f"{name} is parallelized, so it can't be called under jax.jit, grad, vmap or another"
+            f" transformation, or in another step; transform or call {name}.fun, the function that"
+            " was parallelized, and parallelize the result"
         )
 
 
 def check_hashable(i: int, arg: Any) -> None:
+    """Raise TypeError if static argument number `i` can't be hashed."""
     if not is_hashable(arg):
         raise TypeError(
-            f"argument {i} is static, by static_argnums or since it holds something that is no array, but a {type(arg).__name__}"
-            " can't be hashed; pass only arrays in it, or close the step over it"
+            f"argument {i} is static, by static_argnums or because it holds something that is no"
+            f" array, but a {type(arg).__name__} can't be hashed; pass only arrays in it, or close"
+            " the step over it"
         )
 
 
 def is_hashable(value: Any) -> bool:
+    """Return whether `value` can be hashed."""
     try:
         hash(value)
     except TypeError:
@@ -99,9 +120,10 @@ def is_hashable(value: Any) -> bool:
 
 
 def static_key(value: Any) -> Hashable:
-    """Return a key for a static value that differs for 1, 1.0 and True, and for 0.0 and -0.0, which compare equal.
+    """Return a key of a static value.
 
-    All nans have one key. The keys of tuples and dataclasses are made of those of their items and fields.
+    Unlike the values, the keys of 1, 1.0 and True differ, and so do those of 0.0 and -0.0. All nans
+    have one key. The keys of tuples and dataclasses contain those of their items and fields.
     """
     match value:
         case float():
@@ -115,26 +137,21 @@ def static_key(value: Any) -> Hashable:
         case frozenset():
             return type(value), frozenset(map(static_key, value))
     if is_dataclass(value) and not isinstance(value, type):
-        key = (
-            type(value),
-            value,
-            tuple(
-                static_key(getattr(value, field.name)) for field in fields(value) if field.compare
-            ),
-        )
+        compared = (field.name for field in fields(value) if field.compare)
+        key = (type(value), value, tuple(static_key(getattr(value, name)) for name in compared))
         return key if is_hashable(key) else (type(value), value)
     return type(value), value
 
 
 class NumberWatch:
-    """Warns when a step is compiled for one value after the other of a Python number."""
+    """A warning for a step that is compiled for one value after another of a Python number."""
 
     def __init__(self, fun: Callable[..., Any]) -> None:
         self._fun = fun
         self._values: dict[int, dict[Hashable, Any]] = {}
 
     def add(self, i: int, value: Any) -> None:
-        """Note that the step is compiled for a value of argument `i`."""
+        """Record that the step is compiled for a value of argument `i`, and warn after several."""
         if isinstance(value, bool) or not isinstance(value, int | float | complex):
             return
         values = self._values.setdefault(i, {})
@@ -144,9 +161,11 @@ class NumberWatch:
         if len(values) == _MANY_VALUES:
             name = self._name_of(i)
             warnings.warn(
-                f"argument {i}{f' ({name})' if name else ''} has been {', '.join(map(repr, values.values()))}, and the step was planned"
-                " and compiled for each: a Python number is a constant of the step. Pass an array if it changes,"
-                f" jnp.float32({name or '...'}) for instance, or say static_argnums={i} if each value wants a program of its own",
+                f"argument {i}{f' ({name})' if name else ''} has been"
+                f" {', '.join(map(repr, values.values()))}, and the step was planned and compiled"
+                " for each: a Python number is a constant of the step. Pass an array if it changes,"
+                f" jnp.float32({name or '...'}) for instance, or pass static_argnums={i} to compile"
+                " a program for each value",
                 stacklevel=4,
             )
 
@@ -172,12 +191,13 @@ def _is_static(i: int, arg: Any) -> bool:
 def check_arrays(args: Sequence[Any], static: Sequence[int] = ()) -> None:
     """Raise TypeError unless arguments that are not static hold arrays and numbers only."""
     for i, arg in enumerate(args):
-        if i not in static and (others := _others(arg)):
+        others = [] if i in static else _others(arg)
+        if others:
             _refuse(i, arg, others[0])
 
 
 def _others(arg: Any) -> list[tuple[Any, Any]]:
-    """The leaves that are neither arrays nor numbers, with their paths."""
+    """Return the leaves that are neither arrays nor numbers, with their paths."""
     return [
         (path, leaf)
         for path, leaf in jax.tree.leaves_with_path(arg)
@@ -188,9 +208,10 @@ def _others(arg: Any) -> list[tuple[Any, Any]]:
 def _refuse(i: int, arg: Any, other: tuple[Any, Any]) -> NoReturn:
     path, leaf = other
     raise TypeError(
-        f"argument {i}, a {type(arg).__name__}, holds {short_repr(leaf)}{' at ' * bool(path)}{jax.tree_util.keystr(path)}, which is no"
-        " array: pass the arrays only, and close the step over the rest (with Equinox by eqx.partition(model, eqx.is_array), and"
-        " eqx.combine in the step)"
+        f"argument {i}, a {type(arg).__name__}, holds"
+        f" {short_repr(leaf)}{' at ' * bool(path)}{jax.tree_util.keystr(path)}, which is no array:"
+        " pass the arrays only, and close the step over the rest (with Equinox by"
+        " eqx.partition(model, eqx.is_array), and eqx.combine in the step)"
     )
 
 
@@ -199,6 +220,6 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, ArrayHandle)
 
 
 def leaves_of(args: Sequence[Any], argnums: Sequence[int]) -> frozenset[int]:
-    """The numbers, among all leaves of `args`, of those of the arguments `argnums`."""
+    """Return the numbers of the leaves of arguments `argnums` among all leaves of `args`."""
     owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     return frozenset(leaf for leaf, i in enumerate(owner) if i in argnums)

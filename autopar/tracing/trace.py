@@ -1,10 +1,10 @@
-"""From a Python training step to a `StepGraph`: one flat jaxpr and what its inputs and outputs are to the user."""
+"""Tracing of a Python training step to a `StepGraph`, at the batch sizes of its microbatches."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, Literal
@@ -33,118 +33,191 @@ def trace(
     marked: bool = False,
     forward: bool = False,
 ) -> StepGraph:
-    """Trace `fun` for arguments like `args` (arrays or ShapeDtypeStructs in pytrees).
+    """Return `fun`, traced for arguments like `args`.
 
     Args:
-        batch_argnums: arguments whose arrays have the batch as their first dim.
-        num_micro_batches: parts that the batch will be cut into.
-        layers: how functions that `autopar.grad` differentiates are cut into layers, if they are.
-        marked: tell what is accumulated over microbatches even if there is only one.
-        forward: `fun` takes no gradients: it is cut into layers itself, and its results are put together from microbatches.
+        fun: The step.
+        args: Its arguments, pytrees of arrays or ShapeDtypeStructs.
+        batch_argnums: The arguments whose arrays have the batch as their first dim.
+        num_micro_batches: The number of microbatches.
+        layers: How functions that `autopar.grad` differentiates are divided into layers; None if
+            they are not.
+        marked: Whether to mark the values that microbatches accumulate even if there is only one
+            microbatch.
+        forward: Whether `fun` takes no gradients. Then `fun` itself is divided into layers, and its
+            results are combined from microbatches.
 
     Raises:
-        TraceError: `fun` depends on values that are known only when it runs, or returns something other than arrays.
-        MicrobatchError: the batch can't be cut, or the step can't be run in microbatches with the same result.
+        TraceError: `fun` depends on the values of its arguments, or returns something other than
+            arrays.
+        MicrobatchError: The batch can't be divided, or the step does not have the same result in
+            microbatches.
     """
     name = _name(fun)
     if forward:
-        fun, layers = (
-            marking_results(
-                fun if layers is None or hasattr(fun, "layer_option") else layered(fun, layers)
-            ),
-            None,
+        if layers is not None and not hasattr(fun, "layer_option"):
+            fun = layered(fun, layers)
+        fun = marking_results(fun)
+        layers = None
+    tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward)
+    return tracer.graph(num_micro_batches)
+
+
+class _Trace(NamedTuple):
+    jaxpr: Jaxpr
+    out_keys: list[Any]
+    out_tree: Any
+
+
+class _StepTracer:
+    """Traces of a step for several numbers of microbatches; see `trace` for the arguments.
+
+    Attributes:
+        batch: The numbers of the inputs whose first dim is the batch.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        batch_argnums: Collection[int],
+        layers: LayerOption | None,
+        marked: bool,
+        forward: bool,
+    ) -> None:
+        leaves, self.in_tree = jax.tree.flatten_with_path(tuple(args))
+        self.fun = fun
+        self.name = name
+        self.layers = layers
+        self.marked = marked
+        self.forward = forward
+        self.in_keys = [path for path, _ in leaves]
+        self.avals = [abstract(leaf) for _, leaf in leaves]
+        self.batch = frozenset(
+            i
+            for i, key in enumerate(self.in_keys)
+            if key[0].idx in batch_argnums and self.avals[i].ndim > 0
         )
-    leaves, in_tree = jax.tree.flatten_with_path(tuple(args))
-    in_keys = [path for path, _ in leaves]
-    avals = [abstract(leaf) for _, leaf in leaves]
-    batch = frozenset(
-        i for i, key in enumerate(in_keys) if key[0].idx in batch_argnums and avals[i].ndim > 0
-    )
+        self.graph = cache(self._graph)
+        self._traced = cache(self._trace)
 
-    @cache
-    def sized(scale: Fraction, marked: bool, telling: bool) -> tuple[Jaxpr, list, Any]:
-        """The step for a batch that is larger by `scale`; `telling` whole arrays where it runs on shards."""
+    def _trace(self, scale: Fraction, marked: bool, whole_arrays: bool) -> _Trace:
+        """Return the step for a batch that is larger by `scale`.
+
+        Args:
+            scale: The factor.
+            marked: Whether values that microbatches accumulate are marked.
+            whole_arrays: Whether functions that run on shards are traced for whole arrays.
+        """
         scaled = [
-            _with_rows(a, int(a.shape[0] * scale)) if i in batch else a for i, a in enumerate(avals)
+            _with_rows(aval, int(aval.shape[0] * scale)) if i in self.batch else aval
+            for i, aval in enumerate(self.avals)
         ]
-        with layering(layers), telling_examples() if telling else nullcontext():
-            return _flat_jaxpr(fun, in_tree, scaled, marked)
+        with layering(self.layers), telling_examples() if whole_arrays else nullcontext():
+            return _flat_jaxpr(self.fun, self.in_tree, scaled, marked)
 
-    def for_part(count: int) -> tuple[Jaxpr, list, Any]:
-        """The step for one microbatch of `count`; what fails for it alone is the fault of its size."""
+    def _microbatch_trace(self, count: int) -> _Trace:
+        """Return the step for one of `count` microbatches.
+
+        Raises:
+            MicrobatchError: The step can be traced for the whole batch, but not for a microbatch.
+        """
         try:
-            return sized(Fraction(1, count), True, False)
+            return self._traced(Fraction(1, count), True, False)
         except Exception as error:
-            sized(Fraction(1), True, False)  # raises what has nothing to do with microbatches
-            rows = avals[min(batch)].shape[0]
+            # Raises an error that has nothing to do with the size of microbatches.
+            self._traced(Fraction(1), True, False)
+            rows = self.avals[min(self.batch)].shape[0]
             raise MicrobatchError(
-                f"{name} can be traced for the whole batch of {rows} examples, but not for a microbatch of {rows // count}:"
-                f" {type(error).__name__}: {str(error).splitlines()[0]}\n"
-                "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a reshape) instead of a number, or use"
-                " num_micro_batches=1."
+                f"{self.name} can be traced for the whole batch of {rows} examples, but not for a"
+                f" microbatch of {rows // count}: {type(error).__name__}:"
+                f" {str(error).splitlines()[0]}\n"
+                "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a"
+                " reshape) instead of a number, or use num_micro_batches=1."
             ) from error
 
-    @cache
-    def graph_for(count: int) -> StepGraph:
-        microbatching, whole, part = None, Fraction(1), Fraction(1, count)
-        for i in batch:
-            _check_divisible(avals[i], count, _text(in_keys[i]))
-        jaxpr, out_keys, out_tree = for_part(count) if count > 1 else sized(whole, marked, False)
-        if marked or count > 1:
-            on_shards = any(eqn.primitive.name == "shard_map" for eqn in jaxpr.eqns)
-            complete = sized(whole, True, False)[0]
-            paths = tuple(map(_text, out_keys))
-
-            def split_as(scale: int) -> tuple[Jaxpr, Microbatching]:
-                """The step split as that for a batch that is larger by `scale`."""
-                small, large = (sized(scale * size, True, on_shards)[0] for size in (part, whole))
-                found = split(jaxpr, complete, (small, large), batch, count, paths, forward, marked)
-                if count > 1:
-                    check_computation(sized(part, True, on_shards)[0], small, batch)
-                return found
-
-            # What a microbatch makes may have a dim of size one, an example or a run of them, that tells nothing of its kind.
-            if any(avals[i].shape[0] == count for i in batch):
-                jaxpr, microbatching = split_as(2)
-            else:
-                try:
-                    jaxpr, microbatching = split_as(1)
-                except MicrobatchError as refused:
-                    try:
-                        jaxpr, microbatching = split_as(2)
-                    except (MicrobatchError, TypeError, ValueError):
-                        raise refused from None
+    def _graph(self, count: int) -> StepGraph:
+        """Return the step in `count` microbatches."""
+        for i in self.batch:
+            _check_divisible(self.avals[i], count, _text(self.in_keys[i]))
+        if count > 1:
+            jaxpr, out_keys, out_tree = self._microbatch_trace(count)
+        else:
+            jaxpr, out_keys, out_tree = self._traced(Fraction(1), self.marked, False)
+        out_paths = tuple(map(_text, out_keys))
+        microbatching = None
+        if self.marked or count > 1:
+            jaxpr, microbatching = self._split(jaxpr, count, out_paths)
         return StepGraph(
             jaxpr=jaxpr,
-            in_paths=tuple(map(_text, in_keys)),
-            out_paths=tuple(map(_text, out_keys)),
-            batch=batch,
-            carried=_carried(jaxpr, in_keys, out_keys, batch),
-            in_tree=in_tree,
+            in_paths=tuple(map(_text, self.in_keys)),
+            out_paths=out_paths,
+            batch=self.batch,
+            carried=_carried(jaxpr, self.in_keys, out_keys, self.batch),
+            in_tree=self.in_tree,
             out_tree=out_tree,
-            name=name,
+            name=self.name,
             microbatching=microbatching,
-            retrace=graph_for,
+            retrace=self.graph,
         )
 
-    return graph_for(num_micro_batches)
+    def _split(
+        self, micro: Jaxpr, count: int, out_paths: tuple[str, ...]
+    ) -> tuple[Jaxpr, Microbatching]:
+        """Return the step as it runs in microbatches; `micro` is the step for one of them.
+
+        Values of a microbatch with a single example, or a single run of examples, may have dims of
+        size one that hide how they scale with the batch. The split then follows the step for a
+        batch twice as large.
+        """
+        if any(self.avals[i].shape[0] == count for i in self.batch):
+            return self._split_like(2, micro, count, out_paths)
+        try:
+            return self._split_like(1, micro, count, out_paths)
+        except MicrobatchError as refused:
+            try:
+                return self._split_like(2, micro, count, out_paths)
+            except (MicrobatchError, TypeError, ValueError):
+                raise refused from None
+
+    def _split_like(
+        self, scale: int, micro: Jaxpr, count: int, out_paths: tuple[str, ...]
+    ) -> tuple[Jaxpr, Microbatching]:
+        """Return the step, split like the step for a batch that is larger by `scale`."""
+        on_shards = any(eqn.primitive.name == "shard_map" for eqn in micro.eqns)
+        complete = self._traced(Fraction(1), True, False).jaxpr
+        small = self._traced(Fraction(scale, count), True, on_shards).jaxpr
+        large = self._traced(Fraction(scale), True, on_shards).jaxpr
+        result = split(
+            micro,
+            complete,
+            (small, large),
+            self.batch,
+            count,
+            out_paths,
+            rows=self.forward,
+            stages=self.marked,
+        )
+        if count > 1:
+            part = self._traced(Fraction(1, count), True, on_shards).jaxpr
+            check_computation(part, small, self.batch)
+        return result
 
 
-def _flat_jaxpr(
-    fun: Callable[..., Any], in_tree: Any, avals: list, marked: bool
-) -> tuple[Jaxpr, list, Any]:
-    """The flat jaxpr of `fun`, the paths of its outputs and their tree."""
+def _flat_jaxpr(fun: Callable[..., Any], in_tree: Any, avals: list[Any], marked: bool) -> _Trace:
+    """Return the flat jaxpr of `fun`, the key paths of its outputs, and their tree."""
     try:
         with marking() if marked else nullcontext():
-            # A function of its own: JAX remembers traces by function, and must not mix marked with unmarked ones.
+            # JAX caches traces by function. A new function keeps marked and unmarked ones apart.
             jaxpr, result = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(
                 *jax.tree.unflatten(in_tree, avals)
             )
     except jax.errors.JAXTypeError as error:
         raise TraceError(
             f"{_name(fun)} can't be traced: {str(error).splitlines()[0]}\n"
-            "It depends on the value of an argument; use jnp.where or jax.lax.cond on arrays, or make the argument static"
-            " with static_argnums."
+            "It depends on the value of an argument; use jnp.where or jax.lax.cond on arrays, or"
+            " make the argument static with static_argnums."
         ) from error
     except TypeError as error:
         if "not a valid JAX type" not in str(error):
@@ -154,14 +227,14 @@ def _flat_jaxpr(
             "Return only arrays and numbers, in dicts, tuples, lists or other pytrees."
         ) from error
     outputs, out_tree = jax.tree.flatten_with_path(result)
-    return flatten(jaxpr), [path for path, _ in outputs], out_tree
+    return _Trace(flatten(jaxpr), [path for path, _ in outputs], out_tree)
 
 
 def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:
     if aval.shape[0] % count:
         raise MicrobatchError(
-            f"batch input {path} has shape {aval.shape}: its first dim can't be cut into {count} microbatches; pad the batch or"
-            " choose a divisor as num_micro_batches"
+            f"batch input {path} has shape {aval.shape}: its first dim can't be cut into {count}"
+            " microbatches; pad the batch or choose a divisor as num_micro_batches"
         )
 
 
@@ -172,14 +245,17 @@ def _with_rows(aval: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
 def named_inputs(
     args: Sequence[Any], batch_argnums: Collection[int]
 ) -> list[tuple[str, jax.ShapeDtypeStruct, bool]]:
-    """For each array of `args` what the user calls it, what it is, and whether its first dim is the batch."""
+    """Return the path and aval of each array of `args`, and whether its first dim is the batch."""
     leaves, _ = jax.tree.flatten_with_path(tuple(args))
-    found = [(_text(path), abstract(leaf), path[0].idx in batch_argnums) for path, leaf in leaves]
-    return [(path, aval, is_batch and bool(aval.shape)) for path, aval, is_batch in found]
+    avals = [(path, abstract(leaf)) for path, leaf in leaves]
+    return [
+        (_text(path), aval, path[0].idx in batch_argnums and bool(aval.shape))
+        for path, aval in avals
+    ]
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of an array, number or ShapeDtypeStruct."""
+    """Return shape, dtype and weak type of an array, number or ShapeDtypeStruct."""
     aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct | ArrayHandle) else jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
@@ -195,10 +271,12 @@ def _text(path: tuple[Any, ...]) -> str:
 def _carried(
     jaxpr: Jaxpr, in_paths: list, out_paths: list, batch: frozenset[int]
 ) -> dict[int, int]:
-    """Outputs that have the name and type of an input: `params` of argument 0, returned as `params` of result 0, goes on.
+    """Return the input for each output that is the input's next value.
 
-    Names are compared without the position of the argument or, in a tuple, of the result. What has no other name than its
-    position goes on when it is the first of both.
+    Such an output has the path, shape and dtype of the input, as when `params` of argument 0 is
+    returned as `params` of result 0. Paths are compared without the position of the argument or, in
+    a tuple, of the result. If a path is only a position, only the first argument and the first
+    result match.
     """
     by_name: dict[tuple[str, Any, Any], int] = {}
     for i, (path, var) in enumerate(zip(in_paths, jaxpr.invars, strict=True)):
