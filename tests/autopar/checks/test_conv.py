@@ -1,4 +1,4 @@
-"""Three strided convolutions with BatchNorm, relu and pooling: data parallel, and model parallel when channels are many."""
+"""Strided convolutions with BatchNorm are data parallel, or model parallel with many channels."""
 
 from collections import Counter
 
@@ -56,7 +56,7 @@ def traced(channels, size, batch_size):
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
-def test_data_parallelism_reduces_the_gradients_and_the_statistics_of_each_norm_forward_and_backward(
+def test_data_parallelism_reduces_gradients_and_the_statistics_of_norms_in_both_passes(
     mesh,
 ):
     found = planned(traced(channels=8, size=16, batch_size=16), mesh, DATA_PARALLEL)

@@ -1,4 +1,4 @@
-"""An MLP under each method, on meshes whose first or second axis is trivial, and wide enough for model parallelism."""
+"""An MLP has the collectives of each method, on meshes with and without trivial axes."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ MESHES = [(4, 1), (1, 4)]
 
 @pytest.fixture(scope="module")
 def narrow():
-    """Activations larger than weights."""
+    """Return a step whose activations are larger than its weights."""
     return trace(
         mlp_step,
         jax.eval_shape(lambda: mlp_args((32,) * LAYERS, batch_size=256, features=32)),
@@ -34,7 +34,7 @@ def narrow():
 
 @pytest.fixture(scope="module")
 def wide():
-    """Weights larger than activations."""
+    """Return a step whose weights are larger than its activations."""
     return trace(
         mlp_step,
         jax.eval_shape(lambda: mlp_args((256,) * LAYERS, batch_size=32, features=256)),
@@ -50,7 +50,7 @@ def test_data_parallelism_is_one_all_reduce_of_all_gradients(narrow, mesh):
 
 
 def scattered(narrow, mesh, options):
-    """A plan that has no all_reduce: gradients are scattered, parameters gathered."""
+    """Assert that a plan has no all_reduce: gradients are scattered, parameters gathered."""
     found = planned(narrow, mesh, options)
     assert in_plan(found) == Counter(reduce_scatter=2 * LAYERS, all_gather=2 * LAYERS)
     assert on_gpus(found) == Counter(reduce_scatter=1, all_gather=1)
@@ -90,7 +90,7 @@ def test_data_parallelism_is_kept_where_it_is_dearer(wide):
 
 
 def test_a_forced_batch_is_data_parallel_or_model_parallel_by_the_mesh(wide):
-    """On the axis of all devices it is data parallelism; on one of size one it leaves the other axis to the model."""
+    """A batch axis of all devices is data parallelism; one of size 1 allows model parallelism."""
     forced = ShardingOptions(batch_axis="x")
     data = planned(wide, (4, 1), forced)
     assert inputs(data, "1/") == dict.fromkeys(("1/x", "1/y"), (("x",), ()))

@@ -1,4 +1,4 @@
-"""A mixture of experts spreads its experts over the devices and sends the tokens to them."""
+"""A mixture of experts shards its experts over the devices and sends the tokens to them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Operations of every kind on a sharded operand: planned around it, and equal to one device."""
+"""Operations of every kind are planned with sharded operands, and equal one device."""
 
 from collections.abc import Callable
 from typing import Any

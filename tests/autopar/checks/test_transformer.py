@@ -1,4 +1,4 @@
-"""Two BERT layers (queries, keys and values in one projection): data parallel, model parallel, and both."""
+"""Two BERT layers with fused projections are data parallel, model parallel, or both."""
 
 from collections import Counter
 
@@ -54,7 +54,7 @@ def test_data_parallelism_is_one_all_reduce(bert):
 def test_model_parallelism_is_an_all_reduce_for_each_half_of_a_layer_forward_and_backward(
     bert, mesh
 ):
-    """4 L - 1: nobody wants the gradient of the first layer's input."""
+    """4 L - 1 all_reduces, because the gradient of the first layer's input is not computed."""
     found = planned(bert, mesh)
     axis = "xy"[mesh.index(4)]
     assert collectives(found)["all_reduce"] == 4 * LAYERS - 1
@@ -68,7 +68,7 @@ def test_model_parallelism_is_an_all_reduce_for_each_half_of_a_layer_forward_and
 
 
 def test_a_square_mesh_with_the_batch_on_one_axis_has_the_model_on_the_other(bert):
-    """One more all_reduce than model parallelism has: that of the gradients."""
+    """There is one more all_reduce than in model parallelism, that of the gradients."""
     options = ShardingOptions(
         batch_axis="x", parameters="any", forbidden=frozenset({"reduce_scatter"})
     )
@@ -90,7 +90,10 @@ def test_a_batch_of_one_is_planned(mesh):
 
 
 def test_a_scale_per_feature_follows_a_small_batch():
-    """LayerNorm multiplies its scale by one number per token: fewer than features here, but it is they who have the batch."""
+    """LayerNorm combines its scale with one number per token.
+
+    There are fewer tokens than features, but the tokens have the batch dim.
+    """
 
     def step(scale, x):
         return jnp.mean((x * (jax.lax.rsqrt((x**2).mean(-1, keepdims=True)) * scale)) ** 2)

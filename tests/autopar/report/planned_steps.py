@@ -1,4 +1,4 @@
-"""Small steps and plans for them, made once."""
+"""Small steps with their plans, cached."""
 
 from functools import cache
 
@@ -27,11 +27,11 @@ OPTIONS = {
     "Zero3Parallel": ZERO3,
 }
 SLOW = BandwidthOnly(bandwidth=1e9, flop_per_s=1e10)
-"""Compute is dear next to communication, as it is for models that are worth splitting."""
+"""Compute is expensive relative to communication, as for models that are worth splitting."""
 
 
 class Decoder(nn.Module):
-    """One block with single-head attention, and a tied head."""
+    """A transformer block with single-head attention, and a tied output embedding."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ def planned(
     shape: tuple[int, ...] = (4,),
     costs: BandwidthOnly | None = SLOW,
 ) -> PlannedStep:
-    """The plan of a method for a step, by a cost model or (None) that of the cluster."""
+    """Return a step with a plan of a method; `costs` None is the cost model of the cluster."""
     graph = step_graph(step)
     mesh = LogicalMesh(shape, ("x", "y")[: len(shape)])
     cluster = Cluster.load("dgx_a100_80")
@@ -94,7 +94,7 @@ def planned(
 
 
 def respecced(planned: PlannedStep, specs: dict[str, Spec]) -> PlannedStep:
-    """The same step with nothing pinned inside, and every input whole but those in `specs`."""
+    """Return a step without constraints, whose inputs have `specs` or are replicated."""
     (stage,) = planned.plan.stages
     inputs = [
         v.model_copy(update={"spec": specs.get(v.path, replicated(len(v.shape)))})

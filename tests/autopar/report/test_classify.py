@@ -1,4 +1,4 @@
-"""Kinds of parallelism are told by what an axis does, not by shardings alone."""
+"""Kinds of parallelism follow from the use of an axis, not from shardings alone."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,9 +47,8 @@ def test_kernels_of_a_wide_mlp_alternate_between_column_and_row(devices):
 def test_biases_go_with_the_outputs_of_their_kernels():
     found = classify(planned("wide mlp"))
     assert found["0/params/params/Dense_0/bias"].label == "column on x"
-    assert (
-        found["0/params/params/Dense_1/bias"].label == "replicated on x"
-    )  # added to a completed sum
+    # the bias is added to a completed sum
+    assert found["0/params/params/Dense_1/bias"].label == "replicated on x"
 
 
 def test_two_axes_can_do_different_things():
@@ -59,7 +58,7 @@ def test_two_axes_can_do_different_things():
     assert "operator parallel (column, row" in found.on(operators)
     for layer, kind in (("up", "column"), ("down", "row")):
         kinds = dict(found[f"0/params/params/{layer}/kernel"].kinds)
-        assert kinds[examples] in [("ZeRO-2",), ("ZeRO-3",)]  # they cost the same here
+        assert kinds[examples] in [("ZeRO-2",), ("ZeRO-3",)]  # of equal cost
         assert kinds[operators] == (kind,)
 
 
@@ -99,7 +98,7 @@ def test_a_dim_of_activations_that_is_no_batch_is_sequence_parallel():
 
 
 def test_storing_a_parameter_in_parts_without_splitting_the_batch_is_no_zero():
-    """Gathered before every use, and every device does all the work."""
+    """The parameter is gathered before every use, and every device does all the work."""
     base = planned("mlp")
     (stage,) = base.plan.stages
     kernel = "0/params/params/Dense_0/kernel"

@@ -51,7 +51,10 @@ def test_every_input_and_equation_has_a_row():
 
 
 def test_a_row_product_says_so_and_what_it_costs():
-    """Dense_1 of the MLP sums over its contracted dim: 32 x 64 floats are reduced, each device sending 2 * 3/4 of them."""
+    """Dense_1 sums over its contracted dim: an all_reduce of 32 x 64 floats.
+
+    Each of the four devices sends 2 * 3/4 of the bytes, or half of that for a reduce_scatter.
+    """
     table = decisions(planned("mlp"), costs=SLOW).set_index("name")
     row = table.loc["jvp(MLP)/Dense_1/dot_general"]
     assert row["choice"].startswith("x on contracted (operand 0 dim 1, operand 1 dim 0), then ")
@@ -123,7 +126,7 @@ def test_plans_are_printed_only_when_asked(monkeypatch, capsys):
 
 
 def test_alternatives_that_a_method_forbids_can_be_priced():
-    """Given all the freedom there is, data parallelism of a wide MLP has runners-up that are faster."""
+    """With the options of ShardParallel, a data parallel plan has more candidates."""
     costs = BandwidthOnly(bandwidth=1e9, flop_per_s=1e10)
     table = decisions(
         planned("wide mlp", "DataParallel"), costs=costs, options=autopar.ShardParallel.options

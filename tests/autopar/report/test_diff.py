@@ -25,11 +25,10 @@ def test_zero_2_differs_from_data_parallelism_in_the_optimizer_state():
     state = [line for line in found.lines if line.startswith("optimizer state: ")]
     assert state
     assert "0/opt_state/0/mu/params/Dense_0/" in "".join(state)
-    assert not any(
-        line.startswith("parameters: ") and "P(" in line for line in found.lines
-    )  # they stay whole
-    # Adam keeps two moments, each as large as the parameters, (64 * 64 + 64) * 2 floats, on 1 instead of 4 devices; its counter
-    # and the step's are whole.
+    # parameters stay replicated
+    assert not any(line.startswith("parameters: ") and "P(" in line for line in found.lines)
+    # Adam's two moments have the size of the parameters, (64 * 64 + 64) * 2 floats. ZeRO-2 shards
+    # them over 4 devices. The counters of Adam and of the step are replicated.
     whole = 2 * (64 * 64 + 64) * 2 * 4
     assert any(
         f"optimizer state {whole + 8:,} -> {whole // 4 + 8:,}" in line for line in found.lines
@@ -59,7 +58,7 @@ def test_mesh_and_microbatches_are_told():
     )
     assert found.lines[0] == "microbatches: 1 -> 2"
     assert any("different steps" in line for line in found.lines)
-    assert not any("pinned" in line for line in found.lines)  # equations have other numbers
+    assert not any("pinned" in line for line in found.lines)  # equation numbers do not correspond
 
 
 def test_values_that_only_one_plan_has_are_named():

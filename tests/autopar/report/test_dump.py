@@ -1,4 +1,4 @@
-"""Everything about an executable is written, and each file is what it says."""
+"""A debug dump has all files of an executable, with the contents that their names say."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Placement specs have the structure of the step and the shardings of what runs."""
+"""Placement specs have the structure of the step and the shardings of the executable."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The collectives of a plan are those that its method is known for."""
+"""The collectives of a plan are those of its method in the literature."""
 
 import jax
 import pytest

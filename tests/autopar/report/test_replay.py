@@ -1,4 +1,4 @@
-"""A plan played back says the same as the plan, for every value."""
+"""Propagation of a plan through its step gives every value the sharding of the plan."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_the_batch_runs_through_every_product_of_a_forward_and_backward_pass():
     products = [
         e for e in replay(planned("wide mlp")).equations if e.eqn.primitive.name == "dot_general"
     ]
-    assert len(products) == 6 + 2 * 6 - 1  # nobody wants the gradient of the batch
+    assert len(products) == 6 + 2 * 6 - 1  # the gradient of the batch is not computed
     assert all(each.batch for each in products)
 
 
@@ -53,7 +53,7 @@ def test_a_plan_for_another_step_is_refused():
 
 
 def test_a_factor_that_only_a_free_operand_shares_with_the_result_is_read_off_the_result():
-    """A scatter-add into zeros: where the vocabulary is sharded shows in the result alone."""
+    """In a scatter-add into zeros, only the result says how the vocabulary is sharded."""
     vocabulary, hidden, tokens = (0,), (1,), (2,)
     factors = OpFactors(
         (16, 8, 4),
@@ -67,7 +67,7 @@ def test_a_factor_that_only_a_free_operand_shares_with_the_result_is_read_off_th
 
 
 def test_an_axis_scattered_onto_a_dim_leaves_a_free_operand_its_own():
-    """Rows of a free operand along y, and partial sums over x scattered onto the rows."""
+    """Rows of a free operand are sharded over y; partial sums over x are scattered onto them."""
     rows, inner = (0,), (1,)
     factors = OpFactors((16, 8), ("parallel", "sum"), ((rows, inner), (inner,)), ((rows,),), True)
     found = assignment_of(factors, [None, (("x",),)], [(("y", "x"),)])

@@ -1,4 +1,4 @@
-"""Reshardings are where the plan reads a value with another spec than it has."""
+"""A value that is read with another spec than it is stored with is resharded."""
 
 import pytest
 
@@ -11,7 +11,10 @@ def test_data_parallelism_reshards_nothing():
 
 
 def test_zero_3_gathers_every_kernel_before_its_products():
-    """Dense_0 is read once (nobody wants the gradient of the batch), Dense_1 forward and backward; 64 x 64 floats each."""
+    """Dense_0 is read in the forward pass only, Dense_1 in both; each has 64 x 64 floats.
+
+    The gradient of the batch, which would read Dense_0, is not computed.
+    """
     tasks = resharding_tasks(planned("mlp", "Zero3Parallel"))
     products = [t for t in tasks if t.reader.endswith("dot_general") and t.value.endswith("kernel")]
     assert [t.value.split("/")[-2] for t in products] == ["Dense_0", "Dense_1", "Dense_1"]

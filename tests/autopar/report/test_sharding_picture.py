@@ -1,4 +1,4 @@
-"""Pictures show which devices hold which part."""
+"""Pictures show which devices store which part of an array."""
 
 import re
 from math import prod
