@@ -34,7 +34,7 @@ from autopar.methods import (
     PlanningMethod,
     ShardParallel,
 )
-from autopar.microbatch.gradients import tells_examples
+from autopar.microbatch.gradients import traces_whole_arrays
 from autopar.pipeline.stage_options import UniformStageOption
 from autopar.sharding.options import ShardingOptions
 
@@ -191,7 +191,7 @@ def _apply(model: ModelSchedule, backend: Backend, batch_axis: str | None) -> Ca
         leaves = jax.tree.leaves((params, *args))
         # A trace that analyses the dependence on single examples can't look into a shard_map. It
         # gets the same function of whole arrays.
-        used_backend: Backend = "auto" if tells_examples() else backend
+        used_backend: Backend = "auto" if traces_whole_arrays() else backend
         shapes = ((jax.typeof(leaf).shape, jax.typeof(leaf).dtype) for leaf in leaves)
         key = (used_backend, *shapes)
         if key not in functions:

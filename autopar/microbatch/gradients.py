@@ -31,22 +31,25 @@ def marking() -> Iterator[None]:
         _marking.reset(token)
 
 
-_telling: ContextVar[bool] = ContextVar("telling", default=False)
+_whole_arrays: ContextVar[bool] = ContextVar("whole_arrays", default=False)
 
 
 @contextmanager
-def telling_examples() -> Iterator[None]:
-    """While it lasts, a step is traced to see what depends on which examples of the batch, and not to be run."""
-    token = _telling.set(True)
+def tracing_whole_arrays() -> Iterator[None]:
+    """Trace steps as functions of whole arrays, to analyse how values depend on single examples."""
+    token = _whole_arrays.set(True)
     try:
         yield
     finally:
-        _telling.reset(token)
+        _whole_arrays.reset(token)
 
 
-def tells_examples() -> bool:
-    """Whether whole arrays are wanted where a step runs on shards, in which examples can't be told apart."""
-    return _telling.get()
+def traces_whole_arrays() -> bool:
+    """Return whether parts of a step that run on shards are to be traced as functions of whole arrays.
+
+    The body of a `shard_map` hides which results depend on which examples.
+    """
+    return _whole_arrays.get()
 
 
 def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

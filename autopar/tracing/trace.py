@@ -15,7 +15,7 @@ from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import MicrobatchError, Microbatching, StepGraph
 from autopar.layering.layers import LayerOption, layered, layering
-from autopar.microbatch.gradients import marking, marking_results, telling_examples
+from autopar.microbatch.gradients import marking, marking_results, tracing_whole_arrays
 from autopar.microbatch.splitting import check_computation, split
 
 
@@ -114,7 +114,7 @@ class _StepTracer:
             _with_rows(aval, int(aval.shape[0] * scale)) if i in self.batch else aval
             for i, aval in enumerate(self.avals)
         ]
-        with layering(self.layers), telling_examples() if whole_arrays else nullcontext():
+        with layering(self.layers), tracing_whole_arrays() if whole_arrays else nullcontext():
             return _flat_jaxpr(self.fun, self.in_tree, scaled, marked)
 
     def _microbatch_trace(self, count: int) -> _Trace:
