@@ -57,11 +57,12 @@ def piecewise_effect(ops: PricedOps) -> PiecewiseEffect | None:
     Returns None if the task leaves a collective running, uses several classes of links, or has more
     pieces than are worth computing.
     """
+    ops = merge_kernels(ops)
     links = links_of(ops)
     if len(links) > 1 or not waits_for_all(ops):
         return None
     link: Link = links.pop() if links else "within hosts"
-    pieces = _pieces(merge_kernels(ops), link)
+    pieces = _pieces(ops, link)
     return None if pieces is None else PiecewiseEffect(pieces, link)
 
 
@@ -78,7 +79,7 @@ def _pieces(ops: PricedOps, link: Link) -> tuple[Row, ...] | None:
         streams.play(ops)
         compute, free = streams.compute, streams.free[link]
         pieces.append((lag, compute.value, free.value, compute.slope, free.slope))
-        # A smaller step is one of rounding.
+        # Smaller breakpoints are rounding errors.
         lag += max(1e-9 * (lag + compute.value), order.breakpoint)
     return tuple(pieces)
 

@@ -128,16 +128,25 @@ def links_of(ops: PricedOps) -> set[Link]:
 def merge_kernels(ops: PricedOps) -> PricedOps:
     """Return the task with adjacent kernels, and loops of nothing but kernels, added up."""
     merged: list[PricedOp] = []
+    seconds = 0.0
     for op in ops:
+        if isinstance(op, Compute):
+            seconds += op.seconds
+            continue
         if isinstance(op, Repeat):
             inner = merge_kernels(op.ops)
-            kernels = [each for each in inner if isinstance(each, Compute)]
-            if len(kernels) == len(inner):
-                op = Compute(op.iterations * sum(kernel.seconds for kernel in kernels))
-            else:
-                op = Repeat(op.iterations, inner)
-        if isinstance(op, Compute) and merged and isinstance(merged[-1], Compute):
-            merged[-1] = Compute(merged[-1].seconds + op.seconds)
-        elif not isinstance(op, Compute) or op.seconds:
-            merged.append(op)
+            match inner:
+                case ():
+                    continue
+                case (Compute(iteration_seconds),):
+                    seconds += op.iterations * iteration_seconds
+                    continue
+                case _:
+                    op = Repeat(op.iterations, inner)
+        if seconds:
+            merged.append(Compute(seconds))
+            seconds = 0.0
+        merged.append(op)
+    if seconds:
+        merged.append(Compute(seconds))
     return tuple(merged)
