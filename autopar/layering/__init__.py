@@ -1,1 +1,1 @@
-"""Layers: the runs of equations that pipeline stages are made of, marked by hand or found by clustering."""
+"""Layers: the runs of equations that make up stages, marked by hand or found by clustering."""

@@ -1,8 +1,9 @@
-"""Layers: the runs of equations of a loss function that pipeline stages are made of.
+"""Layers: the runs of equations of a loss function that make up pipeline stages.
 
-A layer is a named scope. JAX writes the scopes in which an equation was made into its name stack, and into that of everything
-that differentiation makes of it, so that the layer of every equation of a traced step, forward or backward, can be read off
-(`layer_of`), and a function computes the same with layers as without.
+A layer is a named scope. JAX records the scopes around an equation in its name stack, and in the
+name stacks of the equations that differentiation derives from it. So `layer_of` can tell the layer
+of every equation of a traced step, forward or backward, and layers do not change what a function
+computes.
 """
 
 import re
@@ -38,21 +39,24 @@ _LAYER = re.compile(rf"{_SCOPE}(\d+)")
 
 
 class LayerError(ValueError):
-    """A function can't be cut into layers as asked."""
+    """A function can't be divided into layers as the option says."""
 
 
 def mark_pipeline_boundary() -> None:
-    """Ends a layer here and starts the next; for functions under `manual_layer_construction` or a `ManualLayerOption`."""
+    """End a layer and start the next one.
+
+    For functions under `manual_layer_construction` or a `ManualLayerOption`.
+    """
     boundary_p.bind()
 
 
 @dataclass(frozen=True, slots=True)
 class ManualLayerOption:
-    """Layers end where the loss function calls `mark_pipeline_boundary`.
+    """Layers that end where the loss function calls `mark_pipeline_boundary`.
 
     Attributes:
-        remat_layer: recompute each layer in the backward pass instead of keeping what is inside; "auto": as PipeshardParallel finds
-            it faster.
+        remat_layer: Whether the backward pass recomputes each layer. With "auto", PipeshardParallel
+            takes what it predicts to be faster.
     """
 
     remat_layer: bool | Literal["auto"] = False
@@ -60,25 +64,27 @@ class ManualLayerOption:
     def __post_init__(self) -> None:
         check(self, LayerError, remat_layer=FLAG | one_of("auto"))
 
-    def cut(self, jaxpr: Jaxpr) -> list[int]:
-        """The layer of each equation."""
-        found, layer = [], 0
+    def assign(self, jaxpr: Jaxpr) -> list[int]:
+        """Return the layer of each equation."""
+        layers = []
+        layer = 0
         for eqn in jaxpr.eqns:
-            found.append(layer)
+            layers.append(layer)
             layer += eqn.primitive is boundary_p
-        return found
+        return layers
 
 
 @dataclass(frozen=True, slots=True)
 class AutoLayerOption:
-    """Layers as equal in work as asked, with as little as possible to hand from one to the next (Alpa, OSDI'22, equation 6).
+    """Layers of similar work with as little data between them as possible (Alpa, OSDI'22, eq. 6).
 
     Attributes:
-        layer_num: number of layers.
-        remat_layer: recompute each layer in the backward pass instead of keeping what is inside; "auto": as PipeshardParallel finds
-            it faster.
-        eps: how much more than its share of the work a layer may have, relative.
-        cost_criteria: what counts as work: "flops", or the "count" of matrix products and convolutions.
+        layer_num: The number of layers.
+        remat_layer: Whether the backward pass recomputes each layer. With "auto", PipeshardParallel
+            takes what it predicts to be faster.
+        eps: The work of a layer is at most 1 + eps times the average.
+        cost_criteria: The measure of work: "flops", or the "count" of matrix products and
+            convolutions.
     """
 
     layer_num: int
@@ -96,23 +102,30 @@ class AutoLayerOption:
             cost_criteria=one_of("flops", "count"),
         )
 
-    def cut(self, jaxpr: Jaxpr) -> list[int]:
-        """The layer of each equation. Raises NoLayersError when there are too few for so many layers."""
+    def assign(self, jaxpr: Jaxpr) -> list[int]:
+        """Return the layer of each equation.
+
+        Raises:
+            NoLayersError: There are too few heavy equations, or their work is too uneven.
+        """
         debug_info = jaxpr.debug_info.with_unknown_names()
         flops = np.array([_flops(eqn, debug_info) for eqn in jaxpr.eqns])
         work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
-        found = cluster_layers(work, _handed_on(jaxpr), self.layer_num, self.eps)
-        return np.searchsorted(found.stops, np.arange(len(jaxpr.eqns)), side="right").tolist()
+        layers = cluster_layers(work, _received_bytes(jaxpr), self.layer_num, self.eps)
+        return np.searchsorted(layers.stops, np.arange(len(jaxpr.eqns)), side="right").tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class FollowLayerOption:
-    """For a step without gradients: each equation belongs to the layer of the parameters it reads, or one that it waits for.
+    """Layers of a step without gradients that follow the layers of its parameters.
+
+    An equation belongs to the last layer of the parameters that it depends on.
 
     Attributes:
-        inputs: for each array among the arguments its layer, None for those that go wherever they are needed.
-        num_layers: number of layers; some may be empty.
-        remat_layer: has no meaning without a backward pass.
+        inputs: The layer of each array among the arguments; None for arrays without one, which the
+            first layer that needs them reads.
+        num_layers: The number of layers; some may be empty.
+        remat_layer: Always False, because there is no backward pass.
     """
 
     inputs: tuple[int | None, ...]
@@ -120,11 +133,11 @@ class FollowLayerOption:
     remat_layer: Literal[False] = False
 
     def __post_init__(self) -> None:
-        homes = items(integer(0) | NONE, "a sequence of layers, or None, for each input")
+        layers = items(integer(0) | NONE, "a sequence of layers, or None, for each input")
         check(
             self,
             LayerError,
-            inputs=homes,
+            inputs=layers,
             num_layers=integer(),
             remat_layer=satisfying("False", lambda value: value is False),
         )
@@ -134,34 +147,41 @@ class FollowLayerOption:
         """The layer of each input that has one."""
         return {i: layer for i, layer in enumerate(self.inputs) if layer is not None}
 
-    def cut(self, jaxpr: Jaxpr) -> list[int]:
-        """The layer of each equation. Raises LayerError for a step with another number of inputs."""
+    def assign(self, jaxpr: Jaxpr) -> list[int]:
+        """Return the layer of each equation.
+
+        Raises:
+            LayerError: The step has another number of inputs.
+        """
         if len(jaxpr.invars) != len(self.inputs):
             raise LayerError(
-                f"{len(self.inputs)} layers of inputs for a step with {len(jaxpr.invars)} of them; one each"
+                f"{len(self.inputs)} layers of inputs for a step with {len(jaxpr.invars)} of them;"
+                " one each"
             )
-        layer = {
-            var: home
-            for var, home in zip(jaxpr.invars, self.inputs, strict=True)
-            if home is not None
+        layer_of_var = {
+            var: layer
+            for var, layer in zip(jaxpr.invars, self.inputs, strict=True)
+            if layer is not None
         }
-        found: list[int | None] = []
+        layers: list[int | None] = []
         for eqn in jaxpr.eqns:
-            waits_for = [layer[a] for a in eqn.invars if isinstance(a, Var) and a in layer]
-            found.append(max(waits_for, default=None))
-            if waits_for:
-                layer.update(dict.fromkeys(eqn.outvars, max(waits_for)))
-        first: dict[Var, int] = {}  # what reads the batch only goes where it is needed first
+            operands = (atom for atom in eqn.invars if isinstance(atom, Var))
+            operand_layers = [layer_of_var[var] for var in operands if var in layer_of_var]
+            layers.append(max(operand_layers, default=None))
+            if operand_layers:
+                layer_of_var.update(dict.fromkeys(eqn.outvars, max(operand_layers)))
+        # Equations that depend on no parameter run in the first layer that uses their results.
+        first_use: dict[Var, int] = {}
         for k, eqn in reversed(list(enumerate(jaxpr.eqns))):
-            number = found[k]
-            if number is None:
-                number = found[k] = min(
-                    (first[var] for var in eqn.outvars if var in first), default=0
-                )
+            layer = layers[k]
+            if layer is None:
+                uses = (first_use[var] for var in eqn.outvars if var in first_use)
+                layer = min(uses, default=0)
+                layers[k] = layer
             for atom in eqn.invars:
                 if isinstance(atom, Var):
-                    first[atom] = min(number, first.get(atom, number))
-        return [number or 0 for number in found]
+                    first_use[atom] = min(layer, first_use.get(atom, layer))
+        return [layer or 0 for layer in layers]
 
 
 LayerOption = AutoLayerOption | ManualLayerOption | FollowLayerOption
@@ -171,7 +191,7 @@ _option: ContextVar[LayerOption | None] = ContextVar("layer_option", default=Non
 
 @contextmanager
 def layering(option: LayerOption | None) -> Iterator[None]:
-    """While it lasts, `autopar.grad` and `value_and_grad` cut the functions that they differentiate into layers."""
+    """Make `autopar.grad` and `value_and_grad` divide functions into layers inside the block."""
     token = _option.set(option)
     try:
         yield
@@ -180,13 +200,17 @@ def layering(option: LayerOption | None) -> Iterator[None]:
 
 
 def layered_if_asked(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, in layers while `layering` lasts, unless it is so already."""
+    """Return `fun` divided into layers inside a `layering` block, unless it already is."""
     option = _option.get()
     return fun if option is None or hasattr(fun, "layer_option") else layered(fun, option)
 
 
 def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
-    """`fun`, cut into layers. Raises LayerError for an option that is left open, and when called, if `fun` can't be cut."""
+    """Return `fun` divided into layers.
+
+    Raises:
+        LayerError: `option` has remat_layer="auto". When called: `fun` can't be divided.
+    """
     if option.remat_layer == "auto":
         raise LayerError(
             "remat_layer='auto' is for the layer_option of PipeshardParallel, which tries both"
@@ -195,23 +219,23 @@ def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
 
     @wraps(fun)
     def in_layers(*args: Any, **kwargs: Any) -> Any:
-        every, tree = jax.tree.flatten((args, kwargs))
-        traced_at = [i for i, leaf in enumerate(every) if isinstance(leaf, Tracer)]
-        leaves = [every[i] for i in traced_at]
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        # Functions, numbers and arrays keep their values, as under `jax.grad`.
+        traced_leaves = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)}
 
-        def flat(*leaves: Any) -> Any:
-            """`fun` closed over what is no tracer: functions, numbers and arrays keep their values, as under `jax.grad`."""
-            given = dict(zip(traced_at, leaves, strict=True))
-            args, kwargs = jax.tree.unflatten(
-                tree, [given.get(i, leaf) for i, leaf in enumerate(every)]
-            )
+        def of_tracers(*values: Any) -> Any:
+            new_leaves = list(leaves)
+            for i, value in zip(traced_leaves, values, strict=True):
+                new_leaves[i] = value
+            args, kwargs = jax.tree.unflatten(tree, new_leaves)
             return fun(*args, **kwargs)
 
-        traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        tracers = list(traced_leaves.values())
+        traced, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
         jaxpr = _without_calls(traced)
-        env: dict[Var, Any] = dict(zip(jaxpr.invars, leaves, strict=True))
+        env: dict[Var, Any] = dict(zip(jaxpr.invars, tracers, strict=True))
         env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-        for number, (eqns, results) in enumerate(_layers(jaxpr, option.cut(jaxpr))):
+        for number, (eqns, results) in enumerate(_layers(jaxpr, option.assign(jaxpr))):
             with jax.named_scope(f"{_SCOPE}{number}"):
                 _run(eqns, results, env, remat)
         return jax.tree.unflatten(
@@ -225,7 +249,14 @@ def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
 def manual_layer_construction(
     fun: Callable[..., Any] | None = None, *, remat_layer: bool = False
 ) -> Any:
-    """A loss function whose layers end where it calls `mark_pipeline_boundary`; a decorator, with or without arguments."""
+    """Divide a loss function into layers at its calls of `mark_pipeline_boundary`.
+
+    A decorator, with or without arguments.
+
+    Args:
+        fun: The loss function.
+        remat_layer: Whether the backward pass recomputes each layer.
+    """
     option = ManualLayerOption(remat_layer)
     return layered(fun, option) if fun is not None else lambda fun: layered(fun, option)
 
@@ -238,32 +269,40 @@ def automatic_layer_construction(
     eps: float = 0.6,
     cost_criteria: Literal["flops", "count"] = "flops",
 ) -> Any:
-    """A loss function in `layer_num` layers that are found; a decorator. See `AutoLayerOption`."""
+    """Divide a loss function into layers by clustering; a decorator.
+
+    Args:
+        fun: The loss function.
+        layer_num: As for `AutoLayerOption`.
+        remat_layer: Whether the backward pass recomputes each layer.
+        eps: As for `AutoLayerOption`.
+        cost_criteria: As for `AutoLayerOption`.
+    """
     option = AutoLayerOption(layer_num, remat_layer, eps, cost_criteria)
     return layered(fun, option) if fun is not None else lambda fun: layered(fun, option)
 
 
 def manual_remat(fun: Callable[..., Any] | None = None) -> Any:
-    """`manual_layer_construction` in which each layer is recomputed in the backward pass; a decorator."""
+    """Recompute the layers of `manual_layer_construction` in the backward pass; a decorator."""
     return manual_layer_construction(fun, remat_layer=True)
 
 
 def automatic_remat(
     fun: Callable[..., Any] | None = None, *, layer_num: int, eps: float = 0.6
 ) -> Any:
-    """`automatic_layer_construction` in which each layer is recomputed in the backward pass; a decorator."""
+    """Recompute the layers of `automatic_layer_construction` in the backward pass; a decorator."""
     return automatic_layer_construction(fun, layer_num=layer_num, eps=eps, remat_layer=True)
 
 
 def layer_of(eqn: JaxprEqn) -> tuple[int, bool] | None:
-    """The layer of an equation of a traced step, and whether it belongs to the backward pass; None outside of layers."""
-    text = str(eqn.source_info.name_stack)
-    found = _LAYER.search(text)
-    return (int(found[1]), "transpose(" in text) if found else None
+    """Return the layer of an equation, if any, and whether it is in the backward pass."""
+    name_stack = str(eqn.source_info.name_stack)
+    match = _LAYER.search(name_stack)
+    return (int(match[1]), "transpose(" in name_stack) if match else None
 
 
 def _without_calls(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` with `jit`s inlined, and nothing else: how functions are differentiated stays as it is."""
+    """Return `jaxpr` with calls of `jit` inlined; functions with derivative rules stay calls."""
     eqns: list[JaxprEqn] = []
     constants: dict[Var, Any] = {}
 
@@ -273,21 +312,22 @@ def _without_calls(jaxpr: Jaxpr) -> Jaxpr:
             env[var] = new = Var(var.aval)
             constants[new] = value
         for eqn in jaxpr.eqns:
-            invars = [a if isinstance(a, JaxLiteral) else env[a] for a in eqn.invars]
+            invars = [atom if isinstance(atom, JaxLiteral) else env[atom] for atom in eqn.invars]
             if eqn.primitive is jit_p:
                 outvars = inline(eqn.params["jaxpr"], invars)
             else:
                 if eqn.primitive is not boundary_p and _has_boundary(eqn):
                     raise LayerError(
-                        f"mark_pipeline_boundary inside {eqn.primitive.name} (a loop, a branch or jax.checkpoint): layers are"
-                        " cut from the function itself; mark the boundary outside of it"
+                        f"mark_pipeline_boundary inside {eqn.primitive.name} (a loop, a branch or"
+                        " jax.checkpoint): layers are cut from the function itself; mark the"
+                        " boundary outside of it"
                     )
-                outvars = [Var(v.aval) for v in eqn.outvars]
+                outvars = [Var(var.aval) for var in eqn.outvars]
                 eqns.append(eqn.replace(invars=invars, outvars=list(outvars)))
             env.update(zip(eqn.outvars, outvars, strict=True))
-        return [a if isinstance(a, JaxLiteral) else env[a] for a in jaxpr.outvars]
+        return [atom if isinstance(atom, JaxLiteral) else env[atom] for atom in jaxpr.outvars]
 
-    invars = [Var(v.aval) for v in jaxpr.invars]
+    invars = [Var(var.aval) for var in jaxpr.invars]
     outvars = inline(jaxpr, invars)
     return Jaxpr(
         list(constants),
@@ -300,92 +340,89 @@ def _without_calls(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _has_boundary(eqn: JaxprEqn) -> bool:
-    def inner(value: Any) -> Iterator[Jaxpr]:
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, Jaxpr):
-                yield each
+    """Return whether a jaxpr among the parameters of `eqn` has a pipeline boundary."""
+    for param in eqn.params.values():
+        for jaxpr in param if isinstance(param, tuple | list) else (param,):
+            if isinstance(jaxpr, Jaxpr) and any(
+                inner.primitive is boundary_p or _has_boundary(inner) for inner in jaxpr.eqns
+            ):
+                return True
+    return False
 
-    jaxprs = [each for value in eqn.params.values() for each in inner(value)]
-    return any(
-        e.primitive is boundary_p or _has_boundary(e) for jaxpr in jaxprs for e in jaxpr.eqns
-    )
 
+def _layers(jaxpr: Jaxpr, layers: Sequence[int]) -> Iterator[tuple[list[JaxprEqn], list[Var]]]:
+    """Yield the equations of each layer, and their results that later layers use.
 
-def _layers(jaxpr: Jaxpr, layer: Sequence[int]) -> Iterator[tuple[list[JaxprEqn], list[Var]]]:
-    """For each layer its equations, and those of its results that are used after it."""
+    Args:
+        jaxpr: The function.
+        layers: The layer of each equation.
+    """
     last_use: dict[Atom, int] = {}
-    for eqn, number in zip(jaxpr.eqns, layer, strict=True):
-        last_use.update(
-            (atom, max(number, last_use.get(atom, 0)))
-            for atom in eqn.invars
-            if isinstance(atom, Var)
-        )
-    last_use.update((atom, len(layer)) for atom in jaxpr.outvars if isinstance(atom, Var))
-    for number in range(max(layer, default=-1) + 1):
-        eqns = [
-            e
-            for e, n in zip(jaxpr.eqns, layer, strict=True)
-            if n == number and e.primitive is not boundary_p
-        ]
-        yield eqns, [var for eqn in eqns for var in eqn.outvars if last_use.get(var, -1) > number]
+    for eqn, layer in zip(jaxpr.eqns, layers, strict=True):
+        for atom in eqn.invars:
+            if isinstance(atom, Var):
+                last_use[atom] = max(layer, last_use.get(atom, 0))
+    last_use.update((atom, len(layers)) for atom in jaxpr.outvars if isinstance(atom, Var))
+    eqns_by_layer: list[list[JaxprEqn]] = [[] for _ in range(max(layers, default=-1) + 1)]
+    for eqn, layer in zip(jaxpr.eqns, layers, strict=True):
+        if eqn.primitive is not boundary_p:
+            eqns_by_layer[layer].append(eqn)
+    for layer, eqns in enumerate(eqns_by_layer):
+        yield eqns, [var for eqn in eqns for var in eqn.outvars if last_use.get(var, -1) > layer]
 
 
 def _run(
     eqns: Sequence[JaxprEqn], results: Sequence[Var], env: dict[Var, Any], remat: bool
 ) -> None:
     """Evaluate the equations of a layer and add its results to `env`."""
-    made = {var for eqn in eqns for var in eqn.outvars}
-    needed = list(
-        dict.fromkeys(a for eqn in eqns for a in eqn.invars if isinstance(a, Var) and a not in made)
-    )
+    defined = {var for eqn in eqns for var in eqn.outvars}
+    operands = (atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))
+    inputs = [var for var in dict.fromkeys(operands) if var not in defined]
 
     def layer(*values: Any) -> list[Any]:
-        inner: dict[Var, Any] = dict(zip(needed, values, strict=True))
+        inner: dict[Var, Any] = dict(zip(inputs, values, strict=True))
         for eqn in eqns:
             scope = str(eqn.source_info.name_stack)
             with eqn.ctx.manager, jax.named_scope(scope) if scope else nullcontext():
                 operands = [read(atom, inner) for atom in eqn.invars]
                 result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-            inner.update(
-                zip(
-                    eqn.outvars, result if eqn.primitive.multiple_results else [result], strict=True
-                )
-            )
+            outputs = result if eqn.primitive.multiple_results else [result]
+            inner.update(zip(eqn.outvars, outputs, strict=True))
         return [inner[var] for var in results]
 
-    values = (jax.checkpoint(layer) if remat else layer)(*(env[var] for var in needed))
+    values = (jax.checkpoint(layer) if remat else layer)(*(env[var] for var in inputs))
     env.update(zip(results, values, strict=True))
 
 
-def _handed_on(jaxpr: Jaxpr) -> Received:
-    """What layers receive from one another."""
+def _received_bytes(jaxpr: Jaxpr) -> Received:
+    """Return the function of the bytes that layers receive from one another."""
     users: dict[Var, dict[int, None]] = {var: {} for eqn in jaxpr.eqns for var in eqn.outvars}
     for number, eqn in enumerate(jaxpr.eqns):
         for atom in eqn.invars:
             if isinstance(atom, Var) and atom in users:
                 users[atom][number] = None
-    made = ((number, var) for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars)
-    sizes = [
-        (n, array_bytes(aval_of(var).shape, aval_of(var).dtype), tuple(users[var]))
-        for n, var in made
+    values = [
+        (number, array_bytes(aval_of(var).shape, aval_of(var).dtype), tuple(users[var]))
+        for number, eqn in enumerate(jaxpr.eqns)
+        for var in eqn.outvars
         if users[var]
     ]
-    return received_bytes(len(jaxpr.eqns), sizes)
+    return received_bytes(len(jaxpr.eqns), values)
 
 
 def _flops(eqn: JaxprEqn, debug_info: Any) -> float:
-    """FLOP of the matrix products and convolutions in an equation, those of what it calls included."""
-    read = list(dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)))
-    flat = flatten(Jaxpr([], read, eqn.outvars, [eqn], debug_info=debug_info))
+    """Return the FLOP of all matrix products and convolutions in an equation and its calls."""
+    invars = list(dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)))
+    flat = flatten(Jaxpr([], invars, eqn.outvars, [eqn], debug_info=debug_info))
     kernels = (
-        (times, kernel_of(e, [aval_of(a).shape for a in e.invars], 0.0))
-        for e, times in zip(flat.eqns, repeats(flat.eqns), strict=True)
-        if e.primitive not in MARKERS and e.outvars
+        (times, kernel_of(inner, [aval_of(atom).shape for atom in inner.invars], 0.0))
+        for inner, times in zip(flat.eqns, repeats(flat.eqns), strict=True)
+        if inner.primitive not in MARKERS and inner.outvars
     )
     return sum(times * kernel.flops for times, kernel in kernels if kernel.kind in ("gemm", "conv"))
 
 
 def num_layers(jaxpr: Jaxpr) -> int:
     """Return the number of layers that a traced step has; 0 if it has none."""
-    found = (layer_of(eqn) for eqn in jaxpr.eqns)
-    return max((each[0] for each in found if each is not None), default=-1) + 1
+    layers = (layer_of(eqn) for eqn in jaxpr.eqns)
+    return max((layer[0] for layer in layers if layer is not None), default=-1) + 1

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autopar.layering.layer_clustering import (
-    MOST_HEAVY,
+    MIN_HEAVY,
     NoLayersError,
     cluster_layers,
     received_bytes,
@@ -79,7 +79,7 @@ def test_the_cut_is_the_best_of_all(graph, num_layers, eps):
     flops, values = graph
     heavy = flops > 0
     assume(num_layers <= heavy.sum())
-    least, share = min(MOST_HEAVY, heavy.sum() // num_layers), (1 + eps) * flops.sum() / num_layers
+    least, share = min(MIN_HEAVY, heavy.sum() // num_layers), (1 + eps) * flops.sum() / num_layers
     found = []
     for cut in combinations(range(1, len(flops)), num_layers - 1):
         layers = list(pairwise((0, *cut, len(flops))))
