@@ -1,4 +1,4 @@
-"""Candidates of an equation: ways to shard its factors, and to complete the partial results that some leave."""
+"""Candidates of an equation: ways to shard its factors and to complete partial results."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,14 @@ from autopar.sharding.mesh_costs import Step
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One candidate of an equation: how its factors are sharded and how partial results are completed.
+    """A candidate of an equation: how factors are sharded and partial results completed.
 
     Attributes:
+        assignment: the mesh axes of its factors.
         results: specs of the completed results.
-        collectives: what completes them.
-        copied: bytes that completing them moves within device memory (a reduce_scatter along any but the leading dim).
+        collectives: the collectives that complete partial results.
+        copied: bytes that they move within device memory; a reduce_scatter along any dim but the
+            leading one transposes.
     """
 
     assignment: Assignment
@@ -33,9 +35,15 @@ class Option:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Candidates:
-    """The candidates of an equation, and for each operand and result its spec under each of them.
+    """The candidates of an equation, with the spec of each operand and result under each of them.
 
-    They are made once for all equations alike and compared by identity: layers repeat, and so looking them up is cheap.
+    Equal equations share one object, which is compared by identity: layers repeat, and look-ups are
+    cheap.
+
+    Attributes:
+        options: the candidates.
+        operands: for each operand, its spec under each candidate.
+        results: for each result, its spec under each candidate.
     """
 
     options: tuple[Option, ...]
@@ -44,6 +52,7 @@ class Candidates:
 
     @classmethod
     def of(cls, factors: OpFactors, options: Iterable[Option]) -> "Candidates":
+        """Return the candidates of an equation with the given factors."""
         options = tuple(options)
         assignments = [o.assignment for o in options]
         operands = (
@@ -58,7 +67,10 @@ class Candidates:
 def followed(
     factors: OpFactors, leader: int, specs: Specs, mesh: LogicalMesh
 ) -> tuple[Assignment, ...] | None:
-    """The assignment under each spec of the operand that an equation follows; None when it can't keep one of them."""
+    """Return the assignment under each spec of the operand that an equation follows.
+
+    None if the equation can't run under one of the specs.
+    """
     assignments = each_once(lambda spec: factors.assign(leader, spec, mesh), specs)
     kept = tuple(assignment for assignment in assignments if assignment is not None)
     return kept if len(kept) == len(specs) else None
@@ -72,9 +84,14 @@ def completions(
     scatter: bool,
     mesh: LogicalMesh,
 ) -> tuple[Option, ...]:
-    """The ways to complete partial results: an all_reduce, or (when `scatter`) a reduce_scatter onto some dim per axis.
+    """Return the ways to complete partial results, the plain all_reduce first.
 
-    `results` are (shape, bytes of an element) of each result. The plain all_reduce comes first.
+    Args:
+        factors: factors of the equation.
+        assignment: the mesh axes of the factors.
+        results: shape and bytes per element of each result.
+        scatter: whether each axis may reduce_scatter onto a dim instead.
+        mesh: the logical mesh.
     """
     specs = tuple(factors.result_spec(r, assignment) for r in range(len(results)))
     partial = factors.partial_axes(assignment)
@@ -109,8 +126,9 @@ def completions(
 def is_compilable(eqn: JaxprEqn, factors: OpFactors, option: Option) -> bool:
     """Return whether XLA's partitioner can compile an equation under an option.
 
-    It aborts the process (jaxlib 0.11.2, spmd_partitioner_util.cc) where the partial sums of a gather are scattered onto a dim of its
-    slices that is split already. A dim that the indices have may be split further.
+    jaxlib 0.11.2 aborts the process (spmd_partitioner_util.cc) if the partial sums of a gather are
+    scattered onto an offset dim that is sharded already. Dims of the indices may be sharded
+    further.
     """
     if eqn.primitive is not gather_p:
         return True
@@ -124,7 +142,7 @@ def is_compilable(eqn: JaxprEqn, factors: OpFactors, option: Option) -> bool:
 def batch_only(
     assignments: Sequence[Assignment], marked: frozenset[int], mesh: LogicalMesh
 ) -> list[Assignment]:
-    """The assignments that shard the factors in `marked` as far as can be, and no others."""
+    """Return the assignments that shard only `marked` factors, over as many devices as possible."""
 
     def ways(assignment: Assignment) -> int:
         return mesh.ways(axis for axes in assignment for axis in axes)
@@ -137,13 +155,13 @@ def batch_only(
 def batch_on(
     assignments: Iterable[Assignment], marked: frozenset[int], axis: str
 ) -> list[Assignment]:
-    """The assignments that shard a factor in `marked` along `axis`, if any does; otherwise all."""
+    """Return the assignments that shard a `marked` factor along `axis`; all if there are none."""
     assignments = list(assignments)
     return [a for a in assignments if any(axis in a[f] for f in marked)] or assignments
 
 
 def scattered_if_possible(options: Sequence[Option]) -> list[Option]:
-    """Without all_reduces where a reduce_scatter completes the same partial results."""
+    """Drop all_reduces of partial results that a reduce_scatter can complete."""
 
     def reduces(option: Option) -> bool:
         return any(kind == "all_reduce" for kind, _, _ in option.collectives)

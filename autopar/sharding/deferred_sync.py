@@ -1,9 +1,10 @@
-"""Completing gradients once per step instead of once per microbatch.
+"""Deferred gradient synchronisation: once per step instead of once per microbatch.
 
-Along *deferred* mesh axes every device takes examples of its own through all microbatches. So in the body of the loop these axes
-divide examples and nothing else, sums over examples stay partial along them, and what is accumulated is completed after the
-loop (`autopar.microbatch.accumulation` runs it). That costs one synchronisation instead of one per microbatch, and the memory of gradients
-that are whole along the deferred axes.
+Along *deferred* mesh axes each device runs its own examples through all microbatches. In the body
+of the microbatch loop these axes shard only examples, sums over examples stay partial along them,
+and the accumulated values are completed after the loop (`autopar.microbatch.accumulation`). That
+takes one synchronisation instead of one per microbatch, and memory for gradients that are not
+sharded along the deferred axes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,10 @@ type Axes = tuple[str, ...]
 
 
 def candidates(step: StepGraph, mesh: LogicalMesh, data_parallel: bool) -> Iterator[Axes]:
-    """The axes that could be deferred: every combination that divides a microbatch; only all axes for pure data parallelism."""
+    """Yield the sets of axes that may be deferred: those that divide a microbatch evenly.
+
+    For pure data parallelism only the set of all axes counts.
+    """
     if step.microbatching is None:
         return
     axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
@@ -34,24 +38,27 @@ def candidates(step: StepGraph, mesh: LogicalMesh, data_parallel: bool) -> Itera
 
 
 def check_parts(step: StepGraph, mesh: LogicalMesh, deferred: Axes) -> None:
-    """Raise MicrobatchError unless the step can run so: what examples make must come in parts as small as a device's.
+    """Check that microbatches can be split further, into the parts of the devices.
 
-    Where the compiler still partitions the body, along other axes, its equations must be those that were planned.
+    If the compiler partitions the body along other axes, the equations of the parts must be those
+    that were planned.
+
+    Raises:
+        MicrobatchError: they can't be split, or have other equations.
     """
     if not deferred:
         return
     parts = step.split_microbatches(mesh.ways(deferred))
     planned = [eqn.primitive for eqn in step.jaxpr.eqns]
-    if mesh.ways(deferred) < mesh.num_devices and planned != [
-        eqn.primitive for eqn in parts.jaxpr.eqns
-    ]:
+    present = [eqn.primitive for eqn in parts.jaxpr.eqns]
+    if mesh.ways(deferred) < mesh.num_devices and planned != present:
         raise MicrobatchError(
             "the step does different things for the few examples that a device has of a microbatch"
         )
 
 
 def fits(assignment: Assignment, marked: frozenset[int], deferred: Axes) -> bool:
-    """Whether the deferred axes divide examples, if the equation has any (its factors in `marked`), and nothing else."""
+    """Return whether the deferred axes shard `marked` factors (if there are any) and no others."""
     along_batch = {axis for f in marked for axis in assignment[f]}
     used = {axis for axes in assignment for axis in axes}
     return (
@@ -62,9 +69,9 @@ def fits(assignment: Assignment, marked: frozenset[int], deferred: Axes) -> bool
 
 
 def leads(spec: Spec, deferred: Axes) -> bool:
-    """Whether the deferred axes come first in each dim: each device then has a part in one piece."""
+    """Return whether deferred axes come first in each dim: a device's part is contiguous then."""
     flags = ([axis in deferred for axis in axes] for axes in spec)
-    return all(sorted(each, reverse=True) == each for each in flags)
+    return all(sorted(of_dim, reverse=True) == of_dim for of_dim in flags)
 
 
 def partial_completions(
@@ -75,7 +82,7 @@ def partial_completions(
     mesh: LogicalMesh,
     deferred: Axes,
 ) -> tuple[Option, ...]:
-    """As `candidates.completions`, results staying partial along the deferred axes."""
+    """Return `candidates.completions`, with results that stay partial along the deferred axes."""
     rest = tuple(
         tuple(axis for axis in axes if kind not in PARTIAL or axis not in deferred)
         for kind, axes in zip(factors.kinds, assignment, strict=True)
@@ -94,9 +101,19 @@ def synchronisations(
     mesh: LogicalMesh,
     deferred: Axes,
 ) -> list[tuple[Spec, Option]]:
-    """The ways to complete an accumulated value, each with the spec that it starts from: an all_reduce, or a reduce_scatter
-    onto some dim, for each deferred axis. `width` is bytes of an element."""
-    found = []
+    """Return the ways to complete an accumulated value, each with the spec that it starts from.
+
+    Each deferred axis is completed by an all_reduce, or by a reduce_scatter onto some dim.
+
+    Args:
+        shape: shape of the value.
+        width: bytes per element.
+        sources: specs that it may start from.
+        scatter: whether a reduce_scatter is allowed.
+        mesh: the logical mesh.
+        deferred: the deferred axes.
+    """
+    ways = []
     for source in dict.fromkeys(sources):
         for dims in product(
             (None, *range(len(shape))) if scatter else (None,), repeat=len(deferred)
@@ -118,5 +135,5 @@ def synchronisations(
                     local /= mesh.ways(axes)
             if rest := tuple(axis for axis in deferred if axis not in axes_of(tuple(onto))):
                 steps.append(("all_reduce", local, rest))
-            found.append((source, Option((), (spec,), tuple(steps), copied)))
-    return found
+            ways.append((source, Option((), (spec,), tuple(steps), copied)))
+    return ways

@@ -1,7 +1,8 @@
-"""Sharding without a solver, as the baseline to compare plans with: a rule for inputs, and propagation from them.
+"""Sharding without a solver, a baseline for plans: a rule for inputs, and greedy propagation.
 
-The rule is the largest-dim heuristic that Alpa's ablation has (OSDI'22, section 8.2): each mesh axis shards the largest dim
-that it divides. Propagation is greedy: each decision, in the order of the step, takes what leaves most values where they are.
+The rule is the largest-dim heuristic of Alpa's ablation (OSDI'22, section 8.2): each mesh axis
+shards the largest dim that it divides. In the order of the step, each decision then takes the
+option that needs the least resharding.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,17 @@ from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem
 def input_placed(
     role: InputRole, shape: Sequence[int], allowed: Specs, mesh: LogicalMesh, mode: Mode
 ) -> Spec:
-    """The one spec of an input that a mode without solver takes, of those `allowed`.
+    """Return the spec of an input in a mode without a solver.
 
-    "heuristic" shards the batch over the first axis, carried state as `largest_dims` does, and nothing else; "manual" takes the
-    first spec, which is the pinned one, or whole.
+    "heuristic" shards the batch over the first axis, carried state as `largest_dims` does, and no
+    other input. "manual" takes the first allowed spec: the pinned one, or no sharding.
+
+    Args:
+        role: role of the input.
+        shape: its shape.
+        allowed: the specs that pins and options allow.
+        mesh: the logical mesh.
+        mode: "heuristic" or "manual".
     """
     wanted = allowed[0]
     if mode == "heuristic" and role == "batch":
@@ -34,9 +42,9 @@ def input_placed(
 
 
 def largest_dims(shape: Sequence[int], mesh: LogicalMesh) -> Spec:
-    """Each mesh axis in turn on the dim of the largest shard that it divides evenly; on none if it divides none.
+    """Return the spec in which each mesh axis in turn shards the largest dim that it divides.
 
-    The first of equal dims counts as larger.
+    The size of a dim is that of its shard. Of equal dims the first counts as the largest.
     """
     local, spec = list(shape), list(replicated(len(shape)))
     for axis in mesh.axis_names:
@@ -54,9 +62,10 @@ def largest_dims(shape: Sequence[int], mesh: LogicalMesh) -> Spec:
 
 
 def propagate(problem: SelectionProblem) -> Solution:
-    """For each decision in turn the option with the least resharding from and to what is placed, the first among equals.
+    """Return the choice in which each decision in turn needs the least resharding.
 
-    First come those that shard least, and an all_reduce comes before a reduce_scatter.
+    Of equal options the first is taken: options that shard less come first, and an all_reduce comes
+    before a reduce_scatter.
 
     Raises:
         InfeasibleError: a decision is left with forbidden options only.
@@ -72,7 +81,8 @@ def propagate(problem: SelectionProblem) -> Solution:
         best = int(moved.argmin())
         if not np.isfinite(moved[best]):
             raise InfeasibleError(
-                "propagation ends where every sharding needs a forbidden collective; allow more of them, or let the solver choose"
+                "propagation ends where every sharding needs a forbidden collective; allow more of"
+                " them, or let the solver choose"
             )
         choice.append(best)
     return Solution(tuple(choice), problem.cost(choice), gap=None, core=0)

@@ -1,7 +1,8 @@
-"""Shardings of a part of a step where memory has a price: what the layers of a stage agree on to share its memory.
+"""The Lagrangian subproblem: shardings of a layer in which memory has a price.
 
-A limit on what many layers hold together couples them all. With a price on every byte held (a Lagrange multiplier) they are
-apart again, each a small problem, and what they answer at several prices bounds what they can do together (Everett 1963).
+A capacity constraint couples all layers of a stage. With a price per byte (a Lagrange multiplier)
+the layers are independent, small problems. Their solutions at several prices bound the solution of
+the stage (Everett 1963).
 """
 
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ class Priced:
 
     Attributes:
         choice: the option of each decision.
-        seconds: of a step, without the price.
-        bound: the least that seconds and what memory costs at that price can be together, as far as was proven.
-        resident_bytes: on one device between forward and backward pass, with one microbatch; saved_bytes: what each microbatch
-            holds of that; extra_bytes: by how much more the fullest moment has.
+        seconds: seconds of a step, without the price of memory.
+        bound: proven lower bound of seconds and the price of memory together.
+        resident_bytes: bytes on one device between forward and backward pass, with one microbatch.
+        saved_bytes: the part of `resident_bytes` that each microbatch saves.
+        extra_bytes: bytes by which the peak exceeds `resident_bytes`.
     """
 
     choice: tuple[int, ...]
@@ -40,15 +42,19 @@ class Priced:
     extra_bytes: float
 
     def bytes(self, in_flight: int) -> float:
-        """Resident with so many microbatches."""
+        """Return the resident bytes with `in_flight` microbatches."""
         return self.resident_bytes + (in_flight - 1) * self.saved_bytes
 
 
 class PricedProblem:
-    """The choice problem of a step for any price of memory.
+    """The selection problem of a step for any price of memory.
 
     Args:
-        moment: number of the equation after the last one of the forward pass.
+        step: the step.
+        costs: costs on its mesh.
+        options: what a sharding may do.
+        deferred: mesh axes along which gradients are completed once.
+        point: number of the equation after the last one of the forward pass.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
@@ -60,12 +66,12 @@ class PricedProblem:
         costs: MeshCosts,
         options: ShardingOptions,
         deferred: tuple[str, ...],
-        moment: int,
+        point: int,
     ) -> None:
         self.step, self.options = step, options
         self.decisions = enumerate_decisions(step, costs, options, deferred)
         self._memory = Memory(step, self.decisions, costs.mesh)
-        # What comes from other parts and goes to them is held where it is kept, if it is.
+        # Values that other layers compute or read count in the layer that saves them, if one does.
         passing = {step.jaxpr.invars[i] for i in step.received_inputs}.difference(
             step.saved_for_backward
         )
@@ -74,54 +80,58 @@ class PricedProblem:
             for o, v in enumerate(step.jaxpr.outvars)
             if o not in step.carried and isinstance(v, Var)
         )
-        self._resident = self._memory.capacity_constraint(moment, np.inf, passing)
-        self._held = self._memory.saved_for_backward()
+        self._resident = self._memory.capacity_constraint(point, np.inf, passing)
+        self._saved = self._memory.saved_for_backward()
 
     def solve(self, price: float, in_flight: int, tolerance: float) -> Priced:
-        """The cheapest choice when a resident byte costs `price` seconds per step, or one proven to be near it, relative.
+        """Return the cheapest choice if a resident byte costs `price` seconds per step.
+
+        Args:
+            price: seconds per byte.
+            in_flight: number of microbatches in flight.
+            tolerance: relative gap at which the solver may stop.
 
         Raises:
             InfeasibleError, TimeoutError: see `solve`.
         """
         problem = self._priced(price, in_flight)
         if self.options.mode == "solve":
-            found = solve(problem, self.options.time_limit, tolerance)
+            solution = solve(problem, self.options.time_limit, tolerance)
         else:
-            found = propagate(self.decisions.problem())
-        choice, gap = found.choice, found.gap or 0.0
-        held, resident = self._held.used(choice), self._resident.used(choice)
-        used = self._memory.live_bytes(choice)
-        seconds = self.decisions.problem().cost(choice)
+            solution = propagate(self.decisions.problem())
+        choice = solution.choice
+        resident = self._resident.used(choice)
         return Priced(
             choice,
-            seconds,
-            (1 - gap) * found.objective,
-            resident,
-            held,
-            float(used.max()) - resident,
+            seconds=self.decisions.problem().cost(choice),
+            bound=(1 - (solution.gap or 0.0)) * solution.objective,
+            resident_bytes=resident,
+            saved_bytes=self._saved.used(choice),
+            extra_bytes=float(self._memory.live_bytes(choice).max()) - resident,
         )
 
     def _priced(self, price: float, in_flight: int) -> SelectionProblem:
+        """Return the selection problem with the price of memory in its costs."""
         nodes, edges = list(self.decisions.costs), dict(self.decisions.edges)
-        for limit, weight in ((self._resident, price), (self._held, (in_flight - 1) * price)):
-            for i, use in limit.uses.items() if weight else ():
+        for constraint, weight in ((self._resident, price), (self._saved, (in_flight - 1) * price)):
+            for i, use in constraint.uses.items() if weight else ():
                 nodes[i] = nodes[i] + weight * use
-            for pair, use in limit.pairs.items() if weight else ():
+            for pair, use in constraint.pairs.items() if weight else ():
                 edges[pair] = edges[pair] + weight * use
         return SelectionProblem(nodes, edges)
 
-    def eqn_seconds(self, found: Priced) -> tuple[float, ...]:
-        """What each equation takes in a step."""
+    def eqn_seconds(self, solution: Priced) -> tuple[float, ...]:
+        """Return the seconds of each equation in a step."""
         return tuple(
-            map(sum, self.decisions.seconds_by_equation(found.choice, len(self.step.jaxpr.eqns)))
+            map(sum, self.decisions.seconds_by_equation(solution.choice, len(self.step.jaxpr.eqns)))
         )
 
-    def specs(self, found: Priced) -> list[Spec | None]:
-        """Where each of `values_of` the step is; None: wherever it is needed."""
+    def specs(self, solution: Priced) -> list[Spec | None]:
+        """Return the spec of each of `values_of` the step; None for values without a placement."""
         placements = (self.decisions.placements.get(var) for var in values_of(self.step))
-        return [p.specs[found.choice[p.decision]] if p else None for p in placements]
+        return [p.specs[solution.choice[p.decision]] if p else None for p in placements]
 
 
 def values_of(step: StepGraph) -> list[Var]:
-    """The inputs of a step, and what its equations make, in order."""
+    """Return the inputs of a step and the results of its equations, in order."""
     return [*step.jaxpr.invars, *(var for eqn in step.jaxpr.eqns for var in eqn.outvars)]

@@ -1,4 +1,4 @@
-"""Regions that a user sharded by hand with `jax.shard_map`: where they run on a logical mesh, and what they cost."""
+"""Regions of `jax.shard_map`: their axes on a logical mesh, and their seconds."""
 
 from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
@@ -18,7 +18,7 @@ SHARD_MAP = "shard_map"
 
 
 def assignment(eqn: JaxprEqn, mesh: LogicalMesh) -> Assignment:
-    """The one assignment under which a `shard_map` runs on `mesh`.
+    """Return the only assignment under which a `shard_map` runs on `mesh`.
 
     Raises:
         ShardingError: the axes of its own mesh are not axes, or runs of axes, of `mesh`.
@@ -29,8 +29,9 @@ def assignment(eqn: JaxprEqn, mesh: LogicalMesh) -> Assignment:
 
 
 def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
-    """What the kernels of the region cost, those of pointwise equations fused into others, and what its collectives do."""
-    axes_of, kernels, collectives = _planned_axes(eqn, costs.mesh), 0.0, 0.0
+    """Return the seconds of a region's kernels and of its collectives."""
+    axes_of = _planned_axes(eqn, costs.mesh)
+    kernels = collectives = 0.0
     body = flatten(eqn.params["jaxpr"])
     for inner, times in zip(body.eqns, control_flow.repeats(body.eqns), strict=True):
         record = record_of(inner)
@@ -42,7 +43,7 @@ def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
         if kind := record.collective:
             along = inner.params["axes"] if "axes" in inner.params else inner.params["axis_name"]
             own = along if isinstance(along, tuple) else (along,)
-            axes = tuple(axis for each in own if isinstance(each, str) for axis in axes_of[each])
+            axes = tuple(axis for name in own if isinstance(name, str) for axis in axes_of[name])
             moved = sum(
                 sizes[len(inner.invars) :] if kind == "all_gather" else sizes[: len(inner.invars)]
             )
@@ -54,9 +55,10 @@ def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
 
 
 def on_devices(eqn: JaxprEqn, mesh: AnyMesh) -> JaxprEqn:
-    """`eqn`, if it is a `shard_map`, on the devices of `mesh`, its own axes laid over them in their order.
+    """Return `eqn` on the devices of `mesh`, if it is a `shard_map` on a concrete mesh.
 
-    One on an abstract mesh stays so, as what is inside it was traced for that: it runs where the step does.
+    Its own axes are laid over the devices in order. A region on an abstract mesh is unchanged: it
+    was traced for that, and runs on the devices of the step.
     """
     if eqn.primitive.name != SHARD_MAP or isinstance(own := eqn.params["mesh"], AbstractMesh):
         return eqn
@@ -69,25 +71,26 @@ def on_devices(eqn: JaxprEqn, mesh: AnyMesh) -> JaxprEqn:
 
 
 def _planned_axes(eqn: JaxprEqn, mesh: LogicalMesh) -> dict[str, tuple[str, ...]]:
-    """For each axis of the region's own mesh the axes of `mesh` that it is made of."""
+    """Return the axes of `mesh` that make up each axis of the region's own mesh."""
     own: dict[str, int] = dict(eqn.params["mesh"].shape)
     left = [(axis, size) for axis, size in mesh.sizes.items() if size > 1]
-    found: dict[str, tuple[str, ...]] = {}
+    planned: dict[str, tuple[str, ...]] = {}
     for axis, size in own.items():
         taken, ways = [], 1
         while ways < size and left:
             name, more = left.pop(0)
             taken.append(name)
             ways *= more
-        found[axis] = tuple(taken)
+        planned[axis] = tuple(taken)
         if ways != size:
             break
     else:
         if not left:
-            return found
+            return planned
     raise ShardingError(
-        f"a shard_map of the step runs on a mesh {_words(own)}, which can't be laid over the planned mesh {_words(mesh.sizes)}:"
-        f" each of its axes must be an axis, or a run of axes, of the planned one; plan on a mesh of shape {tuple(own.values())}"
+        f"a shard_map of the step runs on a mesh {_words(own)}, which can't be laid over the"
+        f" planned mesh {_words(mesh.sizes)}: each of its axes must be an axis, or a run of axes,"
+        f" of the planned one; plan on a mesh of shape {tuple(own.values())}"
     )
 
 

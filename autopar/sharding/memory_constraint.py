@@ -1,8 +1,9 @@
-"""Bytes alive on one device at each point of a step, as a function of the decisions.
+"""The memory constraint: bytes live on one device at each program point, by decisions.
 
-A moment is an equation of the flat jaxpr. Inputs live through the whole step, and a carried output takes the place of its
-input. Other values live from the equation that makes them to the last that reads them, if they are stored at all: what a
-fusion keeps in registers is not. What microbatches accumulate lives as long as their loop.
+A program point is an equation of the flat jaxpr. Inputs are live during the whole step, and a
+carried output reuses the memory of its input. Other values are live from the equation that computes
+them to the last one that reads them, if they are stored at all (`autopar.xla_fusion`). Sums over
+microbatches are live as long as their loop.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,9 +34,16 @@ from simulator.memory import Role
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Lifetime:
-    """A value that takes memory from moment `start` to moment `end`, both included; `sizes` in bytes per option.
+    """Memory that is in use from program point `start` to `end`, both included.
 
-    `var` is None for what other microbatches hold and for gradients that wait to be reduce_scattered; then `role` says what it is.
+    Attributes:
+        decision: the decision on which its size depends.
+        start: first program point.
+        end: last program point.
+        sizes: bytes under each option of the decision.
+        var: its value; None for activations of other microbatches and for gradients before their
+            reduce_scatter.
+        role: its role if `var` is None.
     """
 
     decision: int
@@ -47,7 +55,16 @@ class Lifetime:
 
 
 class Memory:
-    """The memory of a step under each choice."""
+    """The memory of a step as a function of the choice.
+
+    Attributes:
+        step: the step.
+        decisions: its decisions.
+        mesh: the logical mesh.
+        num_points: number of program points.
+        moved_for: for results whose resharding is hoisted, the operand that is resharded instead.
+        lifetimes: all memory but resharded copies.
+    """
 
     def __init__(self, step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> None:
         self.step, self.decisions, self.mesh = step, decisions, mesh
@@ -108,30 +125,34 @@ class Memory:
             yield first, last, self._sizes(atom, (spec,))[0]
 
     def saved_for_backward(self) -> CapacityConstraint:
-        """Bytes that stay of each microbatch until its backward pass; any number is within the limit."""
+        """Return the bytes per microbatch that are saved for its backward pass, without a bound."""
         uses: dict[int, np.ndarray] = {}
         for decision, sizes in _saved(self.step, self.decisions, self.mesh):
             uses[decision] = uses.get(decision, 0) + sizes
         return CapacityConstraint(uses, np.inf)
 
     def capacity_constraint(
-        self, moment: int, budget: float, without: Collection[Var] = ()
+        self, point: int, budget: float, without: Collection[Var] = ()
     ) -> CapacityConstraint:
-        """That the values alive at `moment`, some left out, and the copies made for it must fit into `budget` bytes."""
+        """Return the constraint that memory at a program point fits into `budget` bytes.
+
+        Args:
+            point: the program point.
+            budget: bytes of one device.
+            without: values that do not count.
+        """
         uses: dict[int, np.ndarray] = {}
         pairs: dict[tuple[int, int], np.ndarray] = {}
         for life in self.lifetimes:
-            if life.start <= moment <= life.end and life.var not in without:
+            if life.start <= point <= life.end and life.var not in without:
                 uses[life.decision] = uses.get(life.decision, 0) + life.sizes
         for use in self.decisions.uses:
             i, j = use.value.decision, use.decision
-            if use.eqn != moment or (min(i, j), max(i, j)) not in self.decisions.edges:
+            if use.eqn != point or (min(i, j), max(i, j)) not in self.decisions.edges:
                 continue
-            eqn = self.step.jaxpr.eqns[moment]
-            sizes, relaid = (
-                self._sizes(self._moved(eqn.invars[use.operand]), use.required),
-                is_relaid(eqn, use.operand),
-            )
+            eqn = self.step.jaxpr.eqns[point]
+            sizes = self._sizes(self._moved(eqn.invars[use.operand]), use.required)
+            relaid = is_relaid(eqn, use.operand)
             moved = np.array(
                 [
                     [relaid or present != required for required in use.required]
@@ -143,12 +164,12 @@ class Memory:
         return CapacityConstraint(uses, budget, pairs)
 
     def lower_bound(self) -> float:
-        """Bytes that no choice gets below: at some moment, when every decision takes what is smallest then."""
+        """Return a lower bound of the peak: the smallest option of each decision at each point."""
         smallest = ((life.start, life.end, life.sizes.min()) for life in self.lifetimes)
         return float(live_bytes(smallest, self.num_points).max())
 
     def _moved(self, atom: Atom) -> Atom:
-        """What is copied for the sake of `atom`."""
+        """Return the value that is copied when `atom` is resharded."""
         return atom if isinstance(atom, Literal) else self.moved_for.get(atom, atom)
 
     def _sizes(self, atom: Atom, specs: Specs) -> np.ndarray:
@@ -156,6 +177,7 @@ class Memory:
 
 
 def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:
+    """Return the lifetimes of all values that are stored."""
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
     alive = dict(lifetimes(step))
     shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
@@ -163,7 +185,7 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
         _postpone(step, decisions, mesh, alive, shown_by)
     lives: list[tuple[Var, int, int]] = []
     for number, eqn in step.microbatching.marks if step.microbatching else ():
-        # What microbatches add up to lives through their loop; the share of one is added as soon as it is made.
+        # A sum over microbatches is live during their loop; its addends are added in place.
         for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
             if isinstance(atom, Var) and atom not in step.jaxpr.invars:
                 lives.append((atom, 0, number))
@@ -177,18 +199,18 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
     lives += [
         (var, start, end) for var, (start, end) in alive.items() if var not in reused or not start
     ]
-    whole = {step.jaxpr.invars[i] for i in step.batch}  # all microbatches of it
+    batch = {step.jaxpr.invars[i] for i in step.batch}  # all microbatches of it are live
     others = step.in_flight - 1
     end = len(step.jaxpr.eqns)
-    held = _saved(step, decisions, mesh) if others else ()
-    found = [Lifetime(d, 0, end, others * s, role="activations") for d, s in held]
+    saved = _saved(step, decisions, mesh) if others else ()
+    memory = [Lifetime(d, 0, end, others * sizes, role="activations") for d, sizes in saved]
     for var, start, end in lives:
         if (placement := decisions.placements.get(var)) is not None:
             sizes = _sizes(var, placement.specs, mesh) * (
-                step.num_micro_batches if var in whole else 1
+                step.num_micro_batches if var in batch else 1
             )
-            found.append(Lifetime(placement.decision, start, end, sizes, var))
-    return found + list(_waiting(step, decisions, mesh, alive))
+            memory.append(Lifetime(placement.decision, start, end, sizes, var))
+    return memory + list(_unscattered(step, decisions, mesh, alive))
 
 
 def _postpone(
@@ -198,8 +220,18 @@ def _postpone(
     alive: dict[Var, tuple[int, int]],
     shown_by: Mapping[Var, Atom],
 ) -> None:
-    """Let a product be computed when it is first read, if what it is computed from is smaller: gradients of large weights from small
-    batches wait for their update (XLA schedules for least memory)."""
+    """Compute a product when it is first read if its operands are smaller than its result.
+
+    XLA schedules for least memory: gradients of large weights from small batches are computed right
+    before their update.
+
+    Args:
+        step: the step.
+        decisions: its decisions.
+        mesh: the logical mesh.
+        alive: first and last program point of each stored value; changed.
+        shown_by: for each view, the value that it views.
+    """
     reads, loops = readings(step), control_flow.spans(step.jaxpr.eqns).values()
 
     def size(var: Var, of: Callable[[np.ndarray], float]) -> float:
@@ -216,13 +248,9 @@ def _postpone(
         operands = {_base(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)}
         longer = [var for var in operands if var in alive and alive[var][1] < until]
         if sum(size(var, np.max) for var in longer) < size(result, np.min):
-            at_once = decisions.leaders.get(until, until) == decisions.leaders.get(
-                last, last
-            )  # one kernel reads it
-            alive[result] = (
-                until,
-                until if at_once and alive[result][1] == last else alive[result][1],
-            )
+            reader, last_reader = (decisions.leaders.get(n, n) for n in (until, last))
+            in_one_kernel = reader == last_reader and alive[result][1] == last
+            alive[result] = (until, until if in_one_kernel else alive[result][1])
             alive.update((var, (alive[var][0], until)) for var in longer)
 
 
@@ -232,10 +260,13 @@ def _base(var: Var, shown_by: Mapping[Var, Atom]) -> Var:
     return var
 
 
-def _waiting(
+def _unscattered(
     step: StepGraph, decisions: Decisions, mesh: LogicalMesh, alive: Mapping[Var, tuple[int, int]]
 ) -> Iterator[Lifetime]:
-    """Gradients that are reduce_scattered, before that: each waits for the last of those that it is combined with."""
+    """Yield gradients before their reduce_scatter.
+
+    Each is live until the last one that XLA combines it with is computed.
+    """
     groups: list[list[tuple[int, int, int, np.ndarray]]] = []
     room = 0.0
     for number, decision, sizes in decisions.scattered:
@@ -257,7 +288,7 @@ def _waiting(
 def _saved(
     step: StepGraph, decisions: Decisions, mesh: LogicalMesh
 ) -> list[tuple[int, np.ndarray]]:
-    """What each microbatch in flight holds: decisions, and bytes per option."""
+    """Return decisions, and bytes per option, of what a microbatch saves for its backward pass."""
     placed = ((var, decisions.placements.get(var)) for var in step.saved_for_backward)
     return [(p.decision, _sizes(var, p.specs, mesh)) for var, p in placed if p is not None]
 

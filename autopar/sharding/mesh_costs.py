@@ -1,4 +1,4 @@
-"""Seconds on a logical mesh: kernels, collectives along mesh axes, and changes of spec."""
+"""Seconds on a logical mesh: kernels, collectives along mesh axes, and resharding."""
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
@@ -16,7 +16,7 @@ from simulator.work import CollectiveKind, Groups, Kernel
 
 
 class Seconds(NamedTuple):
-    """What time goes to: kernels, completing partial results, and bringing values where they are wanted."""
+    """Seconds of kernels, of completing partial results, and of resharding."""
 
     compute: float
     communication: float
@@ -24,15 +24,18 @@ class Seconds(NamedTuple):
 
 
 type Step = tuple[CollectiveKind, float, tuple[str, ...]]
-"""A collective, its `num_bytes` (as in `simulator.work.Collective`) and the mesh axes it runs along."""
+"""A collective: kind, `num_bytes` as in `simulator.work.Collective`, and mesh axes."""
 
 
 @dataclass(frozen=True, eq=False)
 class MeshCosts:
-    """A cost model seen through the axes of a logical mesh.
+    """A cost model in terms of the axes of a logical mesh.
 
     Attributes:
-        memo: what enumerating decisions found out for this mesh: repeated layers, and stages that are alike, ask again.
+        mesh: the logical mesh.
+        model: the cost model of its devices.
+        forbidden: collectives of infinite cost.
+        memo: results memoised for this mesh, as layers and stages repeat.
     """
 
     mesh: LogicalMesh
@@ -41,15 +44,16 @@ class MeshCosts:
     memo: dict[Any, dict[Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Have answers remembered, for as long as there are these costs."""
+        """Memoise the methods for the lifetime of the object."""
         for method in (self.groups, self.collective, self.reshard, self.reshard_matrix):
             object.__setattr__(self, method.__name__, lru_cache(maxsize=1 << 18)(method))
 
     def groups(self, axes: tuple[str, ...]) -> Groups:
+        """Return the groups of devices along `axes`."""
         return self.mesh.groups(axes)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...]) -> float:
-        """Seconds of one collective along `axes` (nothing to do along none); infinite for a forbidden one."""
+        """Return the seconds of a collective along `axes`; 0 along none, infinity if forbidden."""
         if kind in self.forbidden and axes and num_bytes:
             return math.inf
         return (
@@ -57,7 +61,7 @@ class MeshCosts:
         )
 
     def reshard(self, num_bytes: float, source: Spec, target: Spec) -> float:
-        """Seconds to bring an array of `num_bytes` (the whole of it) from `source` to `target`."""
+        """Return the seconds to reshard an array of `num_bytes` from `source` to `target`."""
         steps = sum(
             self.collective(*step) for step in reshard_steps(num_bytes, source, target, self.mesh)
         )
@@ -65,7 +69,10 @@ class MeshCosts:
 
     @cached_property
     def fuses_rows(self) -> bool:
-        """Whether a kernel may hold a row while it is reduced: XLA writes such kernels in Triton, for compute capability 8.0 on."""
+        """Whether a kernel may keep a row while it reduces it.
+
+        XLA generates such kernels with Triton, for compute capability 8.0 and later.
+        """
         target = getattr(
             getattr(getattr(self.model, "cluster", None), "device", None), "xla_target", None
         )
@@ -75,17 +82,17 @@ class MeshCosts:
 
     @cached_property
     def combined(self) -> "MeshCosts":
-        """The same, for collectives that the compiler combines."""
+        """The costs of collectives that the compiler combines."""
         return MeshCosts(self.mesh, Combined(self.model), self.forbidden)
 
     def copy(self, num_bytes: float) -> float:
-        """Seconds to move bytes within device memory."""
+        """Return the seconds to move bytes within device memory."""
         return self.model.kernel(Kernel("copy", "memory", 0.0, num_bytes)) if num_bytes else 0.0
 
     def reshard_matrix(
         self, num_bytes: float, sources: tuple[Spec, ...], targets: tuple[Spec, ...]
     ) -> np.ndarray | None:
-        """Seconds for every pair of specs, (sources, targets); None if none takes any."""
+        """Return the seconds of every resharding, shape (sources, targets); None if all are 0."""
 
         def row(source: Spec) -> tuple[float, ...]:
             return each_once(lambda target: self.reshard(num_bytes, source, target), targets)
@@ -95,23 +102,25 @@ class MeshCosts:
 
 
 COMBINED_BYTES = 30 * 2**20
-"""XLA:GPU makes one collective of several as long as their results are no larger together (`xla_gpu_*_combine_threshold_bytes`)."""
+"""XLA:GPU combines collectives up to this size (`xla_gpu_*_combine_threshold_bytes`)."""
 
 
 class Combined:
-    """A cost model of collectives that the compiler combines with others of their kind, as it does those of weights.
+    """A cost model of collectives that the compiler combines, as it does those of weights.
 
-    One adds its share of the time of `COMBINED_BYTES`, a larger one runs alone. What is all_reduced with others is copied into one
-    array with them, and out of it again.
+    A collective takes its share of the time of `COMBINED_BYTES`; a larger one runs by itself.
+    Operands of an all_reduce are copied into one array, and the results out of it.
     """
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
 
     def kernel(self, kernel: Kernel, /, device: int = 0) -> float:
+        """Return the seconds of a kernel."""
         return self.model.kernel(kernel, device)
 
     def collective(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
+        """Return the share of the seconds of a combined collective."""
         parts = len(groups[0]) if kind == "reduce_scatter" else 1
         share = num_bytes / parts / COMBINED_BYTES
         if share >= 1:
@@ -122,23 +131,27 @@ class Combined:
         return seconds
 
     def contention_factor(self, groups: Groups) -> float:
+        """Return the factor by which the collective slows kernels down."""
         return self.model.contention_factor(groups)
 
     def link(self, groups: Groups) -> Link:
+        """Return the class of links that the groups use."""
         return self.model.link(groups)
 
     def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
+        """Return the share of each NIC that transfers between the pairs take."""
         return self.model.nics(pairs)
 
 
 def reshard_steps(
     num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh
 ) -> Iterator[Step]:
-    """The collectives that bring an array of `num_bytes` from `source` to `target`.
+    """Yield the collectives that reshard an array of `num_bytes` from `source` to `target`.
 
-    Axes that appear are local slices and cost nothing. Axes that leave a dim are an all_to_all when all of them join the
-    minor end of one other dim, and otherwise an all_gather along the dim, taken last, when the array is as small as it gets;
-    that is what XLA's partitioner makes of them.
+    These are the collectives of XLA's partitioner. Axes that are added to a dim are local slices,
+    which take no collective. Axes that leave a dim are an all_to_all if all of them move to the
+    minor end of one other dim. Otherwise they are an all_gather along the dim, which comes last,
+    when the array is smallest.
     """
     local = num_bytes / mesh.ways(axes_of(source) | axes_of(target))
     gathers = []
@@ -159,9 +172,10 @@ def reshard_steps(
 
 
 def copied_bytes(num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh) -> float:
-    """Bytes moved in device memory to change from `source` to `target`, beside what the collectives move.
+    """Return the bytes that resharding moves within device memory.
 
-    Collectives work on the leading dim: along any other, what they gave is transposed into place, a read and a write.
+    Collectives work on the leading dim. Along another dim their result is transposed, which reads
+    and writes it.
     """
     moved = 0.0
     local = num_bytes / mesh.ways(axes_of(source))
@@ -173,7 +187,7 @@ def copied_bytes(num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh
 
 
 def _leaving(axes: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of a dim that can't stay: those from the first on which the two specs differ."""
+    """Return the axes that leave a dim: from the first on in which the two specs differ."""
     kept = 0
     while kept < min(len(axes), len(wanted)) and axes[kept] == wanted[kept]:
         kept += 1

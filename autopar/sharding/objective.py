@@ -1,8 +1,10 @@
-"""Build the selection problem of a step: its deciding equations, their candidates and costs, and the equations that follow them.
+"""The selection problem of a step: decisions with their options, and the objective in seconds.
 
-Every value is placed by one decision: an input's, or that of an equation that decides. A value that follows (Alpa, OSDI'22,
-section 4.2) has one spec per option of the decision it follows, so it costs no variable. Values made of constants alone
-are *free*: they are computed wherever they are needed.
+The objective is the sum of kernels, collectives that complete partial results, and resharding. Each
+value is placed by one decision: that of an input, or of an equation that decides. An equation that
+follows an operand (Alpa, OSDI'22, section 4.2) has one spec per option of the operand's decision,
+and adds no variable. Values computed from constants alone are *free*: each device computes what it
+needs.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -54,7 +56,7 @@ from simulator.work import Kernel
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a value is, under each option of a decision."""
+    """The spec of a value under each option of a decision."""
 
     decision: int
     specs: Specs
@@ -62,10 +64,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """An equation that reads a value with a spec of its own: `required` per option of `decision`.
+    """An operand that an equation, or an output of the step, needs with a spec of its own.
 
-    `eqn` is the number of the equation, `operand` the position of the value in it; a use by output number `operand` of the
-    step has `eqn` None.
+    Attributes:
+        eqn: number of the equation; None for an output of the step.
+        operand: position of the operand, or of the output.
+        value: placement of the value.
+        decision: the decision on which the needed spec depends.
+        required: the needed spec under each option of `decision`.
     """
 
     eqn: int | None
@@ -77,25 +83,27 @@ class Use:
 
 @dataclass
 class Decisions:
-    """The choice problem of a step, and what each choice means.
+    """The decisions of a step: the selection problem, and what each choice means.
 
     Attributes:
-        labels: for each decision, the input path or the equation it belongs to.
-        costs: for each decision, seconds of each option; edges likewise for pairs of decisions.
-        parts: the seconds of `costs` that are kernels, and those that complete partial results, (2, options); the rest is
-            resharding.
-        placements: where each value is; None for a free one.
-        inputs: where each input is; outputs: where those are that must be somewhere.
-        decided: (equation number, placements of its results) for the equations whose results are to be pinned: those that
-            decide, and those where microbatches accumulate.
-        uses: every place where a value is read with a spec that some decision requires.
-        roles: for each input "batch", "parameter", "state" or "other".
-        shares: what `costs` and `edges` are made of, by equation: its number; a decision and the seconds of its options, kernels and
-            what completes partial results, (2, options); or two decisions and seconds of resharding, by the options of both. What a
-            step does to hand on its outputs counts as its last equation.
+        labels: for each decision, the path of its input or the name of its equation.
+        costs: for each decision, the seconds of each option.
+        parts: the seconds of `costs` of kernels and of completing partial results, shape (2,
+            options); the rest is resharding.
+        edges: for pairs of decisions, the seconds of resharding for each pair of options.
+        placements: placement of each value; None for free values.
+        inputs: placement of each input.
+        outputs: placement of the outputs that must have a spec.
+        decided: number and placements of the results of the equations whose results are
+            constrained: those that decide, and those that accumulate microbatches.
+        uses: all operands and outputs that need a spec.
+        roles: role of each input.
+        shares: the terms of `costs` and `edges` by equation. Each has the number of the equation
+            and either a decision with seconds of shape (2, options), as in `parts`, or two
+            decisions with seconds of resharding. Resharding of the step's outputs has number -1.
         leaders: see `autopar.xla_fusion.Traffic`.
-        scattered: the equations whose results are reduce_scattered together with others: number, decision, bytes of one device before
-            that, by option.
+        scattered: number, decision, and bytes per option on one device before the reduce_scatter,
+            of equations whose reduce_scatter XLA combines with others.
     """
 
     labels: list[str] = field(default_factory=list)
@@ -113,21 +121,19 @@ class Decisions:
     scattered: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
 
     def problem(self) -> SelectionProblem:
+        """Return the selection problem."""
         return SelectionProblem(self.costs, self.edges)
 
     def seconds(self, decision: int, option: int) -> Seconds:
-        """What an option costs, edges aside."""
-        cost, (compute, communication) = (
-            float(self.costs[decision][option]),
-            map(float, self.parts[decision][:, option]),
-        )
+        """Return the seconds of an option, without edges."""
+        cost = float(self.costs[decision][option])
+        compute, communication = map(float, self.parts[decision][:, option])
         rest = cost - compute - communication
-        return Seconds(
-            compute, communication, rest if rest > 1e-9 * cost else 0.0
-        )  # and no rounding errors
+        resharding = rest if rest > 1e-9 * cost else 0.0  # less is a rounding error
+        return Seconds(compute, communication, resharding)
 
     def seconds_by_equation(self, choice: Sequence[int], num_equations: int) -> tuple[Seconds, ...]:
-        """What each equation takes; they add up to what the choice costs."""
+        """Return the seconds of each equation, whose sum is the cost of the choice."""
         seconds = [[0.0, 0.0, 0.0] for _ in range(num_equations)]
         for number, decisions, cost in self.shares if num_equations else ():
             if len(decisions) == 2:
@@ -136,20 +142,24 @@ class Decisions:
                 compute, communication = cost[:, choice[decisions[0]]]
                 seconds[number][0] += float(compute)
                 seconds[number][1] += float(communication)
-        return tuple(Seconds(*each) for each in seconds)
+        return tuple(Seconds(*of_equation) for of_equation in seconds)
 
 
 def enumerate_decisions(
     step: StepGraph, costs: MeshCosts, options: ShardingOptions, deferred: tuple[str, ...] = ()
 ) -> Decisions:
-    """The decisions of `step` on the mesh of `costs`, limited by `options`.
+    """Return the decisions of `step` on the mesh of `costs`.
 
     Args:
-        deferred: mesh axes along which devices accumulate apart (`autopar.sharding.deferred_sync`).
+        step: the traced step.
+        costs: costs on the mesh.
+        options: what a sharding may do.
+        deferred: mesh axes along which gradients are completed once per step
+            (`autopar.sharding.deferred_sync`).
 
     Raises:
         MissingRuleError: an equation has no sharding rule.
-        ShardingError: `options` can't hold, e.g. the batch can't be divided over the mesh.
+        ShardingError: `options` can't be satisfied, e.g. the batch can't be sharded evenly.
     """
     builder = _Builder(step, costs, options, deferred)
     builder.add_inputs()
@@ -160,6 +170,20 @@ def enumerate_decisions(
 
 
 class _Builder:
+    """Adds inputs, equations and outputs of a step to its decisions.
+
+    Attributes:
+        flow: how values depend on the batch.
+        traffic: memory traffic of the equations.
+        found: the decisions so far.
+        repeats: how often each equation runs in a step.
+        combined: costs of collectives that the compiler combines.
+        depth: longest path of equations from an input to each value.
+        content: number of elements of values before broadcasting.
+        launch: seconds of an empty kernel.
+        body: equations that run for each microbatch.
+    """
+
     def __init__(
         self, step: StepGraph, costs: MeshCosts, options: ShardingOptions, deferred: tuple[str, ...]
     ) -> None:
@@ -176,7 +200,7 @@ class _Builder:
         self.depth: dict[Var, int] = {}
         self.content: dict[Var, int] = {}
         self.launch = costs.model.kernel(Kernel("", "memory", 0.0, 0.0))
-        # Pins limit inputs and named values, and are no part of what is remembered.
+        # Pins restrict inputs and named values only, and are no part of the key.
         limits = repr(replace(options, pins={})), deferred
         self._known_costs: dict[Any, np.ndarray] = costs.memo.setdefault("costs", {})
         self._known_candidates: dict[Any, Candidates | None] = costs.memo.setdefault(limits, {})
@@ -190,6 +214,7 @@ class _Builder:
     # -- inputs and outputs
 
     def add_inputs(self) -> None:
+        """Add a decision per input."""
         self.found.roles.extend(self.flow.roles)
         inputs = zip(self.step.jaxpr.invars, self.step.in_paths, self.flow.roles, strict=True)
         for i, (var, path, role) in enumerate(inputs):
@@ -209,7 +234,7 @@ class _Builder:
                     input_placed(role, aval_of(var).shape, specs, self.mesh, self.options.mode),
                 )
             if self.deferred:
-                specs = self._apart(
+                specs = self._deferrable(
                     path, {0} if role == "batch" else self.step.received_inputs.get(i, ()), specs
                 )
             placement = self._decide(path, specs)
@@ -222,20 +247,18 @@ class _Builder:
             self.depth[var] = 0
 
     def add_outputs(self) -> None:
-        """A carried output is wanted as its input is, so that the next step finds it in place; a pinned one as pinned."""
+        """Require the spec of their input for carried outputs, and of the pin for pinned ones."""
         for o, (atom, path) in enumerate(
             zip(self.step.jaxpr.outvars, self.step.out_paths, strict=True)
         ):
-            source, pinned = (
-                self.step.carried.get(o),
-                self.pins.find(f"result/{path}".removesuffix("/")),
-            )
+            source = self.step.carried.get(o)
+            pinned = self.pins.find(f"result/{path}".removesuffix("/"))
             if source is not None:
                 target = self.found.inputs[source]
                 if pinned is not None and pinned not in target.specs:
                     raise ShardingError(
-                        f"result/{path} is pinned to {partition_spec(pinned)}, but it is the next {self.step.in_paths[source]},"
-                        " which can't be there; pin both alike"
+                        f"result/{path} is pinned to {partition_spec(pinned)}, but it is the next"
+                        f" {self.step.in_paths[source]}, which can't be there; pin both alike"
                     )
             elif pinned is not None:
                 target = self._decide(f"result/{path}", (pinned,))
@@ -247,6 +270,7 @@ class _Builder:
     # -- equations
 
     def add_equation(self, number: int, eqn: JaxprEqn) -> None:
+        """Place the results of an equation: as a decision, or following an operand."""
         placed = [self._placement(atom) for atom in eqn.invars]
         if record_of(eqn).fusion == "elementwise" or eqn.primitive is broadcast_in_dim_p:
             self.content[eqn.outvars[0]] = max(map(self._content, eqn.invars), default=0)
@@ -257,7 +281,7 @@ class _Builder:
         if not eqn.outvars:
             return
         if eqn.primitive is accumulate_p:
-            self._add_up(number, eqn, placed)
+            self._accumulate(number, eqn, placed)
         if eqn.primitive is accumulate_p and self.deferred:
             self._synchronise(number, eqn, placed)
         elif factors is None:
@@ -278,18 +302,25 @@ class _Builder:
             self._choose(number, eqn, factors)
 
     def _decides(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> bool:
-        """Whether there is more to choose than what operands imply; a sum over examples (a bias's gradient) may scatter."""
+        """Return whether the equation is a decision of its own.
+
+        A sum over examples, such as the gradient of a bias, is: it may reduce_scatter.
+        """
         sums = any(factors.kinds[f] == "sum" for f in self.flow.batch_factors[number])
         return factors.decides or (sums and aval_of(eqn.outvars[0]).ndim > 0)
 
     def _follow(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, placed: list[Placement | None]
     ) -> bool:
-        """Let the equation follow an operand, if it can under each of that one's options.
+        """Let the equation follow an operand, if it can under all options of its decision.
 
-        One that has a batch dim leads (a scale per feature may be larger than a small batch of means). Of these the largest,
-        among equals the one with most in it: what a broadcast made larger is whole along its new dims, and can be cut to fit the
-        others at no cost. Then the deepest.
+        Operands with a batch dim come first: a scale per feature may be larger than a small batch
+        of means. Of these the largest is followed, then the one with most elements before
+        broadcasting (dims that a broadcast added can be sliced to match the others at no cost),
+        then the deepest.
+
+        Returns:
+            Whether it follows an operand.
         """
 
         def rank(k: int) -> tuple[int, ...]:
@@ -311,18 +342,18 @@ class _Builder:
         found = self._followed(number, eqn, factors, leader, placement.specs)
         if found is None:
             return False
-        self._takes(number, placement.decision, self._costs(number, eqn, factors, found))
+        self._add_seconds(number, placement.decision, self._costs(number, eqn, factors, found))
         self._use_operands(number, eqn, placement.decision, found)
         for var, specs in zip(eqn.outvars, found.results, strict=True):
             self.found.placements[var] = Placement(placement.decision, specs)
         return True
 
     def _choose(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> None:
-        """Make the equation a decision over all its candidates."""
+        """Make the equation a decision among all its candidates."""
         found = self._candidates(number, eqn, factors)
         label = f"{eqn.primitive.name} in {eqn.source_info.name_stack}"
         first = self._decide(label, found.results[0])
-        self._takes(number, first.decision, self._costs(number, eqn, factors, found))
+        self._add_seconds(number, first.decision, self._costs(number, eqn, factors, found))
         results = [Placement(first.decision, specs) for specs in found.results]
         if self._costs_of(eqn.outvars[0]) is self.combined and self.repeats[number] == 1:
             before = [
@@ -337,14 +368,14 @@ class _Builder:
     def _followed(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, leader: int, specs: Specs
     ) -> Candidates | None:
-        """One candidate for each spec of the operand that leads; None when the equation can't keep one of them."""
+        """Return a candidate per spec of the followed operand; None if one is impossible."""
         key = (
             factors,
             leader,
             specs,
             self._results(eqn),
             self.flow.batch_factors[number],
-            self._apart_at(number),
+            self._is_deferred(number),
         )
         if key not in self._known_candidates:
             assignments = followed(factors, leader, specs, self.mesh)
@@ -360,12 +391,11 @@ class _Builder:
         return self._known_candidates[key]
 
     def _candidates(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> Candidates:
+        """Return the candidates of an equation that decides."""
         marked = self.flow.batch_factors[number]
-        if (
-            eqn.primitive.name == manual_regions.SHARD_MAP
-        ):  # what it may do is not told by factors alone
+        if eqn.primitive.name == manual_regions.SHARD_MAP:  # depends on more than its factors
             return Candidates.of(factors, self._options(number, eqn, factors, marked))
-        key = (factors, self._results(eqn), marked, self._apart_at(number))
+        key = (factors, self._results(eqn), marked, self._is_deferred(number))
         found = self._known_candidates.get(key)
         if found is None:
             found = self._known_candidates[key] = Candidates.of(
@@ -376,9 +406,12 @@ class _Builder:
     def _options(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]
     ) -> list[Option]:
+        """Return the options of an equation that the user's restrictions allow."""
         if eqn.primitive.name == manual_regions.SHARD_MAP:
-            if self._apart_at(number):
-                raise ShardingError("a shard_map of the step's own decides where examples are")
+            if self._is_deferred(number):
+                raise ShardingError(
+                    "a shard_map of the step decides itself how examples are sharded"
+                )
             return list(
                 completions(
                     factors,
@@ -394,7 +427,8 @@ class _Builder:
             raise ShardingError(
                 f"{name} can't be divided by examples along {', '.join(self.deferred)}"
             )
-        # Where there is no batch, a marker may divide what it likes: weights enter loops, and their gradients leave them, in shards.
+        # A marker without a batch dim may be sharded over any dim: weights enter loops in shards,
+        # and their gradients leave them in shards.
         if self.options.data_parallel and (marked or eqn.primitive not in control_flow.MARKERS):
             assignments = batch_only(assignments, marked, self.mesh)
         if self.options.batch_axis is not None and self.mesh.sizes[self.options.batch_axis] > 1:
@@ -413,7 +447,7 @@ class _Builder:
     def _completions(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, assignment: Assignment, scatter: bool
     ) -> tuple[Option, ...]:
-        if self._apart_at(number):
+        if self._is_deferred(number):
             return partial_completions(
                 factors, assignment, self._results(eqn), scatter, self.mesh, self.deferred
             )
@@ -427,9 +461,9 @@ class _Builder:
     def _costs(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates
     ) -> np.ndarray:
-        """Seconds of each option on one device: its kernel (what it moves when fused), and completing partial results.
+        """Return the seconds of the kernel and of completing partial results under each option.
 
-        Shape (2, options).
+        The shape is (2, options). The traffic of the kernel is what it adds when it is fused.
         """
         if eqn.primitive in control_flow.MARKERS:
             return self._marker_costs(number, eqn, factors, found)
@@ -456,7 +490,11 @@ class _Builder:
     def _marker_costs(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, found: Candidates
     ) -> np.ndarray:
-        """What a loop collects is zeros at first, then each iteration writes its slice; and it counts its iterations."""
+        """Return the seconds of a marker, shape (2, options).
+
+        A loop launches a kernel per iteration, which counts. A stacked output is initialised with
+        zeros, and each iteration writes its slice.
+        """
         seconds = np.zeros((2, len(found.options)))
         if eqn.primitive is control_flow.loop_p:
             seconds[0] = self.repeats[number] * (eqn.params["length"] or 1) * self.launch
@@ -472,6 +510,7 @@ class _Builder:
     def _cost(
         self, eqn: JaxprEqn, factors: OpFactors, option: Option, moved: Moved
     ) -> tuple[float, float]:
+        """Return the seconds of the kernel and of completing partial results under one option."""
         specs = [factors.operand_spec(k, option.assignment) for k in range(len(eqn.invars))]
         specs += [factors.result_spec(r, option.assignment) for r in range(len(eqn.outvars))]
         avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
@@ -480,17 +519,20 @@ class _Builder:
             for aval, spec in zip(avals, specs, strict=True)
         ]
         sizes = [array_bytes(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)]
-        completing = sum(
-            self._completing(eqn.outvars[0], step, moved.together) for step in option.collectives
+        completion = sum(
+            self._completion_seconds(eqn.outvars[0], step, moved.together)
+            for step in option.collectives
         )
-        completing += self.costs.copy(option.copied)
+        completion += self.costs.copy(option.copied)
         count = len(eqn.invars)
-        return self._kernel_seconds(
-            eqn, shapes[:count], sizes[:count], sizes[count:], moved
-        ), completing
+        kernel = self._kernel_seconds(eqn, shapes[:count], sizes[:count], sizes[count:], moved)
+        return kernel, completion
 
-    def _completing(self, var: Var, step: Step, together: int) -> float:
-        """Seconds of a collective on what a kernel leaves; sums that are ready at the same time are copied together and completed so."""
+    def _completion_seconds(self, var: Var, step: Step, together: int) -> float:
+        """Return the seconds of a collective that completes a partial result.
+
+        XLA copies partial statistics of one kernel into one array, and completes them together.
+        """
         costs = self._costs_of(var)
         kind, num_bytes, axes = step
         if together == 1 or kind != "all_reduce" or var not in self.flow.batch_statistics:
@@ -500,6 +542,15 @@ class _Builder:
         )
 
     def _kernel_seconds(self, eqn: JaxprEqn, shapes, operands, results, moved: Moved) -> float:
+        """Return the seconds of an equation's share of its kernels, and of copies.
+
+        Args:
+            eqn: the equation.
+            shapes: shapes of the operands' shards.
+            operands: bytes of the operands' shards.
+            results: bytes of the results' shards.
+            moved: memory traffic of the equation.
+        """
         if record_of(eqn).reads_part:
             operands = [min(size, max(results)) for size in operands]
         total = sum(n * size for n, size in zip(moved.reads, operands, strict=True))
@@ -519,32 +570,35 @@ class _Builder:
 
     # -- microbatches
 
-    def _apart_at(self, number: int) -> bool:
-        """Whether the equation is one of those that devices run apart, along the deferred axes."""
+    def _is_deferred(self, number: int) -> bool:
+        """Return whether results of the equation stay partial along the deferred axes."""
         return bool(self.deferred) and number in self.body
 
     def _fits(self, number: int, assignment: Assignment) -> bool:
-        return not self._apart_at(number) or fits(
+        return not self._is_deferred(number) or fits(
             assignment, self.flow.batch_factors[number], self.deferred
         )
 
-    def _apart(self, path: str, rows: Collection[int], specs: Specs) -> Specs:
-        """The specs of an input that suit devices which accumulate apart; its dims in `rows` count examples."""
-        wanted = set(self.deferred)
-        kept = tuple(
-            s
-            for s in specs
-            if leads(s, self.deferred) and all(wanted.issubset(s[dim]) for dim in rows if s)
+    def _deferrable(self, path: str, rows: Collection[int], specs: Specs) -> Specs:
+        """Return the specs of an input that shard its batch dims `rows` over the deferred axes."""
+        deferred = set(self.deferred)
+        allowed = tuple(
+            spec
+            for spec in specs
+            if leads(spec, self.deferred) and all(deferred <= {*spec[dim]} for dim in rows if spec)
         )
-        if not kept:
+        if not allowed:
             raise ShardingError(
                 f"{path} can't be divided by examples along {', '.join(self.deferred)}"
             )
-        return kept
+        return allowed
 
-    def _add_up(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
-        """Price adding what each microbatch makes to the sum so far: the sum is read and written, the rest read (or converted from
-        what is read, which counts there)."""
+    def _accumulate(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
+        """Add the seconds of accumulating microbatches.
+
+        The sum is read and written, the addend read. The reading of an addend that is converted
+        counts with the conversion.
+        """
         for atom, var, placement in zip(eqn.invars, eqn.outvars, placed, strict=True):
             if placement is None or not isinstance(atom, Var):
                 continue
@@ -557,10 +611,12 @@ class _Builder:
             seconds = self.step.num_micro_batches * np.array(
                 [self.costs.copy(size) for size in sizes]
             )
-            self._takes(number, placement.decision, np.array([seconds, np.zeros_like(seconds)]))
+            self._add_seconds(
+                number, placement.decision, np.array([seconds, np.zeros_like(seconds)])
+            )
 
     def _synchronise(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
-        """Complete what devices accumulated apart, each value in a way of its own."""
+        """Complete accumulated values along the deferred axes; how is a decision per value."""
         micro = self.step.microbatching
         assert micro is not None
         combine = dict(
@@ -586,7 +642,7 @@ class _Builder:
                     for _, w in ways
                 ]
                 result = self._decide("accumulate", tuple(way.results[0] for _, way in ways))
-                self._takes(number, result.decision, np.array([[0.0] * len(ways), seconds]))
+                self._add_seconds(number, result.decision, np.array([[0.0] * len(ways), seconds]))
                 self._use(number, k, atom, result.decision, tuple(source for source, _ in ways))
                 placement = result
             results.append(placement)
@@ -596,13 +652,20 @@ class _Builder:
     # -- shared
 
     def _decide(self, label: str, specs: Specs) -> Placement:
+        """Add a decision with an option per spec."""
         self.found.labels.append(label)
         self.found.costs.append(np.zeros(len(specs)))
         self.found.parts.append(np.zeros((2, len(specs))))
         return Placement(len(self.found.costs) - 1, specs)
 
-    def _takes(self, number: int, decision: int, parts: np.ndarray) -> None:
-        """What equation `number` takes with each option of a decision: its kernels and what completes its results, (2, options)."""
+    def _add_seconds(self, number: int, decision: int, parts: np.ndarray) -> None:
+        """Add the seconds of an equation to a decision.
+
+        Args:
+            number: number of the equation.
+            decision: the decision.
+            parts: seconds of its kernels and of completing its results, shape (2, options).
+        """
         self.found.costs[decision] = self.found.costs[decision] + parts.sum(axis=0)
         self.found.parts[decision] = self.found.parts[decision] + parts
         self.found.shares.append((number, (decision,), parts))
@@ -614,6 +677,7 @@ class _Builder:
     def _use(
         self, eqn: int | None, operand: int, atom: Atom, decision: int, required: Specs
     ) -> None:
+        """Record that an equation or output needs a value with a spec, and add its resharding."""
         placement = self._placement(atom)
         if placement is None:
             return
@@ -622,7 +686,7 @@ class _Builder:
         self.found.uses.append(Use(eqn, operand, placement, decision, required))
         assert isinstance(atom, Var)
         num_bytes = moved_bytes(self.made_by.get(atom), atom)
-        alike = 1  # operands that are moved together
+        alike = 1  # number of operands that are resharded together
         if eqn is not None and self.step.jaxpr.eqns[eqn].primitive is concatenate_p:
             alike = sum(a.aval == atom.aval for a in self.step.jaxpr.eqns[eqn].invars)
         matrix = self._costs_of(atom).reshard_matrix(alike * num_bytes, placement.specs, required)
@@ -630,7 +694,7 @@ class _Builder:
             return
         matrix = matrix / alike
         if eqn is not None and self.step.jaxpr.eqns[eqn].primitive is control_flow.loop_slice_p:
-            # at the same price slices are brought where they are wanted, and not all of them before
+            # Of equal costs, each slice is resharded rather than the whole before the loop.
             matrix = matrix * (1 + 1e-6)
         if (
             eqn is not None
@@ -638,7 +702,8 @@ class _Builder:
             and (factors := self.flow.factors[eqn])
             and factors.decides
         ):
-            matrix = matrix / self.flow.readers[atom]  # pyright: ignore[reportArgumentType]  # the compiler makes one copy for all who want the same
+            # The compiler makes one copy for all equations that need the same spec.
+            matrix = matrix / self.flow.readers[atom]  # pyright: ignore[reportArgumentType]
         if eqn is not None:
             matrix = matrix * self.repeats[eqn]
         i, j = placement.decision, decision
@@ -652,7 +717,10 @@ class _Builder:
         )
 
     def _costs_of(self, atom: Atom) -> MeshCosts:
-        """Costs of collectives on this value; those of weights and their gradients are combined by the compiler."""
+        """Return the costs of collectives on a value.
+
+        The compiler combines those of weights and their gradients.
+        """
         return (
             self.costs
             if atom in self.flow.per_example or atom in self.flow.batch_statistics
@@ -663,7 +731,7 @@ class _Builder:
         return None if isinstance(atom, Literal) else self.found.placements[atom]
 
     def _content(self, atom: Atom) -> int:
-        """Number of elements before broadcasting."""
+        """Return the number of elements of a value before broadcasting."""
         return 0 if isinstance(atom, Literal) else self.content.get(atom, prod(aval_of(atom).shape))
 
     def _depth(self, atom: Atom) -> int:
@@ -671,7 +739,7 @@ class _Builder:
 
 
 def _repeats(step: StepGraph) -> list[float]:
-    """How often each equation runs in a step: in loops, and for each microbatch."""
+    """Return how often each equation runs in a step, with loops and microbatches."""
     counts = control_flow.repeats(step.jaxpr.eqns)
     for number, _ in step.microbatching.body if step.microbatching else ():
         counts[number] *= step.num_micro_batches

@@ -1,4 +1,4 @@
-"""What a plan may choose."""
+"""Options of the intra-operator planner: what a sharding may do."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from simulator.work import CollectiveKind
 Freedom = Literal["any", "replicated", "sharded"]
 
 Mode = Literal["solve", "heuristic", "manual"]
-"""Who chooses: the solver; rules of thumb (`autopar.sharding.heuristic`); the user and then XLA."""
+"""How shardings are chosen: by the solver, by the heuristic, or by the user and XLA."""
 
 
 def _partition_spec(value: Any) -> PartitionSpec:
-    """From what JSON makes of one."""
+    """Return a PartitionSpec from its JSON form."""
     if isinstance(value, PartitionSpec):
         return value
     return PartitionSpec(*(tuple(axes) if isinstance(axes, list) else axes for axes in value))
@@ -43,22 +43,26 @@ type _Kinds = Annotated[frozenset[CollectiveKind], PlainSerializer(sorted)]
 
 @dataclass(frozen=True, slots=True)
 class ShardingOptions:
-    """Limits on the choices of the intra-operator planner; the default is none.
+    """Restrictions of the intra-operator planner; by default there are none.
 
     Attributes:
-        mode: "solve" finds the cheapest plan. "heuristic" solves nothing: the batch goes on the first mesh axis, each mesh axis
-            shards the largest dim of each parameter that it divides, and every equation then takes what needs the least
-            resharding. "manual" solves nothing either: inputs that are not pinned are whole, and XLA propagates the pins.
-        data_parallel: shard the batch dim over every device and nothing else that belongs to an example.
-        parameters: whether parameters must be whole on every device, or sharded over all of them where a dim allows it.
-        optimizer_state: the same for the rest of the carried state.
-        batch_axis: a mesh axis that the batch dim must be sharded along, wherever there is one.
-        forbidden: collectives that the plan must do without, e.g. {"all_gather", "all_to_all"}.
-        prefer_reduce_scatter: never complete by all_reduce what a reduce_scatter can complete.
-        pins: specs that must hold, by path of an input (`0/params/*/kernel`), of an output (`result/1`), or by the name that
-            `jax.ad_checkpoint.checkpoint_name` gave a value; `*` matches anything.
+        mode: "solve" finds the cheapest sharding. "heuristic" shards the batch over the first mesh
+            axis and the largest dim of each parameter over each mesh axis that divides it; each
+            equation then takes the sharding that needs the least resharding. "manual" replicates
+            inputs that are not pinned; XLA propagates the pins.
+        data_parallel: shard the batch dim over all devices, and no other dim of values per example.
+        parameters: whether parameters must be replicated, or sharded over all devices where a dim
+            allows it.
+        optimizer_state: the same for the other carried state.
+        batch_axis: a mesh axis over which every batch dim must be sharded.
+        forbidden: collectives that the plan must not use, e.g. {"all_gather", "all_to_all"}.
+        prefer_reduce_scatter: use no all_reduce where a reduce_scatter is possible.
+        pins: specs that must hold, by path of an input (`0/params/*/kernel`) or of an output
+            (`result/1`), or by the name that `jax.ad_checkpoint.checkpoint_name` gives a value; `*`
+            matches any text.
         time_limit: seconds for the solver.
-        tolerance: relative distance from the cheapest plan at which the solver may stop; large problems may stop at 0.01 anyway.
+        tolerance: relative distance from the optimum at which the solver may stop. For large
+            problems it may stop at 0.01 in any case.
     """
 
     mode: Mode = "solve"

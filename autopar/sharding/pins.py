@@ -1,4 +1,4 @@
-"""Where inputs may be: what the options leave free, and what the user pins."""
+"""Specs that inputs may have: those that the options allow, restricted by the user's pins."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -41,15 +41,15 @@ def input_specs(
     """Return the specs that `options` allow an input, the least sharded first.
 
     Args:
-        role: what the input is to the step.
-        path: what the user calls it.
+        role: role of the input.
+        path: path of the input.
         shape: its shape; of a batch input that of one microbatch.
-        mesh: the devices.
-        options: limits on what the planner may choose.
-        num_micro_batches: parts that the batch is cut into.
+        mesh: the logical mesh.
+        options: what a sharding may do.
+        num_micro_batches: number of microbatches.
 
     Raises:
-        ShardingError: the batch can't be divided as `options` want it.
+        ShardingError: the batch can't be sharded evenly as `options` require.
     """
     specs = all_specs(shape, mesh)
     if role == "batch" and options.data_parallel:
@@ -77,7 +77,11 @@ def input_specs(
 
 
 def check_batch_axis(options: ShardingOptions, mesh: LogicalMesh) -> None:
-    """Raise ShardingError unless the axis that the batch is wanted on is there."""
+    """Check that the mesh has the axis that shards the batch.
+
+    Raises:
+        ShardingError: it has no such axis.
+    """
     if options.batch_axis is not None and options.batch_axis not in mesh.sizes:
         raise ShardingError(
             f"batch_axis={options.batch_axis!r} is no axis of the mesh, which has {mesh.axis_names}"
@@ -93,57 +97,69 @@ def _check_batch(
     whole = (shape[0] * num_micro_batches, *shape[1:])
     if num_micro_batches == 1:
         raise ShardingError(
-            f"batch input {path} has shape {whole}: its first dim must divide evenly over {ways} devices; pad the batch or use a mesh"
-            " of another size"
+            f"batch input {path} has shape {whole}: its first dim must divide evenly over {ways}"
+            " devices; pad the batch or use a mesh of another size"
         )
     raise ShardingError(
-        f"batch input {path} has shape {whole}: in {num_micro_batches} microbatches of {shape[0]} examples, which must divide evenly"
-        f" over {ways} devices; use fewer microbatches, pad the batch or use a mesh of another size"
+        f"batch input {path} has shape {whole}: in {num_micro_batches} microbatches of {shape[0]}"
+        f" examples, which must divide evenly over {ways} devices; use fewer microbatches, pad the"
+        " batch or use a mesh of another size"
     )
 
 
 def specs_by_path(
     specs: Any, tree: Any, paths: Sequence[str], name: str
 ) -> dict[str, PartitionSpec]:
-    """The specs that a pytree gives, a prefix of `tree`, whose leaves have the given paths; None gives none.
+    """Return specs by path from a pytree of specs that is a prefix of `tree`.
+
+    Args:
+        specs: the pytree; None gives no spec.
+        tree: structure of the arguments or results.
+        paths: path of each leaf.
+        name: the user's name of the pytree, for errors.
 
     Raises:
-        ShardingError: it is no such prefix, or holds something else; `name` is what the user calls it.
+        ShardingError: it is no prefix of `tree`, or has leaves that are no PartitionSpecs.
     """
 
     def is_leaf(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)
 
     try:
-        each = jax.tree.leaves(
+        leaves = jax.tree.leaves(
             jax.tree.broadcast(specs, tree.unflatten(paths), is_leaf=is_leaf), is_leaf=is_leaf
         )
     except ValueError as error:
         raise ShardingError(
-            f"{name} is {specs!r}: {str(error).splitlines()[0]}\nExpected PartitionSpecs in the structure of {paths}, or in a prefix"
-            " of it, and None where there is no spec"
+            f"{name} is {specs!r}: {str(error).splitlines()[0]}\nExpected PartitionSpecs in the"
+            f" structure of {paths}, or in a prefix of it, and None where there is no spec"
         ) from error
-    for spec in each:
+    for spec in leaves:
         if not is_leaf(spec):
             raise ShardingError(
                 f"{name} holds {spec!r}, expected a jax.sharding.PartitionSpec or None"
             )
-    return {path: spec for path, spec in zip(paths, each, strict=True) if spec is not None}
+    return {path: spec for path, spec in zip(paths, leaves, strict=True) if spec is not None}
 
 
 def check_patterns(patterns: Iterable[str], step: StepGraph) -> None:
-    """Raise ShardingError unless each pattern of a pin matches something in the step."""
+    """Check that each pattern of a pin matches an input, a result or a named value of the step.
+
+    Raises:
+        ShardingError: a pattern matches nothing.
+    """
     names = _shapes(step) if patterns else ()
     for pattern in patterns:
         if not _matching(pattern, names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise ShardingError(
-                f"pin {pattern!r} matches no input, result or named value of {step.name}; near it are {', '.join(near) or 'none'}"
+                f"pin {pattern!r} matches no input, result or named value of {step.name};"
+                f" near it are {', '.join(near) or 'none'}"
             )
 
 
 def _shapes(step: StepGraph) -> dict[str, tuple[int, ...]]:
-    """What can be pinned, by its name: inputs, results and named values."""
+    """Return the shapes of inputs, results and named values by name."""
     shapes = {
         path: aval_of(var).shape for path, var in zip(step.in_paths, step.jaxpr.invars, strict=True)
     }
@@ -160,14 +176,14 @@ def _matching(pattern: str, names: Collection[str]) -> list[str]:
 
 
 class Pins:
-    """The user's own specs of inputs, outputs and named values, by pattern.
+    """The user's specs of inputs, outputs and named values, by pattern.
 
-    The step may be one stage of several: `check_patterns` sees whether a pattern matches anything in all of them. On one device there is
-    nothing to pin.
+    A pattern need not match in each stage of a pipeline; `check_patterns` checks the whole step. On
+    one device there are no pins.
 
     Raises:
-        ShardingError: a pattern names an unknown axis, or does not divide what it matches; two patterns want different specs of the
-            same value.
+        ShardingError: a pattern names an unknown axis, or its spec does not divide a value evenly,
+            or two patterns give one value different specs.
     """
 
     def __init__(
@@ -182,23 +198,27 @@ class Pins:
                 spec = _checked(name, partition, shapes[name], mesh)
                 if self._pinned.setdefault(name, spec) != spec:
                     raise ShardingError(
-                        f"{name} is pinned to {partition_spec(self._pinned[name])} by one pattern and to {partition} by"
-                        f" {pattern!r}; keep one"
+                        f"{name} is pinned to {partition_spec(self._pinned[name])} by one pattern"
+                        f" and to {partition} by {pattern!r}; keep one"
                     )
 
     def find(self, name: str) -> Spec | None:
-        """What `name` is pinned to, if it is."""
+        """Return the spec that `name` is pinned to, or None."""
         return self._pinned.get(name)
 
     def restrict(self, path: str, allowed: Specs) -> Specs:
-        """Of the specs allowed for an input, those that its pin allows."""
+        """Return the allowed specs of an input that its pin allows, too.
+
+        Raises:
+            ShardingError: there are none.
+        """
         pinned = self.find(path)
         if pinned is None:
             return allowed
         if pinned not in allowed:
             raise ShardingError(
-                f"{path} is pinned to {partition_spec(pinned)}, which the method's own choices for it rule out; drop the pin or"
-                " use ShardParallel"
+                f"{path} is pinned to {partition_spec(pinned)}, which the method's own choices for"
+                " it rule out; drop the pin or use ShardParallel"
             )
         return (pinned,)
 

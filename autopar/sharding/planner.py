@@ -119,10 +119,10 @@ class MemoryBudgetError(InfeasibleError):
         self.budget, self.least, self.step = budget, least, step
         needs = f"at least {least / 1e9:.3g} GB" if least > budget else "more than that"
         super().__init__(
-            f"no plan for {step} fits into {budget / 1e9:.3g} GB per device: every one that is allowed"
-            f" needs {needs}. More devices, a smaller batch, more microbatches (num_micro_batches with"
-            " autopar.grad), jax.checkpoint around layers, or a method that shards more"
-            " (ShardParallel, Zero3Parallel) would help"
+            f"no plan for {step} fits into {budget / 1e9:.3g} GB per device: every one that is"
+            f" allowed needs {needs}. More devices, a smaller batch, more microbatches"
+            " (num_micro_batches with autopar.grad), jax.checkpoint around layers, or a method that"
+            " shards more (ShardParallel, Zero3Parallel) would help"
         )
 
 

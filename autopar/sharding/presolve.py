@@ -1,7 +1,7 @@
-"""A choice problem as it shrinks: exact reductions, each of which can be undone.
+"""Presolve: exact reductions of a selection problem, each of which can be undone.
 
-The reductions are dead-end elimination (Goldstein 1994: an option goes when another one beats it whatever the neighbours do)
-and folding a decision with at most two neighbours into them.
+Dead-end elimination drops an option if another one is better whatever the neighbours select
+(Goldstein 1994). Folding eliminates a decision with at most two neighbours.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,20 +14,22 @@ import numpy as np
 from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem
 
 _AFFORDABLE = 1 << 22
-"""Numbers to look at beyond which a decision is left as it is: with hundreds of options, sweeps drop most of them first."""
+"""Size of a comparison above which a decision is left to sweeps, which drop most of its options."""
 
 
 @dataclass
 class Reduction:
-    """Decisions that are left with the options that are left, and how to undo each step.
+    """The remaining decisions and options of a problem, and how to undo each reduction.
 
     Attributes:
-        constant: what every choice costs beside `costs` and `edges`.
-        costs: of the options of each decision that is left.
+        problem: the whole problem.
+        constant: cost of every choice beside `costs` and `edges`.
+        costs: for each remaining decision, the cost of its options.
         options: their numbers in `problem`.
-        edges: the cost of pairs of options; both directions, views of one array.
-        uses: what options use of each limit, (limits, options); `pairs` the same of pairs of options.
-        bounds: what is left of each limit's bound.
+        edges: cost of pairs of options, in both directions, which are views of one array.
+        uses: what options use of each capacity constraint, shape (constraints, options).
+        pairs: what pairs of options use of each constraint.
+        bounds: the remaining bound of each constraint.
     """
 
     problem: SelectionProblem
@@ -60,18 +62,18 @@ class Reduction:
 
     @property
     def size(self) -> int:
-        """How many pairs of options are left."""
+        """Number of remaining pairs of options."""
         return sum(cost.size for others in self.edges.values() for cost in others.values()) // 2
 
     def complete(self, core: Mapping[int, int]) -> tuple[int, ...]:
-        """The choice for the whole problem, given a position among `options` for each decision that is left."""
+        """Return the choice of the whole problem, given a position in `options` per decision."""
         choice = self._settled | {i: int(self.options[i][k]) for i, k in core.items()}
         for unfold in reversed(self._folded):
             unfold(choice)
         return tuple(choice[i] for i in range(len(self.problem.nodes)))
 
     def rest(self) -> SelectionProblem:
-        """The problem of the decisions that are left, numbered by their position among them."""
+        """Return the problem of the remaining decisions, numbered by position."""
         at = {i: position for position, i in enumerate(self.costs)}
         edges = {
             (at[i], at[j]): cost for i in self.costs for j, cost in self.edges[i].items() if i < j
@@ -89,7 +91,7 @@ class Reduction:
         return SelectionProblem(list(self.costs.values()), edges, limits)
 
     def join(self, i: int, j: int, cost: np.ndarray) -> None:
-        """Add an edge, on top of one that may be there."""
+        """Add an edge, or add to the costs of an existing one."""
         if j in self.edges[i]:
             cost = cost + self.edges[i][j]
         self.edges[i][j], self.edges[j][i] = cost, cost.T
@@ -106,7 +108,11 @@ class Reduction:
             self.edges[i][j], self.edges[j][i] = kept, kept.T
 
     def reduce(self, dead_ends: bool = True) -> None:
-        """Settle and fold while that is possible, and (if wanted: it takes most of the time) drop dead ends."""
+        """Settle decisions with one option, fold others, and drop dead ends until nothing changes.
+
+        Args:
+            dead_ends: whether to drop dead ends, which takes most of the time.
+        """
         pending = [(*self._size(i), i) for i in self.costs]
         heapify(pending)
         known: dict[tuple[bytes, ...], np.ndarray] = {}
@@ -129,14 +135,17 @@ class Reduction:
         return len(self.edges[i]), len(self.costs[i])
 
     def _foldable(self, i: int) -> bool:
-        """Whether `i` has few neighbours and no part in what limits bound, and folding it is not too much work."""
+        """Return whether `i` has at most two neighbours and is in no capacity constraint."""
         others = [len(self.costs[j]) for j in self.edges[i]]
         if len(others) > 2 or i in self.pairs or len(self.costs[i]) * prod(others) > _AFFORDABLE:
             return False
         return bool((self.uses[i] == self.uses[i][:, :1]).all())
 
     def _drop_dead_ends(self, i: int, known: dict[tuple[bytes, ...], np.ndarray]) -> bool:
-        """Drop the dead ends of `i`; `known` has those of decisions before: layers repeat, so most have been seen."""
+        """Drop the dead ends of `i`.
+
+        `known` memoises dead ends by content: layers repeat, so most are known.
+        """
         if (
             len(self.costs[i]) ** 2 * sum(cost.shape[1] for cost in self.edges[i].values())
             > _AFFORDABLE
@@ -157,7 +166,7 @@ class Reduction:
         return True
 
     def _alive(self, i: int) -> np.ndarray:
-        """The options of `i` but those that another option beats for every choice of the neighbours."""
+        """Return a mask of the options of `i` that no other option beats for all neighbours."""
         alive = np.isfinite(self.costs[i])
         for cost in self.edges[i].values():
             alive &= np.isfinite(cost).any(axis=1)
@@ -166,16 +175,14 @@ class Reduction:
         margin = np.subtract.outer(_finite(self.costs[i]), _finite(self.costs[i]))
         for cost in self.edges[i].values():
             cost = np.ascontiguousarray(_finite(cost).T)
-            margin += (cost[:, :, None] - cost[:, None, :]).min(
-                axis=0
-            )  # NumPy takes twice as long along the last axis
-        # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With limits, b must not use
-        # more either.
+            # NumPy takes twice as long along the last axis.
+            margin += (cost[:, :, None] - cost[:, None, :]).min(axis=0)
+        # margin[a, b] >= 0: b is never worse than a. Ties are broken towards the lower index. With
+        # capacity constraints, b must not use more either.
         beaten = (margin > 0) | ((margin == 0) & np.tri(len(alive), k=-1, dtype=bool))
         if self.bounds.size:
-            more = (
-                self.uses[i][:, None, :] - self.uses[i][:, :, None]
-            )  # by how much b uses more than a, at the worst
+            # The most by which b may use more than a.
+            more = self.uses[i][:, None, :] - self.uses[i][:, :, None]
             for use in self.pairs.get(i, {}).values():
                 more = more + (use[:, None, :, :] - use[:, :, None, :]).max(axis=3)
             beaten &= (more <= 0).all(axis=0)
@@ -185,7 +192,7 @@ class Reduction:
         return alive
 
     def _settle(self, i: int) -> None:
-        """Take the only option of a decision: its edges become costs of its neighbours."""
+        """Select the only option of a decision: its edges become costs of its neighbours."""
         for j, cost in self.edges.pop(i).items():
             self.costs[j] = self.costs[j] + cost[0]
             del self.edges[j][i]
@@ -199,7 +206,10 @@ class Reduction:
         self.constant += float(self.costs.pop(i)[0])
 
     def _fold(self, i: int) -> None:
-        """Eliminate a decision with at most two neighbours: they take over its best answer to each of their options."""
+        """Eliminate a decision with at most two neighbours.
+
+        Their costs take over the cost of its best option for each of theirs.
+        """
         neighbours = list(self.edges[i].items())
         total = self.costs.pop(i).reshape(-1, *(1,) * len(neighbours))
         for axis, (_, cost) in enumerate(neighbours):
@@ -231,5 +241,5 @@ class Reduction:
 
 
 def _finite(cost: np.ndarray) -> np.ndarray:
-    """Forbidden entries as a cost that no sum of real ones reaches, so that differences stay numbers."""
+    """Return costs with a large number for infinity, so that differences are finite."""
     return np.where(np.isfinite(cost), cost, 1e12)

@@ -1,6 +1,7 @@
-"""Hoist reshardings: a value changes its spec before equations that only reverse it or widen its type.
+"""Hoist reshardings above equations that only reverse a value or widen its dtype.
 
-There it is as small as it gets, and a convolution finds the reversed kernel that it knows by.
+The value has fewer bytes there, and the reversed kernel of a convolution stays next to the
+convolution, where XLA recognises it.
 """
 
 from jax.extend.core import JaxprEqn, Var
@@ -11,14 +12,22 @@ from autopar.ir.graph import aval_of
 
 
 def passes_moves(eqn: JaxprEqn) -> bool:
-    """Whether the operand of `eqn` may as well be moved as its result: same dims, and not more bytes."""
+    """Return whether the operand of `eqn` may be resharded instead of its result.
+
+    It may if it has the same dims and no more bytes.
+    """
     return eqn.primitive is rev_p or (
         eqn.primitive is convert_element_type_p and _size(eqn, 0) < _size(eqn, 1)
     )
 
 
 def moved_bytes(eqn: JaxprEqn | None, var: Var) -> int:
-    """Bytes of the whole of what is moved when `var`, made by `eqn` (None: an input), changes its spec."""
+    """Return the bytes of the whole array that is moved when `var` is resharded.
+
+    Args:
+        eqn: the equation that computes `var`; None for an input.
+        var: the value.
+    """
     moved = eqn.invars[0] if eqn is not None and passes_moves(eqn) else var
     return array_bytes(aval_of(moved).shape, aval_of(moved).dtype)
 

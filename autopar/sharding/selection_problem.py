@@ -1,4 +1,8 @@
-"""One-hot selection problems: pick one option per decision so that the sum of node and edge costs is minimal."""
+"""Selection problems: one option per decision, with the least sum of node and edge costs.
+
+This is a pairwise one-hot problem (a weighted constraint satisfaction problem), with capacity
+constraints.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,17 +12,18 @@ import numpy as np
 
 
 class InfeasibleError(ValueError):
-    """No choice avoids every forbidden option and keeps within every limit."""
+    """No choice avoids all forbidden options and satisfies all capacity constraints."""
 
 
 @dataclass(frozen=True, eq=False)
 class CapacityConstraint:
-    """A bound on a sum over decisions: what is alive at one moment must fit into memory.
+    """A bound on a sum over decisions: the memory at one program point.
 
     Attributes:
-        uses: for the decisions that take part, how much each option uses.
-        bound: what the chosen options may use together.
-        pairs: for pairs (i, j) of decisions that have an edge, i < j, how much each pair of options uses beside that.
+        uses: for each decision in the sum, what each of its options uses.
+        bound: upper bound of the sum over the selected options.
+        pairs: for pairs (i, j) of decisions with an edge, i < j, what each pair of options uses in
+            addition.
     """
 
     uses: Mapping[int, np.ndarray]
@@ -26,19 +31,20 @@ class CapacityConstraint:
     pairs: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def used(self, choice: Sequence[int]) -> float:
-        """What the options of `choice` use together."""
+        """Return the sum over the options of `choice`."""
         pairs = sum(float(use[choice[i], choice[j]]) for (i, j), use in self.pairs.items())
         return pairs + sum(float(use[choice[i]]) for i, use in self.uses.items())
 
 
 @dataclass(frozen=True)
 class SelectionProblem:
-    """Costs of options and of pairs of options, in seconds; an infinite cost forbids.
+    """Costs of options and of pairs of options, in seconds; infinity forbids.
 
     Attributes:
         nodes: for each decision, the cost of each option.
-        edges: for pairs (i, j) of decisions with i < j, the cost of each pair of options, (options of i, options of j).
-        limits: what every choice must keep within.
+        edges: for pairs (i, j) of decisions with i < j, the cost of each pair of options, shape
+            (options of i, options of j).
+        limits: the capacity constraints.
     """
 
     nodes: Sequence[np.ndarray]
@@ -54,24 +60,24 @@ class SelectionProblem:
                 )
 
     def fits(self, choice: Sequence[int]) -> bool:
-        """Whether `choice` keeps within every limit (to the precision of the solver)."""
+        """Return whether `choice` satisfies all constraints, to the precision of the solver."""
         return all(limit.used(choice) <= limit.bound * (1 + 1e-6) for limit in self.limits)
 
     def cost(self, choice: Sequence[int]) -> float:
-        """What `choice`, an option per decision, costs."""
+        """Return the cost of `choice`, an option per decision."""
         nodes = sum(float(cost[k]) for cost, k in zip(self.nodes, choice, strict=True))
         return nodes + sum(float(cost[choice[i], choice[j]]) for (i, j), cost in self.edges.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice, what it costs, and how far from the optimum it may be.
+    """A choice, its cost, and its proven distance from the optimum.
 
     Attributes:
         choice: the chosen option of each decision.
         objective: its cost in seconds.
-        gap: proven relative distance to the optimum (0 when optimal); None where nothing was proven.
-        core: decisions that were left for HiGHS.
+        gap: proven relative distance from the optimum (0 if optimal); None if nothing was proven.
+        core: number of decisions that presolve left to HiGHS.
     """
 
     choice: tuple[int, ...]
@@ -81,7 +87,7 @@ class Solution:
 
     @property
     def bound(self) -> float:
-        """What every choice is proven to cost at least."""
+        """Proven lower bound of the cost of every choice."""
         if self.gap is None or self.gap == inf:
             return -inf
         return self.objective - self.gap * abs(self.objective)

@@ -9,34 +9,48 @@ import numpy as np
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.presolve import Reduction
 from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
-from autopar.sharding.trws import excess, make_finite, price, settled, sweep, tell_alike, used
+from autopar.sharding.trws import (
+    excess,
+    local_optimum,
+    make_finite,
+    merge_equal_rows,
+    price,
+    sweep,
+    used,
+)
 
 _EXACT = 1e-6
-"""Relative gap of what HiGHS is left with, where that is to be solved exactly."""
+"""Relative gap at which HiGHS may stop if the problem is to be solved exactly."""
 
 _ROUNDING = 1e-9
 """Relative difference of costs that may be rounding."""
 
 _NO_SHARE = 1e-12
-"""Share of a bound that counts as none: a step divided by its square would overflow."""
+"""Relative excess over a bound that counts as none: dividing by its square would overflow."""
 
 _ENOUGH = 1e-2
-"""Relative gap that will do for a large problem, one of more than `_SMALL` pairs of options; small ones are solved exactly. Sweeps
-go on to half of it, and from there while they find choices that are better by a share of `_BETTER`."""
+"""Relative gap at which a problem of more than `_SMALL` pairs of options counts as solved.
+
+Smaller problems are solved exactly. Sweeps go on to half of this gap, and from there as long as
+they find choices that are better by a share of `_BETTER`.
+"""
 
 _BETTER = 1e-3
 
 _SMALL = 50_000
 
 _LARGE = 1_000_000
-"""Pairs of options beyond which dead ends are dropped before the first sweep: so many come of layers that repeat, and dead ends
-of those that are alike are found once. In other problems sweeps do most of it for less."""
+"""Number of pairs of options above which dead ends are dropped before the first sweep.
+
+So many pairs come from layers that repeat, whose dead ends are found once. In other problems sweeps
+drop most options in less time.
+"""
 
 _PATIENCE = 4
-"""Rounds of sweeps that may find nothing while prices of limits settle."""
+"""Rounds of sweeps without progress, while prices of constraints converge."""
 
 _SWEEPS = 3
-"""Sweeps there and back between reductions."""
+"""Forward and backward sweeps between reductions."""
 
 
 type Allowed = Callable[[Sequence[int]], bool]
@@ -50,23 +64,38 @@ def solve(
     bound: float = -math.inf,
     allowed: Allowed = lambda choice: True,
 ) -> Solution:
-    """The cheapest choice, or one that is proven to be within `tolerance` of it, relative.
+    """Return the cheapest choice, or one that is proven to be within `tolerance` of it.
+
+    Presolve and sweeps (`presolve`, `trws`) reduce the problem; HiGHS solves the remaining core.
 
     Args:
-        start: a choice that is known, which need not keep within the limits.
-        bound: what every choice is known to cost at least, such as what one costs with fewer limits.
-        allowed: what else is asked of a choice. If there is none that is allowed and near enough to the cheapest, the cheapest that
-            was found is the answer, for the caller to see what limit it breaks.
+        problem: costs in seconds, with capacity constraints.
+        time_limit: seconds.
+        tolerance: relative gap at which the search stops.
+        start: a known choice, which may violate constraints.
+        bound: known lower bound of all choices, as the cost of one with fewer constraints.
+        allowed: a further requirement. If no allowed choice is found near the optimum, the cheapest
+            choice found is returned, so that the caller sees which constraint it violates.
 
     Raises:
-        InfeasibleError: every choice holds a forbidden option or pair, or exceeds a limit.
+        InfeasibleError: every choice has an infinite cost or violates a constraint.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
     return _Search(problem, time_limit, tolerance, start, bound, allowed).run()
 
 
 class _Search:
-    """The best choice so far, and what is known to bound all others."""
+    """The state of a search: the best choice, and the lower bound of all others.
+
+    Attributes:
+        work: the reduced problem.
+        choice: the best allowed choice.
+        best: its cost.
+        bound: lower bound of all choices.
+        refused: cost of the cheapest choice that is not allowed, and that choice.
+        prices: price of each capacity constraint.
+        scale: unit of each constraint.
+    """
 
     def __init__(
         self,
@@ -90,6 +119,7 @@ class _Search:
             self.take(tuple(start))
 
     def run(self) -> Solution:
+        """Return the solution."""
         self.work.reduce(dead_ends=self.work.size > _LARGE)
         self.enough = max(self.tolerance, _ENOUGH if self.work.size > _SMALL else 0.0)
         make_finite(self.work)
@@ -98,7 +128,7 @@ class _Search:
         core = 0 if self.closed() else len(self.work.costs)
         if not self.work.costs:
             self.offer({})
-            self.bound = min(self.best, self.refused[0])  # whatever was dropped is no better
+            self.bound = min(self.best, self.refused[0])  # options that were dropped are no better
         elif core and not self.within(self.enough) and self.refused[0] >= self.best:
             self.finish()
         if self.refused[0] < self.best and not self.within(self.enough):
@@ -109,7 +139,7 @@ class _Search:
         return Solution(self.choice, self.best, 0.0 if gap < _ROUNDING else gap, core)
 
     def tighten(self) -> None:
-        """Sweep and reduce until nothing is left or nothing moves."""
+        """Sweep and reduce until the problem is solved or makes no progress."""
         patience = _PATIENCE if self.prices.size else 1
         while (
             self.work.costs
@@ -119,7 +149,7 @@ class _Search:
         ):
             size, slack, best = self.work.size, self.best - self.bound, self.best
 
-            def moved(least: float, size: int = size, slack: float = slack) -> bool:
+            def progressed(least: float, size: int = size, slack: float = slack) -> bool:
                 return (
                     self.work.size < (1 - least) * size
                     or self.best - self.bound < (1 - least) * slack
@@ -127,37 +157,41 @@ class _Search:
 
             for _ in range(_SWEEPS):
                 order = sorted(self.work.costs)
-                self.look(order)
-                self.set_prices(self.look(order[::-1]))
+                self.sweep(order)
+                self.set_prices(self.sweep(order[::-1]))
                 if self.closed():
                     return
             if self.choice is None and math.isinf(slack):
                 self.check_limits()
-            self.reduce(dead_ends=self.work.size <= _SMALL and not moved(0.3))
-            patience -= not moved(0.05)
+            self.reduce(dead_ends=self.work.size <= _SMALL and not progressed(0.3))
+            patience -= not progressed(0.05)
             if self.best > (1 - _BETTER) * best and self.within(self.enough / 2):
                 break
 
     def reduce(self, dead_ends: bool) -> None:
-        """Reduce at no price: an option that is dearer only for what it uses is no dead end."""
+        """Reduce without prices, with which an option may only look like a dead end."""
         prices = self.prices
         self.price(-prices)
         self.work.reduce(dead_ends)
         self.price(prices)
 
-    def look(self, order: list[int]) -> np.ndarray:
-        """Sweep, and take the choice that this leads to if it is a better one; what is used of each limit above its bound."""
+    def sweep(self, order: list[int]) -> np.ndarray:
+        """Sweep once, and take the choice that results if it is better.
+
+        Returns:
+            By how much the choice exceeds the bound of each capacity constraint.
+        """
         chosen = sweep(self.work, order, self.best + self.rounding())
         self.bound = max(self.bound, self.work.constant)
-        polished = settled(self.work, chosen)
-        priced = float(self.prices @ (used(self.work, polished) - self.work.bounds))
-        if self.work.constant + excess(self.work, polished) - priced < self.best:
-            self.offer(polished)
+        improved = local_optimum(self.work, chosen)
+        priced = float(self.prices @ (used(self.work, improved) - self.work.bounds))
+        if self.work.constant + excess(self.work, improved) - priced < self.best:
+            self.offer(improved)
         return used(self.work, chosen) - self.work.bounds
 
-    def set_prices(self, over: np.ndarray) -> None:
-        """Move prices along what was used above bounds, which is a subgradient of the bound (Polyak 1969)."""
-        share = over / self.scale
+    def set_prices(self, exceeded: np.ndarray) -> None:
+        """Move prices along the excess, which is a subgradient of the bound (Polyak 1969)."""
+        share = exceeded / self.scale
         if np.abs(share).max(initial=0.0) < _NO_SHARE:
             return
         target = self.best if self.choice else self.work.constant + 0.1 * abs(self.work.constant)
@@ -165,11 +199,14 @@ class _Search:
         self.price(np.maximum(-self.prices, step))
 
     def offer(self, core: dict[int, int]) -> None:
-        """Take a choice of the core, see `take`."""
+        """Take a choice of the remaining decisions, see `take`."""
         self.take(self.work.complete(core))
 
     def take(self, choice: tuple[int, ...]) -> None:
-        """Take a choice if it is allowed and better than the best so far; of those that are not, remember the cheapest."""
+        """Keep a choice if it is allowed and better than the best one.
+
+        Of choices that are not allowed, the cheapest is kept as `refused`.
+        """
         cost = self.problem.cost(choice)
         if cost >= self.best or not self.problem.fits(choice):
             return
@@ -179,29 +216,33 @@ class _Search:
             self.refused = cost, choice
 
     def closed(self) -> bool:
+        """Return whether the best choice is optimal."""
         return self.within(0.0)
 
     def within(self, tolerance: float) -> bool:
+        """Return whether the best choice is within a relative gap of the bound."""
         return self.choice is not None and self.best - self.bound <= max(
             self.rounding(), tolerance * abs(self.best)
         )
 
     def rounding(self) -> float:
+        """Return the seconds that may be rounding."""
         return _ROUNDING * abs(self.best) + 1e-12
 
     def price(self, change: np.ndarray) -> None:
+        """Change the prices of capacity constraints."""
         self.prices = self.prices + change
         if change.any():
             price(self.work, change)
 
     def finish(self) -> None:
-        """Leave the rest to HiGHS."""
+        """Solve the remaining problem with HiGHS."""
         self.work.reduce()
-        tell_alike(self.work, self.best)
-        gap, rest = _EXACT, self.best - self.work.constant
-        if (
-            self.enough and math.isfinite(rest) and rest > 0
-        ):  # HiGHS counts a gap as a share of what is left
+        merge_equal_rows(self.work, self.best)
+        gap = _EXACT
+        rest = self.best - self.work.constant
+        # The gap of HiGHS is relative to the cost of the remaining problem.
+        if self.enough and math.isfinite(rest) and rest > 0:
             gap = max(gap, self.enough * min(abs(self.best) / rest, 50.0))
         try:
             chosen, bound = solve_ilp(
@@ -215,26 +256,27 @@ class _Search:
         self.offer(dict(zip(self.work.costs, chosen, strict=True)))
 
     def check_limits(self) -> None:
-        """See for each limit what must be used at least: more than its bound, or there is a choice to start from.
+        """Minimise the use of each capacity constraint, for a first choice that satisfies it.
+
+        HiGHS takes long to prove that a constraint can't be satisfied.
 
         Raises:
-            InfeasibleError: a limit can't be kept, whatever else is given up for it. (HiGHS takes long to see that.)
+            InfeasibleError: no choice satisfies one of the constraints.
         """
-        for limit in self.problem.limits:
+        for constraint in self.problem.limits:
             nodes = [
-                np.where(np.isfinite(cost), limit.uses.get(i, 0.0), np.inf)
+                np.where(np.isfinite(cost), constraint.uses.get(i, 0.0), np.inf)
                 for i, cost in enumerate(self.problem.nodes)
             ]
             edges = {
-                pair: np.where(np.isfinite(cost), limit.pairs.get(pair, 0.0), np.inf)
+                pair: np.where(np.isfinite(cost), constraint.pairs.get(pair, 0.0), np.inf)
                 for pair, cost in self.problem.edges.items()
             }
             least = solve(
                 SelectionProblem(nodes, edges), max(1.0, self.deadline - time.monotonic())
             )
-            if least.objective - (least.gap or 0.0) * abs(
-                least.objective
-            ) > limit.bound + 1e-6 * abs(limit.bound):
+            lower_bound = least.objective - (least.gap or 0.0) * abs(least.objective)
+            if lower_bound > constraint.bound + 1e-6 * abs(constraint.bound):
                 raise InfeasibleError("no choice of shardings keeps within every limit")
             cost = self.problem.cost(least.choice)
             if cost < self.best and self.problem.fits(least.choice):

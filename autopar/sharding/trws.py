@@ -1,9 +1,10 @@
-"""Lower bounds on a choice problem by moving costs between decisions and their edges, and what they rule out.
+"""Lower bounds of a selection problem by TRW-S, and the options that they rule out.
 
-Costs are moved so that every choice costs what it did, none is negative, and the constant part grows: it is a lower bound on
-all choices, and an option that alone costs more than a known choice is above that bound can go. This is sequential tree-
-reweighted message passing (Kolmogorov, PAMI 2006), written as moves of cost; it solves the dual of the linear program that
-HiGHS starts from. Layers that repeat pass the bound along as a chain does, in few sweeps.
+Sequential tree-reweighted message passing (Kolmogorov, PAMI 2006) moves costs between decisions and
+their edges. The cost of every choice stays the same, no cost is negative, and the constant part
+grows. The constant is a lower bound of all choices; an option whose cost exceeds the difference of
+a known choice and that bound is dropped. The method solves the dual of the linear relaxation.
+Layers that repeat form a chain, along which few sweeps propagate the bound.
 """
 
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from autopar.sharding.presolve import Reduction
 
 
 def make_finite(work: Reduction) -> None:
-    """Replace forbidden costs by one that is more than any allowed choice costs, and make the least cost of everything 0."""
+    """Replace infinite costs by one that exceeds every allowed choice, and normalise."""
     normalise(work)
     arrays = [*work.costs.values(), *(cost for i, j, cost in _edges(work))]
     enough = 1.0 + sum(float(np.max(cost, where=np.isfinite(cost), initial=0.0)) for cost in arrays)
@@ -23,7 +24,7 @@ def make_finite(work: Reduction) -> None:
 
 
 def normalise(work: Reduction) -> None:
-    """Move the least cost of each decision and edge to the constant."""
+    """Subtract the least cost of each decision and edge, and add it to the constant."""
     for cost in (*work.costs.values(), *(cost for i, j, cost in _edges(work))):
         least = cost.min()
         if np.isfinite(least):
@@ -31,10 +32,11 @@ def normalise(work: Reduction) -> None:
             work.constant += float(least)
 
 
-def tell_alike(work: Reduction, best: float) -> None:
-    """Forbid what no choice better than `best` can hold, and move costs from edges back to decisions.
+def merge_equal_rows(work: Reduction, best: float) -> None:
+    """Forbid pairs that are in no choice better than `best`; move costs from edges to decisions.
 
-    Sweeps leave different costs where an edge does not tell options apart; an integer program is smaller for seeing that.
+    Sweeps leave different costs in rows of an edge that were equal up to a constant. Equal rows
+    make a smaller integer program.
     """
     if not np.isfinite(best):
         return
@@ -43,9 +45,8 @@ def tell_alike(work: Reduction, best: float) -> None:
     for i, j, cost in list(_edges(work)):
         cost = np.where(cost > enough, np.inf, cost)
         for owner, axis in ((i, 0), (j, 1)):
-            reference = (
-                np.isfinite(cost).sum(axis=axis).argmax()
-            )  # the neighbour's option that most of these may meet
+            # The neighbour's option that is allowed with most options of the owner.
+            reference = np.isfinite(cost).sum(axis=axis).argmax()
             offset = cost.take(reference, axis=1 - axis)
             offset = np.where(np.isfinite(offset), offset, 0.0)
             work.costs[owner] = work.costs[owner] + offset
@@ -55,9 +56,12 @@ def tell_alike(work: Reduction, best: float) -> None:
 
 
 def sweep(work: Reduction, order: Iterable[int], best: float) -> dict[int, int]:
-    """Visit decisions in `order`: gather what edges cost at least, drop options that can't beat `best`, and pass the rest on.
+    """Visit decisions in `order`, and pass their costs on to the edges of later ones.
 
-    Returns a choice made on the way, each decision's best answer to those before it.
+    Options that can't be part of a choice better than `best` are dropped.
+
+    Returns:
+        A choice in which each decision takes its best option given the decisions before it.
     """
     choice: dict[int, int] = {}
     for i in order:
@@ -87,12 +91,13 @@ def sweep(work: Reduction, order: Iterable[int], best: float) -> dict[int, int]:
     return choice
 
 
-def settled(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
-    """`choice`, each decision changed to its best answer to all others until none changes (Besag, J. R. Stat. Soc. B 1986)."""
+def local_optimum(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
+    """Return a local optimum: decisions take their best option given all others until none changes.
+
+    These are iterated conditional modes (Besag, J. R. Stat. Soc. B 1986).
+    """
     choice = dict(choice)
-    rounding = 1e-12 * abs(
-        work.constant
-    )  # where costs were moved from; it may leave less than nothing
+    rounding = 1e-12 * abs(work.constant)  # moving costs may leave slightly negative ones
     waiting = dict.fromkeys(choice)
     while waiting:
         i, _ = waiting.popitem()
@@ -101,24 +106,28 @@ def settled(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
             answer += pairs[:, choice[j]]
         k = int(answer.argmin())
         now = answer[choice[i]]
-        if answer[k] < now - max(
-            1e-9 * abs(now), rounding
-        ):  # by more than rounding, which could go on forever
+        # Differences of rounding alone could alternate forever.
+        if answer[k] < now - max(1e-9 * abs(now), rounding):
             choice[i] = k
             waiting.update(dict.fromkeys(work.edges[i]))
     return choice
 
 
 def excess(work: Reduction, choice: dict[int, int]) -> float:
-    """What `choice` costs above the constant."""
+    """Return the cost of `choice` above the constant."""
     nodes = sum(float(work.costs[i][k]) for i, k in choice.items())
     return nodes + sum(float(cost[choice[i], choice[j]]) for i, j, cost in _edges(work))
 
 
 def price(work: Reduction, change: np.ndarray) -> None:
-    """Raise the price of what limits bound by `change` (seconds per unit of each limit): what is used above a bound costs.
+    """Raise the price of each capacity constraint.
 
-    With prices that are not negative, the constant stays a lower bound on the choices that keep within the limits.
+    With nonnegative prices the constant stays a lower bound of the choices that satisfy the
+    constraints (Lagrangian relaxation).
+
+    Args:
+        work: the problem; changed.
+        change: seconds per unit of each constraint.
     """
     for i, uses in work.uses.items():
         work.costs[i] = work.costs[i] + change @ uses
@@ -131,7 +140,7 @@ def price(work: Reduction, change: np.ndarray) -> None:
 
 
 def used(work: Reduction, choice: dict[int, int]) -> np.ndarray:
-    """What `choice` uses of each limit."""
+    """Return what `choice` uses of each capacity constraint."""
     total = np.zeros(len(work.bounds))
     for i, k in choice.items():
         total += work.uses[i][:, k]

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from autopar.sharding.presolve import Reduction
 from autopar.sharding.selection_problem import SelectionProblem
-from autopar.sharding.trws import excess, make_finite, price, settled, sweep, tell_alike, used
+from autopar.sharding.trws import (
+    excess,
+    local_optimum,
+    make_finite,
+    merge_equal_rows,
+    price,
+    sweep,
+    used,
+)
 from tests.generators import choice_problems
 
 
@@ -53,7 +61,7 @@ def test_no_decision_alone_betters_a_choice_that_has_settled(problem):
     work = Reduction(problem)
     make_finite(work)
     chosen = dict.fromkeys(work.costs, 0)
-    choice = settled(work, chosen)
+    choice = local_optimum(work, chosen)
     cost = excess(work, choice)
     assert cost <= excess(work, chosen)
     for i, options in work.costs.items():
@@ -66,7 +74,7 @@ def test_settling_ends_where_rounding_has_left_less_than_nothing(constant):
     work.constant = constant
     for cost in work.costs.values():
         cost -= 1e-18
-    assert settled(work, {0: 1, 1: 0}) == {0: 1, 1: 0}
+    assert local_optimum(work, {0: 1, 1: 0}) == {0: 1, 1: 0}
 
 
 @settings(max_examples=100)
@@ -82,7 +90,7 @@ def test_options_of_the_cheapest_choices_survive(problem):
     for _ in range(3):
         sweep(work, order, best + 1e-9)
         sweep(work, order[::-1], best + 1e-9)
-    tell_alike(work, best)
+    merge_equal_rows(work, best)
     for choice in (choice for choice, cost in costs.items() if cost == best):
         core = {i: list(work.options[i]).index(k) for i, k in enumerate(choice)}
         assert work.complete(core) == choice
@@ -112,7 +120,7 @@ def test_options_that_an_edge_does_not_tell_apart_are_alike_again_after_sweeps()
         sweep(work, range(4), np.inf)
         sweep(work, range(3, -1, -1), np.inf)
     assert len(np.unique(work.edges[0][1], axis=0)) == 6
-    tell_alike(work, best=100.0)
+    merge_equal_rows(work, best=100.0)
     assert {
         len(np.unique(cost, axis=0)) for others in work.edges.values() for cost in others.values()
     } == {3}
