@@ -1,9 +1,9 @@
-"""From what JAX traces to a flat jaxpr: one list of equations in which every value has one name.
+"""Flattening: one list of equations in which every value has one name.
 
-`jit`, `custom_jvp_call` and `custom_vjp_call` leave no trace: by the time a whole step has been traced its derivatives have been
-taken. A differentiated `jax.checkpoint` becomes an `optimization_barrier` on its inputs followed by its body, which is
-what JAX itself lowers it to: the recomputation stays. The bodies of `scan`, `while_loop` and `cond` stand between markers,
-see `autopar.ir.control_flow`.
+Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined: when a whole step is traced its
+derivatives have been taken. A differentiated `jax.checkpoint` becomes an `optimization_barrier` on
+its inputs followed by its body, as JAX lowers it, so that the recomputation stays. The bodies of
+`scan`, `while_loop` and `cond` stand between markers (`autopar.ir.control_flow`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ _INNER_JAXPR = {
 
 
 def flatten(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` with calls inlined, equal equations merged, unused ones removed and each variable bound once.
+    """Return `jaxpr` with calls inlined, equal equations merged and unused ones removed.
 
     Constants of inlined calls become leading `constvars`, with their values in `consts`.
     """
@@ -100,13 +100,16 @@ class _Builder:
     # -- straight lines
 
     def _append(self, eqn: JaxprEqn) -> list[Var]:
-        """`eqn` with results of its own."""
+        """Append `eqn` with new results; return them."""
         outvars = [Var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(outvars=outvars))
         return outvars
 
     def _apply(self, eqn: JaxprEqn) -> list[Var]:
-        """The results of `eqn`, computed before if there is an equal equation (what a barrier holds back is not equal)."""
+        """Return the results of `eqn`; those of an equal equation if there is one before.
+
+        Values behind a barrier are other values, so recomputation is not merged.
+        """
         key = _value_number(eqn)
         if key is None:
             return self._append(eqn)
@@ -121,19 +124,19 @@ class _Builder:
         return self._constant_of[id(value)]
 
     def _barrier(self, invars: list[Atom], eqn: JaxprEqn) -> list[Atom]:
-        """Hold `invars` behind a barrier, so that the compiler recomputes what follows instead of reusing it."""
+        """Put `invars` behind a barrier, so that the compiler recomputes instead of reusing results."""
         prevent_cse = eqn.params["prevent_cse"]
         marks = prevent_cse if isinstance(prevent_cse, tuple) else (prevent_cse,) * len(invars)
-        held = [
+        operands = [
             atom for atom, mark in zip(invars, marks, strict=True) if mark and isinstance(atom, Var)
         ]
-        if not held:
+        if not operands:
             return invars
         barrier = jax.lax.optimization_barrier_p
         outvars = self._append(
-            eqn.replace(invars=list(held), outvars=held, primitive=barrier, params={})
+            eqn.replace(invars=list(operands), outvars=operands, primitive=barrier, params={})
         )
-        after = dict(zip(held, outvars, strict=True))
+        after = dict(zip(operands, outvars, strict=True))
         return [after.get(atom, atom) if isinstance(atom, Var) else atom for atom in invars]
 
     # -- control flow
@@ -179,7 +182,7 @@ class _Builder:
             ]
             (test,) = self.inline(eqn.params["cond_jaxpr"], [*consts[:num_cond], *carry], stack)
             mark(control_flow.loop_test_p, [test])
-            self._known = {}  # what the condition has computed is not known to the body
+            self._known = {}  # results of the condition are not available in the body
             after = self.inline(eqn.params["body_jaxpr"], [*consts[num_cond:], *carry], stack)
             return [
                 mark(control_flow.loop_result_p, [c, a], c.aval)
@@ -194,7 +197,7 @@ class _Builder:
             results, outside = [], self._known
             for branch in branches:
                 mark(control_flow.branch_p, [])
-                self._known = dict(outside)  # what one branch has computed is not known to the next
+                self._known = dict(outside)  # results of a branch are not available in the next
                 results.append(self.inline(branch, invars[1:], stack))
             chosen = zip(eqn.outvars, *results, strict=True)
             return [mark(control_flow.switch_result_p, atoms, var.aval) for var, *atoms in chosen]
@@ -203,11 +206,11 @@ class _Builder:
     def _region(
         self, eqn: JaxprEqn, primitive: Primitive, invars: list[Atom], params: dict[str, Any]
     ) -> Iterator[Callable[..., Var]]:
-        """Opens a region and ends it; gives what appends its other markers."""
+        """Open and close a region; yield a function that appends its other markers."""
         (token,) = self._append(
             eqn.replace(primitive=primitive, invars=invars, outvars=[_var()], params=params)
         )
-        outside, self._known = self._known, {}  # what goes into a loop does so by its markers
+        outside, self._known = self._known, {}  # values enter a loop by its markers only
 
         def mark(primitive: Primitive, atoms: Sequence[Atom], *results: ShapedArray) -> Any:
             outvars = [Var(aval) for aval in results]
@@ -234,9 +237,11 @@ def _at(eqn: JaxprEqn, name_stack: Any) -> JaxprEqn:
 
 
 def _value_number(eqn: JaxprEqn) -> Any:
-    """Equal for equations that compute the same; None for one that must stay, or whose parameters can't be compared.
+    """Return a key that is equal for equations that compute the same.
 
-    Constants of one shape stay apart: zeros per example may be as many as those of a weight, but for some batch sizes only.
+    None for equations with effects, or whose parameters can't be compared. Broadcast constants are
+    not
+    merged: zeros per example may have the shape of a weight for some batch sizes only.
     """
     if eqn.effects or (eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)):
         return None

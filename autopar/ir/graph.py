@@ -1,4 +1,4 @@
-"""Flat jaxprs: a traced step as one list of equations, calls inlined, so that every value has one name."""
+"""Flat jaxprs: helpers for one list of equations in which every value has one name."""
 
 import hashlib
 import re
@@ -23,7 +23,13 @@ type Atom = Var | Literal
 def needed(
     eqns: Iterable[tuple[int, JaxprEqn]], outvars: Iterable[Atom], given: Collection[Var] = ()
 ) -> list[tuple[int, JaxprEqn]]:
-    """The numbered equations on which `outvars` or an effect depend when the values in `given` are known, in order."""
+    """Return the numbered equations that `outvars` or an effect depend on, in order.
+
+    Args:
+        eqns: equations with their numbers.
+        outvars: the values that are needed.
+        given: values that are known, and whose dependences do not count.
+    """
     eqns = list(eqns)
     live = {atom for atom in outvars if isinstance(atom, Var)}.difference(given)
 
@@ -32,19 +38,24 @@ def needed(
         return bound or bool(eqn.effects) or not live.isdisjoint(eqn.outvars)
 
     while True:
-        known, kept = len(live), []
+        count = len(live)
+        kept = []
         for number, eqn in reversed(eqns):
             if keeps(eqn):
                 kept.append((number, eqn))
                 live.update(
                     atom for atom in eqn.invars if isinstance(atom, Var) and atom not in given
                 )
-        if len(live) == known or not any(eqn.primitive in control_flow.BOUND for _, eqn in eqns):
-            return kept[::-1]  # a loop that turned out to be needed needs all its carries
+        # A loop that is needed needs all its carries, which takes another pass.
+        if len(live) == count or not any(eqn.primitive in control_flow.BOUND for _, eqn in eqns):
+            return kept[::-1]
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """Return where the user's code makes `eqn`, as "FILE:LINE", or the name stack where JAX does not know the line."""
+    """Return the line of the user's code that makes `eqn`, as "FILE:LINE".
+
+    If JAX does not know the line, return the name stack.
+    """
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_LIBRARIES):
@@ -54,7 +65,10 @@ def source_line(eqn: JaxprEqn) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """An equation as errors name it, by its primitive and the line of the user's code; nothing is looked up until it is printed."""
+    """The name of an equation in errors: its primitive and the line of the user's code.
+
+    The line is looked up when the name is printed.
+    """
 
     eqn: JaxprEqn
 
@@ -68,32 +82,33 @@ _LIBRARIES = (
     f"{Path(__file__).parent}/",
     "<",
 )
-"""Where the code is that is not the user's."""
+"""Prefixes of the files that are not the user's code."""
 
 
 def aval_of(atom: Atom) -> ShapedArray:
-    """Shape and dtype of an atom of a flat jaxpr, whose values are all arrays."""
+    """Return shape and dtype of a value of a flat jaxpr, whose values are all arrays."""
     assert isinstance(atom.aval, ShapedArray), atom.aval
     return atom.aval
 
 
 def read(atom: Atom, env: dict[Var, Any]) -> Any:
-    """The value of `atom` under `env`."""
+    """Return the value of `atom` under `env`."""
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
 def fingerprint(jaxpr: Jaxpr) -> str:
-    """A short hash of what a flat jaxpr computes: equal for equal programs, whatever process traced them, for whatever devices.
+    """Return a short hash of a flat jaxpr, equal for equal programs in all processes.
 
-    Meshes that the program names count by their axes alone: a plan made for GPUs that are not here is for the same step here.
+    Of meshes only the axes count, not the devices: a plan made for absent GPUs is for the same
+    step.
     """
     number: dict[Var, int] = {}
-    kind = cache(str)  # avals are few, and slow to print
+    text = cache(str)  # avals are few, and slow to print
 
     def name(atom: Atom) -> str:
         if isinstance(atom, Literal):
-            return f"{atom.val}:{kind(atom.aval)}"
-        return f"%{number.setdefault(atom, len(number))}:{kind(atom.aval)}"
+            return f"{atom.val}:{text(atom.aval)}"
+        return f"%{number.setdefault(atom, len(number))}:{text(atom.aval)}"
 
     digest = hashlib.sha256()
     for var in (*jaxpr.constvars, *jaxpr.invars):
@@ -111,7 +126,7 @@ def fingerprint(jaxpr: Jaxpr) -> str:
 
 
 def params_text(eqn: JaxprEqn) -> str:
-    """Return the parameters of `eqn` as text: equal for equal parameters, whatever trace they come from."""
+    """Return the parameters of `eqn` as text, equal for equal parameters in all traces."""
     return ", ".join(f"{key}={_text(value)}" for key, value in sorted(eqn.params.items()))
 
 
@@ -123,10 +138,10 @@ def constant(value: Any) -> np.ndarray:
 
 
 _PLACE = re.compile(r"0x[0-9a-f]+|, device_kind=[^)]*?, num_cores=\w+, platform=\w+")
-"""What parameters say of where they were written: addresses, and the kind of the devices of a mesh."""
+"""Text that differs between processes: addresses, and the devices of a mesh."""
 
 _SET = re.compile(r"set\(\{([^{}]*)\}\)")
-"""A set, also in the text of a jaxpr inside: other processes have the names of mesh axes in another order there."""
+"""A set of mesh axes, whose order differs between processes."""
 
 
 def _text(value: Any) -> str:
@@ -137,5 +152,5 @@ def _text(value: Any) -> str:
             return f"{value.spec} over {_text(value.mesh)}"
         case _:
             return _SET.sub(
-                lambda found: str(sorted(found[1].split(", "))), _PLACE.sub("", str(value))
+                lambda match: str(sorted(match[1].split(", "))), _PLACE.sub("", str(value))
             )
