@@ -124,7 +124,7 @@ class _Builder:
         return self._constant_of[id(value)]
 
     def _barrier(self, invars: list[Atom], eqn: JaxprEqn) -> list[Atom]:
-        """Put `invars` behind a barrier, so that the compiler recomputes instead of reusing results."""
+        """Put `invars` behind a barrier, so that the compiler recomputes what follows."""
         prevent_cse = eqn.params["prevent_cse"]
         marks = prevent_cse if isinstance(prevent_cse, tuple) else (prevent_cse,) * len(invars)
         operands = [
