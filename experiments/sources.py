@@ -1,4 +1,4 @@
-"""A hash of the code, on which the results of the workflow depend beside their inputs.
+"""A hash of the code and its data, on which the workflow's results depend beside their inputs.
 
 Snakemake reruns a rule when an input or a parameter changes, but does not see what a script
 imports.
@@ -13,13 +13,16 @@ ROOT = Path(__file__).parent.parent
 
 @cache
 def code_hash(*packages: str) -> str:
-    """Return a hash of the Python files of packages.
+    """Return a hash of the Python files of packages, and of the hardware profiles that they ship.
 
-    A rule that has it as a parameter runs again when one of the files changes.
+    A rule that has it as a parameter runs again when one of the files changes. Descriptions of
+    clusters and devices don't count: they are inputs of the cells that use them.
     """
     digest = sha256()
     for package in packages:
-        for path in sorted((ROOT / package).rglob("*.py")):
+        files = (ROOT / package).rglob("*.py")
+        profiles = (ROOT / package).rglob("profiles/*/*.yaml")
+        for path in sorted((*files, *profiles)):
             digest.update(f"{path.relative_to(ROOT)}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -24,6 +24,7 @@ def test_the_hash_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch
         "autopar/sharding/ilp.py",
         "simulator/engine/simulation.py",
         "experiments/models/gpt.py",
+        "simulator/hardware/profiles/collectives/h100.yaml",
     ):
         path = tmp_path / name
         path.write_text(path.read_text() + "\n# changed\n")
