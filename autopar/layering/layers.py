@@ -143,7 +143,7 @@ class FollowLayerOption:
         )
 
     @property
-    def homes(self) -> dict[int, int]:
+    def layer_of_input(self) -> dict[int, int]:
         """The layer of each input that has one."""
         return {i: layer for i, layer in enumerate(self.inputs) if layer is not None}
 
@@ -199,7 +199,7 @@ def layering(option: LayerOption | None) -> Iterator[None]:
         _option.reset(token)
 
 
-def layered_if_asked(fun: Callable[..., Any]) -> Callable[..., Any]:
+def layered_by_context(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fun` divided into layers inside a `layering` block, unless it already is."""
     option = _option.get()
     return fun if option is None or hasattr(fun, "layer_option") else layered(fun, option)
@@ -232,7 +232,7 @@ def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
 
         tracers = list(traced_leaves.values())
         traced, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
-        jaxpr = _without_calls(traced)
+        jaxpr = _inline_jits(traced)
         env: dict[Var, Any] = dict(zip(jaxpr.invars, tracers, strict=True))
         env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
         for number, (eqns, results) in enumerate(_layers(jaxpr, option.assign(jaxpr))):
@@ -301,7 +301,7 @@ def layer_of(eqn: JaxprEqn) -> tuple[int, bool] | None:
     return (int(match[1]), "transpose(" in name_stack) if match else None
 
 
-def _without_calls(jaxpr: Jaxpr) -> Jaxpr:
+def _inline_jits(jaxpr: Jaxpr) -> Jaxpr:
     """Return `jaxpr` with calls of `jit` inlined; functions with derivative rules stay calls."""
     eqns: list[JaxprEqn] = []
     constants: dict[Var, Any] = {}

@@ -72,7 +72,7 @@ class PlannedStep:
             return whole_step_partition(self.step)
         stage_of = {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
         option = self.plan.schedule.layer_option
-        homes = option.homes if isinstance(option, FollowLayerOption) else {}
+        homes = option.layer_of_input if isinstance(option, FollowLayerOption) else {}
         stages = [stage_of[layer] for layer in sorted(stage_of)]
         return partition_step(self.step, stages, "W" in self.schedule.phases, homes)
 

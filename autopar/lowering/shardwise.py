@@ -11,7 +11,7 @@ from jax.sharding import get_abstract_mesh
 
 from autopar.ir.evaluate import Apply, as_traced
 from autopar.ir.spec import AnyMesh, LogicalMesh, Spec, partition_spec, replicated
-from autopar.microbatch.accumulation import along, complete
+from autopar.microbatch.accumulation import complete_sum, spec_along
 from autopar.plan import Stage
 from autopar.primitives import bind_shards, is_partitioned_wrongly, op_factors
 from autopar.primitives.factors import assignment_of
@@ -66,8 +66,12 @@ def _on_shards(
     logical = LogicalMesh(tuple(mesh.shape[axis] for axis in free), free)
 
     factors = op_factors(eqn)
-    read_specs = [along(reads[k], free) if k in reads else None for k in range(len(eqn.invars))]
-    pinned = [along(results[r], free) if r in results else None for r in range(len(eqn.outvars))]
+    read_specs = [
+        spec_along(reads[k], free) if k in reads else None for k in range(len(eqn.invars))
+    ]
+    pinned = [
+        spec_along(results[r], free) if r in results else None for r in range(len(eqn.outvars))
+    ]
     assignment = assignment_of(factors, read_specs, pinned)
     if not factors.allows(assignment, logical):
         assignment = ((),) * len(assignment)
@@ -75,7 +79,7 @@ def _on_shards(
     sources = [factors.operand_spec(k, assignment) for k in range(len(eqn.invars))]
     produced = [factors.result_spec(r, assignment) for r in range(len(eqn.outvars))]
     scattered = [
-        along(spec, partial) if spec else replicated(len(own))
+        spec_along(spec, partial) if spec else replicated(len(own))
         for spec, own in zip(pinned, produced, strict=True)
     ]
     completed_specs = [tuple(map(add, *specs)) for specs in zip(produced, scattered, strict=True)]
@@ -83,7 +87,8 @@ def _on_shards(
     def local(*shards: Any) -> list[Any]:
         values = bind_shards(eqn, sources, produced, shards, logical)
         return [
-            complete(value, spec, partial) for value, spec in zip(values, scattered, strict=True)
+            complete_sum(value, spec, partial)
+            for value, spec in zip(values, scattered, strict=True)
         ]
 
     run = jax.shard_map(

@@ -20,9 +20,9 @@ from autopar.microbatch.accumulation import (
     LocalAccumulation,
     accumulate,
     accumulate_locally,
-    added,
-    gathered,
-    scaled,
+    add_to_total,
+    finish_total,
+    gather,
 )
 from autopar.pipeline.partition import Task
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
@@ -202,7 +202,7 @@ class StageLowering:
         count = self.partition.step.num_micro_batches
         for total in totals:
             part = jnp.asarray(graph.read(total.part, env))
-            sums.append(added(total.combine, env[total.sum], part, count))
+            sums.append(add_to_total(total.combine, env[total.sum], part, count))
         return [*(env[var] for var in stage_graph.partition.results[task]), *sums]
 
     def _run_whole_step(self, task: Task, *operands: Any) -> list[Any]:
@@ -246,7 +246,7 @@ class StageLowering:
         local_totals = self._local_graph.partition.completed.get(task, ())
         for total, local_total in zip(totals, local_totals, strict=True):
             combine = local_total.combine
-            value = scaled(combine, env[total.sum], count, num_parts)
+            value = finish_total(combine, env[total.sum], count, num_parts)
             if self.stage.deferred:
                 value = value[0] if combine == "same" else value.sum(0)
             sharding = self.sharding(total.total)
@@ -300,7 +300,7 @@ class StageLowering:
             return shard[0]
         if var in self.partition.batch_facts.rows:
             return shard
-        return gathered(shard, self._deferred_spec(var))
+        return gather(shard, self._deferred_spec(var))
 
     def _constants(self, stage_graph: StageGraph) -> dict[Var, Any]:
         jaxpr = stage_graph.step.jaxpr

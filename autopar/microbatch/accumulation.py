@@ -29,7 +29,7 @@ def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Ho
     for loop in step.microbatching.loops:
         totals = _loop(step, loop, count, env, evaluate, pin)
         env.update(
-            (var, scaled(combine[var], total, count, count)) for var, total in totals.items()
+            (var, finish_total(combine[var], total, count, count)) for var, total in totals.items()
         )
 
 
@@ -68,10 +68,12 @@ def accumulate_locally(
     assert micro is not None
     combine = _combine(parts)
     inputs = [
-        ((*accumulation.axes,), *spec[1:]) if i in step.batch else along(spec, accumulation.axes)
+        ((*accumulation.axes,), *spec[1:])
+        if i in step.batch
+        else spec_along(spec, accumulation.axes)
         for i, spec in enumerate(accumulation.inputs)
     ]
-    results = [along(spec, accumulation.axes) for spec in accumulation.results]
+    results = [spec_along(spec, accumulation.axes) for spec in accumulation.results]
     sharded = {
         var: spec
         for i, (var, spec) in enumerate(zip(parts.jaxpr.invars, inputs, strict=True))
@@ -79,7 +81,7 @@ def accumulate_locally(
     }
 
     def one(eqns: Any, inner: Env) -> None:
-        inner.update((var, gathered(inner[var], spec)) for var, spec in sharded.items())
+        inner.update((var, gather(inner[var], spec)) for var, spec in sharded.items())
         evaluate(eqns, inner)
 
     accumulated = _accumulated(parts)
@@ -91,11 +93,11 @@ def accumulate_locally(
         count = step.num_micro_batches
         for loop in micro.loops:
             for var, total in _loop(parts, loop, count, inner, one, pin).items():
-                value = scaled(combine[var], total, count, parts.num_micro_batches)
+                value = finish_total(combine[var], total, count, parts.num_micro_batches)
                 inner[var] = (
                     value
                     if combine[var] == "same"
-                    else complete(value, places[var], accumulation.axes)
+                    else complete_sum(value, places[var], accumulation.axes)
                 )
         return [inner[var] for var in accumulated]
 
@@ -141,7 +143,7 @@ def _loop(
             for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
         ]
         kept = zip(results, totals, values, strict=True)
-        return [added(combine[var], total, value, count) for var, total, value in kept], None
+        return [add_to_total(combine[var], total, value, count) for var, total, value in kept], None
 
     totals, _ = jax.lax.scan(add, zeros, [cut_rows(env[var], count, micro.chunks) for var in batch])
     return dict(zip(results, totals, strict=True))
@@ -157,7 +159,7 @@ def _combine(step: StepGraph) -> dict[Var, Combine]:
     return dict(zip(_accumulated(step), step.microbatching.combine, strict=True))
 
 
-def added(how: Combine, total: jax.Array, value: jax.Array, count: int) -> jax.Array:
+def add_to_total(how: Combine, total: jax.Array, value: jax.Array, count: int) -> jax.Array:
     """Return the running total of `count` microbatches after one more.
 
     Of a mean in float16 each microbatch adds its share, so that the total overflows only if the mean does.
@@ -170,7 +172,7 @@ def added(how: Combine, total: jax.Array, value: jax.Array, count: int) -> jax.A
     return (total.astype(wide) + value.astype(wide) / count).astype(total.dtype)
 
 
-def scaled(how: Combine, total: jax.Array, count: int, parts: int) -> jax.Array:
+def finish_total(how: Combine, total: jax.Array, count: int, parts: int) -> jax.Array:
     """Return what a complete total contributes to the whole batch's value.
 
     Args:
@@ -189,12 +191,12 @@ def _adds_shares(how: Combine, total: jax.Array) -> bool:
     return how == "mean" and total.dtype == jnp.float16
 
 
-def along(spec: Spec, axes: tuple[str, ...]) -> Spec:
+def spec_along(spec: Spec, axes: tuple[str, ...]) -> Spec:
     """The part of `spec` that concerns `axes`."""
     return tuple(tuple(axis for axis in dim if axis in axes) for dim in spec)
 
 
-def gathered(shard: jax.Array, spec: Spec) -> jax.Array:
+def gather(shard: jax.Array, spec: Spec) -> jax.Array:
     """The whole of what is sharded as `spec` says, inside of `jax.shard_map`."""
     for dim, axes in enumerate(spec):
         if axes:
@@ -202,7 +204,7 @@ def gathered(shard: jax.Array, spec: Spec) -> jax.Array:
     return shard
 
 
-def complete(partial: jax.Array, spec: Spec, axes: tuple[str, ...]) -> jax.Array:
+def complete_sum(partial: jax.Array, spec: Spec, axes: tuple[str, ...]) -> jax.Array:
     """The sum over devices along `axes`, left where `spec` wants it."""
     for dim, scattered in enumerate(spec):
         if scattered:

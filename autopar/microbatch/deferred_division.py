@@ -22,7 +22,7 @@ type Functions = Mapping[Var, JaxprEqn]
 """The equation that makes each scalar that is a function of statistics of the batch."""
 
 
-def divided_afterwards(
+def defer_divisions(
     jaxpr: Jaxpr, divided: Collection[int], weights: Weights, functions: Functions
 ) -> tuple[Jaxpr, list[int]]:
     """Leave divisions by sums over the batch until everything is accumulated.

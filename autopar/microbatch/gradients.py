@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from autopar.layering.layers import layered_if_asked
+from autopar.layering.layers import layered_by_context
 from autopar.primitives import PrimitiveRecord, register
 
 accumulate_p = Primitive("accumulate")
@@ -63,7 +63,7 @@ def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callab
 
     @wraps(fun)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        result = jax.value_and_grad(layered_if_asked(fun), *given[0], **given[1])(*args, **kwargs)
+        result = jax.value_and_grad(layered_by_context(fun), *given[0], **given[1])(*args, **kwargs)
         if not _marking.get():
             return result
         leaves, tree = jax.tree.flatten(result)
@@ -76,7 +76,7 @@ def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callab
     return marked
 
 
-def marking_results(fun: Callable[..., Any]) -> Callable[..., Any]:
+def mark_results(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun`, a step that takes no gradients, with everything that it returns marked."""
 
     @wraps(fun)

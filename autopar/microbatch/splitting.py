@@ -19,9 +19,9 @@ from autopar.ir.graph import Atom, aval_of, needed, source_line
 from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
 from autopar.microbatch.batch_scaling import BatchScalings, power_of_constant
 from autopar.microbatch.batch_scaling_rules import BatchScaling
-from autopar.microbatch.deferred_division import divided_afterwards, equations, statistics
+from autopar.microbatch.deferred_division import defer_divisions, equations, statistics
 from autopar.microbatch.gradients import accumulate_p
-from autopar.microbatch.whole_batch import joined, substituted
+from autopar.microbatch.whole_batch import join_traces, substitute_operands
 from autopar.primitives import record_of
 
 
@@ -107,11 +107,11 @@ def split(
         except MicrobatchError:
             raise refused from None
     computed = {at for at, kind in contributions.items() if kind is None}
-    whole = substituted(whole, computed)
+    whole = substitute_operands(whole, computed)
     _, _, once = _parts(whole, batch)
     _check_outputs(whole, once, batch, out_paths)
     powers = found.powers_of_rows(sizes[0].eqns) if aligned else {}
-    jaxpr, numbers = joined(micro, whole, {n for n, _ in body}, {n for n, _ in once}, computed)
+    jaxpr, numbers = join_traces(micro, whole, {n for n, _ in body}, {n for n, _ in once}, computed)
     combine: list[Combine] = []
     weights: list[list[Var | None]] = []
     for position, (_, eqn) in enumerate(_named(sizes[0], accumulate_p)):
@@ -377,7 +377,7 @@ def _divided_afterwards(
     before.intersection_update(number for number, _ in _parts(jaxpr, frozenset())[1])
     renamed = [[None if var is None else own[var] for var in row] for row in weights]
     at = [numbers[number] for number, _ in marks[0]]
-    return divided_afterwards(jaxpr, before, dict(zip(at, renamed, strict=True)), functions)
+    return defer_divisions(jaxpr, before, dict(zip(at, renamed, strict=True)), functions)
 
 
 def _other_divisions() -> MicrobatchError:

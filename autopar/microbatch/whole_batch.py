@@ -20,7 +20,7 @@ type Names = dict[Var, Atom]
 """Maps variables of the whole batch's trace to those of the joined one."""
 
 
-def joined(
+def join_traces(
     micro: Jaxpr,
     whole: Jaxpr,
     body: Collection[int],
@@ -83,7 +83,7 @@ def joined(
     ), numbers
 
 
-def substituted(whole: Jaxpr, computed: Collection[tuple[int, int]]) -> Jaxpr:
+def substitute_operands(whole: Jaxpr, computed: Collection[tuple[int, int]]) -> Jaxpr:
     """Return `whole` with results of its `accumulate` equations replaced by their operands, at the positions `computed`."""
     names: Names = {}
     for position, eqn in enumerate(eqn for eqn in whole.eqns if eqn.primitive is accumulate_p):

@@ -118,7 +118,7 @@ def follow(
         option = schedule.layer_option
         assert isinstance(option, FollowLayerOption)
         step = trace(fun, args, batch, num_micro_batches, option, marked=True, forward=True)
-        partition = partition_step(step, range(num_stages), input_homes=option.homes)
+        partition = partition_step(step, range(num_stages), input_homes=option.layer_of_input)
     solved = [
         _solve_stage(graph, stage, input_homes, cluster.pools[cluster.pool_of(stage.devices)])
         for graph, stage in zip(stage_graphs(partition), followed.plan.stages, strict=True)

@@ -15,7 +15,7 @@ from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import MicrobatchError, Microbatching, StepGraph
 from autopar.layering.layers import LayerOption, layered, layering
-from autopar.microbatch.gradients import marking, marking_results, tracing_whole_arrays
+from autopar.microbatch.gradients import mark_results, marking, tracing_whole_arrays
 from autopar.microbatch.splitting import check_computation, split
 
 
@@ -57,7 +57,7 @@ def trace(
     if forward:
         if layers is not None and not hasattr(fun, "layer_option"):
             fun = layered(fun, layers)
-        fun = marking_results(fun)
+        fun = mark_results(fun)
         layers = None
     tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward)
     return tracer.graph(num_micro_batches)
