@@ -123,8 +123,8 @@ def _custom_jvp(
     eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> Callable[..., list[Any]]:
     """Return a custom_jvp as a function of shards, with its rule traced for whole arrays."""
-    avals = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
-    smooth = [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    avals = _operand_avals(eqn)
+    smooth = _smooth_operands(eqn)
 
     def tangents_of(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         def call(*smooth_primals: Any) -> list[Any]:
@@ -152,34 +152,13 @@ def _custom_vjp(
 ) -> Callable[..., list[Any]]:
     """Return a custom_vjp as a function of shards, with its rule traced for whole arrays.
 
-    The rule's forward pass returns the results and residuals; its backward pass returns gradients.
-
     Raises:
         LayoutError: The rule can't run on operands of these layouts.
     """
     if not any(layout.split for layout in layouts):
         return lambda *values: bind(eqn, values)
-    avals = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
-    smooth = [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
-    trees: list[Any] = []
-
-    def results_and_residuals(*primals: Any) -> tuple[list[Any], list[Any]]:
-        def call(*smooth_primals: Any) -> list[Any]:
-            return bind(eqn, _replaced_at(primals, smooth, smooth_primals))
-
-        results, pull = jax.vjp(call, *(primals[k] for k in smooth))
-        residuals, tree = jax.tree.flatten(pull)
-        trees.append(tree)
-        return results, residuals
-
-    def gradients_of(residuals: list[Any], cotangents: list[Any]) -> Any:
-        return jax.tree.unflatten(trees[-1], residuals)(cotangents)
-
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
-        forward, (results, residuals) = jax.make_jaxpr(results_and_residuals, return_shape=True)(
-            *avals
-        )
-        backward = jax.make_jaxpr(gradients_of)(residuals, results)
+    smooth = _smooth_operands(eqn)
+    forward, backward = _vjp_rule(eqn, smooth)
     count = len(eqn.outvars)
     split = next(k for k, layout in enumerate(layouts) if layout.split)
     try:
@@ -212,10 +191,48 @@ def _custom_vjp(
             _complete_gradient(gradient, have, layouts[k], mesh)
             for k, gradient, have in zip(smooth, partial, gradient_layouts, strict=True)
         ]
-        return tuple(_replaced_at([None] * len(avals), smooth, complete))
+        return tuple(_replaced_at([None] * len(eqn.invars), smooth, complete))
 
     local.defvjp(local_forward, local_backward)
     return local
+
+
+def _vjp_rule(eqn: JaxprEqn, smooth: Sequence[int]) -> tuple[Jaxpr, Jaxpr]:
+    """Return the rule of a custom_vjp, traced for whole arrays.
+
+    The first jaxpr maps operands to results and residuals, the second one residuals and cotangents
+    to the gradients of the `smooth` operands.
+    """
+    trees: list[Any] = []
+
+    def results_and_residuals(*primals: Any) -> tuple[list[Any], list[Any]]:
+        def call(*smooth_primals: Any) -> list[Any]:
+            return bind(eqn, _replaced_at(primals, smooth, smooth_primals))
+
+        results, pull = jax.vjp(call, *(primals[k] for k in smooth))
+        residuals, tree = jax.tree.flatten(pull)
+        trees.append(tree)
+        return results, residuals
+
+    def gradients_of(residuals: list[Any], cotangents: list[Any]) -> Any:
+        return jax.tree.unflatten(trees[-1], residuals)(cotangents)
+
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        trace_forward = jax.make_jaxpr(results_and_residuals, return_shape=True)
+        forward, (results, residuals) = trace_forward(*_operand_avals(eqn))
+        backward = jax.make_jaxpr(gradients_of)(residuals, results)
+    return forward, backward
+
+
+def _operand_avals(eqn: JaxprEqn) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
+
+
+def _smooth_operands(eqn: JaxprEqn) -> list[int]:
+    """Return the numbers of the operands that have gradients."""
+    return [
+        k for k, atom in enumerate(eqn.invars) if jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
+    ]
 
 
 def _complete_gradient(
