@@ -1,6 +1,24 @@
 """Set up JAX for tests: eight virtual CPU devices stand in for GPUs, except under `-m gpu`.
 
 JAX reads these variables when it starts, so they are set before anything imports it.
+
+`autopar/x/y.py` is tested by `tests/autopar/x/test_y.py`, `simulator/x/y.py` by
+`tests/simulator/test_y.py`. Tests share these modules:
+
+- `models`: Flax models. `steps`: training steps, their arguments, comparisons with one device.
+- `tiers`: which combinations of parameters are fast and which slow tests.
+- `generators`: Hypothesis strategies of meshes and selection problems.
+- `autopar.checks.compiled_plans`: plans by bandwidth alone, and the collectives of compiled ones.
+- `autopar.directives.scheduled_models`: schedules of models, and the collectives they compile to.
+- `autopar.hosts.workers`: workers on a Ray cluster of this machine.
+- `autopar.pipeline.stack_steps`: a step with pipeline boundaries, and pipelines.
+- `autopar.report.planned_steps`: traced steps and their plans, cached by name.
+- `autopar.sharding.equation_cases`: equations of every primitive; `shard_by_shard` evaluates their
+  shardings device by device, `split_by_xla` by XLA's partitioner.
+- `autopar.sharding.flax_steps`: training steps with common models and optimizers.
+- `fuzz.outcomes`: counts of what became of random inputs.
+- `simulator.bodies`: task bodies, cost models and strategies of programs.
+- `golden/` and `simulator/data/`: expected outputs, and compiled HLO.
 """
 
 import os

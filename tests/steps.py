@@ -1,10 +1,9 @@
-"""A small training step that many tests share, and its results on one device."""
+"""Training steps and arguments that tests share, and comparisons with one device."""
 
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,18 +11,8 @@ import optax
 from flax.training.train_state import TrainState
 
 import autopar
-
-
-class MLP(nn.Module):
-    """Dense layers of the given sizes, with relu in between."""
-
-    sizes: tuple[int, ...]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for i, size in enumerate(self.sizes):
-            x = nn.Dense(size)(x if i == 0 else nn.relu(x))
-        return x
+from experiments.models.model import Model
+from tests.models import MLP
 
 
 def mlp_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
@@ -48,6 +37,42 @@ def mlp_args(
     }
     params = model.init(jax.random.PRNGKey(0), batch["x"])
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx or _ADAM), batch
+
+
+# Adam divides a gradient by its own size, which turns the noise of a small one into a step. SGD
+# shows gradients as they are.
+SGD = optax.sgd(0.1)
+
+
+def sgd_args(model: Model, tx: optax.GradientTransformation = SGD) -> tuple[Any, Any]:
+    """Return a (state, batch) of a model; no parameter is 0, where a mistake might not show."""
+    random = np.random.default_rng(0)
+
+    def parameter(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
+        positive = path[-1] in (jax.tree_util.DictKey("scale"), jax.tree_util.DictKey("var"))
+        return random.normal(1.0 if positive else 0.0, 0.1, x.shape).astype(x.dtype)
+
+    state, _ = model.abstract_args()
+    params = jax.tree_util.tree_map_with_path(parameter, state.params)
+    state = state.replace(step=np.int32(0), params=params, tx=tx, opt_state=tx.init(params))
+    if hasattr(state, "batch_stats"):
+        batch_stats = jax.tree_util.tree_map_with_path(parameter, state.batch_stats)
+        state = state.replace(batch_stats=batch_stats)
+    return state, jax.jit(model.make_batch)(jax.random.key(0))
+
+
+def assert_close_to_scale(actual: Any, expected: Any, rtol: float = 1e-4) -> None:
+    """Assert that pytrees are close, up to `rtol` times each leaf's largest value.
+
+    `autopar.testing.assert_allclose` has one absolute tolerance for all leaves.
+    """
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True
+    ):
+        atol = rtol * max(1e-2, float(np.abs(np.asarray(one)).max(initial=0)))
+        np.testing.assert_allclose(
+            other, one, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 @cache

@@ -11,6 +11,7 @@ import pytest
 import autopar
 from autopar.checkpoint import saved_steps
 from autopar.hosts import session
+from autopar.testing import assert_allclose
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 
 
@@ -30,12 +31,7 @@ def expected(steps: int) -> Any:
 
 
 def assert_close(state: Any, other: Any) -> None:
-    for (path, mine), theirs in zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(other), strict=True
-    ):
-        np.testing.assert_allclose(
-            mine, theirs, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path)
-        )
+    assert_allclose(state, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -16,10 +15,8 @@ from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
 from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
+from tests.steps import assert_close_to_scale, sgd_args
 from tests.tiers import slow
-
-# Adam divides a gradient by its own size, so that noise in a small one becomes a step; SGD shows gradients as they are.
-SGD = optax.sgd(1.0)
 
 # Small models behave like large ones where messages have no latency.
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
@@ -40,23 +37,7 @@ COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
 def trained(request: pytest.FixtureRequest) -> Any:
     """A model, its first (state, batch), and what one device makes of it."""
     model = SMALL[request.param]
-    random = np.random.default_rng(0)
-
-    def parameter(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
-        positive = path[-1] in (jax.tree_util.DictKey("scale"), jax.tree_util.DictKey("var"))
-        values = random.normal(
-            1.0 if positive else 0.0, 0.1, x.shape
-        )  # none of them 0, where a mistake may not show
-        return values.astype(x.dtype)
-
-    state, _ = model.abstract_args()
-    params = jax.tree_util.tree_map_with_path(parameter, state.params)
-    state = state.replace(step=np.int32(0), params=params, tx=SGD, opt_state=SGD.init(params))
-    if hasattr(state, "batch_stats"):
-        state = state.replace(
-            batch_stats=jax.tree_util.tree_map_with_path(parameter, state.batch_stats)
-        )
-    args = state, jax.jit(model.make_batch)(jax.random.key(0))
+    args = sgd_args(model, optax.sgd(1.0))
     return model, args, jax.jit(model.train_step)(*args)
 
 
@@ -73,10 +54,4 @@ def test_loss_and_updated_state_equal_one_device(trained: Any, mesh: tuple[int, 
         model.train_step, method=autopar.PlanMethod(plan, mesh), donate_argnums=()
     )
     actual = step(*args)
-    for (path, one), other in zip(
-        jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True
-    ):
-        atol = 1e-4 * max(1e-2, float(np.abs(one).max()))
-        np.testing.assert_allclose(
-            other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path)
-        )
+    assert_close_to_scale(actual, expected)

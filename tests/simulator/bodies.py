@@ -1,4 +1,4 @@
-"""Bodies of tasks whose seconds are plain to see, and Hypothesis strategies for them and for programs."""
+"""Task bodies whose seconds follow by hand, and Hypothesis strategies for bodies and programs."""
 
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ PAIR = ((0, 1),)
 
 
 class Slowed(BandwidthOnly):
-    """As `COSTS`, but whatever goes on together takes so many times longer."""
+    """`COSTS` with contention: concurrent work takes `factor` times as long."""
 
     def __init__(self, factor: float) -> None:
         super().__init__(bandwidth=1.0, flop_per_s=1.0)
@@ -24,7 +24,7 @@ class Slowed(BandwidthOnly):
 
 
 class TwoLinks(Slowed):
-    """As `Slowed`, but groups whose first two devices are given in falling order communicate over another class of links."""
+    """`Slowed` with a second link, used by groups whose first two devices descend."""
 
     def link(self, groups: Groups) -> Link:
         return "between hosts" if groups[0][0] > groups[0][1] else "within hosts"
@@ -35,13 +35,12 @@ def compute(seconds: float, name: str = "dot") -> Kernel:
 
 
 def start(seconds: float, name: str = "gather", groups: Groups = PAIR) -> Start:
-    return Start(
-        Collective(name, "all_gather", 2 * seconds, groups)
-    )  # each of two devices sends half
+    # Each of two devices sends half of the array.
+    return Start(Collective(name, "all_gather", 2 * seconds, groups))
 
 
 def far(seconds: float, name: str = "far") -> Start:
-    """What `TwoLinks` has go over the other class of links."""
+    """Start a gather that `TwoLinks` sends over the second link."""
     return start(seconds, name, ((1, 0),))
 
 
@@ -68,7 +67,7 @@ GATHER = Collective("gather", "all_gather", 3, ((0, 1),))
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Meshes of two devices that run tasks and send one another values of any size, gathered on arrival or not."""
+    """Draw programs of meshes of two devices; a mesh may gather the values that it receives."""
     count = draw(st.integers(1, 4))
     tasks = draw(st.lists(bodies, min_size=1, max_size=3))
     rows: list[list[Instruction]] = [[] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What the host costs programs."""
+"""Kernels and collectives wait for the host, which launches them one after another."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,8 @@ def unrolled(body: OpList) -> OpList:
 
 
 def test_no_kernel_starts_before_the_host_has_launched_it() -> None:
-    # the step costs the host 0-2, the task 2-5, launches end at 6, 7, 8; kernels 6-10, 10-10.5, 10.5-10.75 run after one another
+    # The host prepares the step from 0 to 2 s and the task from 2 to 5 s; its launches end at 6, 7
+    # and 8 s. Kernels run in order at 6-10, 10-10.5 and 10.5-10.75 s.
     late = simulate(
         one_task(compute(4, "a"), compute(0.5, "b"), compute(0.25, "c")),
         CLUSTER,
@@ -74,8 +75,9 @@ def test_a_collective_is_launched_too() -> None:
     }
 
 
-def test_a_host_that_is_ahead_is_caught_up_with_in_a_loop() -> None:
-    # a kernel of 20 s puts the host 20 s ahead at 6; each turn launches for 1 s what takes 0.5, so it is caught up after some 40 turns
+def test_devices_catch_up_in_a_loop_with_a_host_that_is_ahead() -> None:
+    # A kernel of 20 s puts the host 20 s ahead at 6 s. A launch takes 1 s and its kernel 0.5 s, so
+    # the devices catch up after some 40 iterations.
     body = (compute(20), Loop(100, (compute(0.5),)))
     looped, plain = (
         simulate(one_task(*each), CLUSTER, COSTS, backend=SLOW).makespan
@@ -93,7 +95,7 @@ hosts = st.builds(
 
 
 @given(bodies, hosts)
-def test_loops_take_what_their_turns_do(body: OpList, backend: Backend) -> None:
+def test_a_loop_takes_as_long_as_its_iterations(body: OpList, backend: Backend) -> None:
     looped, plain = (
         simulate(one_task(*each), CLUSTER, COSTS, backend=backend)
         for each in (body, unrolled(body))
@@ -113,7 +115,7 @@ def test_the_parts_sum_up_to_the_step(program: Program, backend: Backend) -> Non
 
 
 @given(programs())
-def test_a_host_that_costs_nothing_is_none(program: Program) -> None:
+def test_a_backend_without_costs_changes_nothing(program: Program) -> None:
     assert (
         simulate(program, CLUSTER, COSTS, backend=NOTHING).makespan
         == simulate(program, CLUSTER, COSTS).makespan
@@ -166,5 +168,8 @@ def test_the_command_line_takes_a_backend(tmp_path: Path) -> None:
 def test_the_readme_says_what_they_cost() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
     for backend in BACKENDS.values():
-        row = f"| `{backend.name}` | {backend.kernel_us:g} µs | {backend.instruction_us:g} µs | {backend.step_us / 1e3:g} ms |"
+        row = (
+            f"| `{backend.name}` | {backend.kernel_us:g} µs | {backend.instruction_us:g} µs "
+            f"| {backend.step_us / 1e3:g} ms |"
+        )
         assert row in text

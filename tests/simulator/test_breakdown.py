@@ -1,3 +1,5 @@
+"""Predictions split a step's seconds by phase, bubble and exposed communication."""
+
 import json
 from dataclasses import replace
 from math import isnan
@@ -38,8 +40,10 @@ PIPELINE = Program(
 
 
 def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
-    # mesh 1: input 0-1 computed, 1-3 sent (2 bytes from each device); F 3-6, gathers 6-8 beside B 6-11; gathers 11-15, then sends
-    # 15-17; U 11-12. Mesh 0: B 17-19, U 19-20. So mesh 1 is at 12 with computing, at 17 with communication, and the step ends at 20
+    # Mesh 1 waits for its input, which is computed at 0-1 and sent at 1-3 (2 bytes from each
+    # device). It runs F at 3-6, a gather at 6-8 beside B at 6-11, a gather at 11-15, a send at
+    # 15-17 and U at 11-12. Mesh 0 runs B at 17-19 and U at 19-20. So mesh 1 ends computation at 12
+    # and communication at 17, and the step ends at 20.
     prediction = predict(PIPELINE, CLUSTER, COSTS, model_flops=40, tokens=10)
     assert prediction.seconds == 20
     assert (
@@ -56,7 +60,7 @@ def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
     assert prediction.exposed == {"all_gather": 3, "pipeline": 2}
     assert prediction.communication == {"all_gather": 6, "pipeline": 2}
     assert prediction.bubble == 3 + 3
-    # two devices of each mesh: 2 * (1 + 2 + 1 + 3 + 5 + 1)
+    # Two devices of each mesh: 2 * (1 + 2 + 1 + 3 + 5 + 1).
     assert (prediction.hardware_flops, prediction.model_flops) == (26, 40)
     assert prediction.tokens_per_s == 0.5
     assert prediction.peak_flop_per_s == 4 * CLUSTER.device.peak_tflop_per_s["f32"] * 1e12
@@ -64,7 +68,7 @@ def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
     assert prediction.memory.fits
 
 
-def test_waiting_is_told_by_what_is_waited_for_in_loops_too() -> None:
+def test_waiting_is_split_by_the_collective_that_is_waited_for_in_loops_too() -> None:
     body = (compute(1), Loop(1000, (start(3), compute(1), Done("gather"))))
     prediction = predict(
         Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4
@@ -76,7 +80,8 @@ def test_waiting_is_told_by_what_is_waited_for_in_loops_too() -> None:
 def test_communication_counts_for_the_axes_it_lies_along_and_otherwise_for_its_kind() -> None:
     along = {"x": start(3, "a"), "y": start(5, "b"), "x,y": start(7, "c"), "": start(11, "d")}
     each = tuple(op for axis, one in along.items() for op in _waited(one, axis))
-    # each is waited for at once, in the loop 10 times more; the send at the end goes on when nobody computes any more
+    # The task waits for each collective right after its start, and 10 times more in the loop. The
+    # send at the end outlasts all computation.
     rows = (Run(0, "S"), Send("v", 1, 2)), (Recv("v", 0),)
     found = predict(
         Program(((0, 1), (2, 3)), rows, {"0S": (compute(1), *each, Loop(10, each))}), CLUSTER, COSTS
@@ -93,7 +98,7 @@ def test_collectives_that_are_slowed_keep_their_axes() -> None:
     assert (found.communication, found.exposed) == (
         {"x": 5},
         {"x": 2},
-    )  # 3 s beside the product's 2, and 2 more
+    )  # 3 s beside the product's 2 s, and 2 s more.
 
 
 def _waited(one: Start, axis: str, *meanwhile: Op) -> OpList:
@@ -132,7 +137,7 @@ def test_predictions_are_rows_of_a_table() -> None:
     assert (table["p10"] < table["seconds"]).all()
 
 
-def test_what_a_program_does_not_know_is_not_made_up() -> None:
+def test_what_a_program_does_not_know_is_none() -> None:
     prediction = predict(Program(((0,),), ((Run(0, "S"),),), {"0S": ()}), CLUSTER, COSTS)
     assert isnan(prediction.model_flops)
     assert isnan(prediction.hardware_flops)
@@ -151,7 +156,7 @@ def test_a_step_of_nothing_takes_no_time(bodies: dict[str, tuple[()]]) -> None:
     )
 
 
-def test_nobody_makes_up_how_many_tokens_there_are() -> None:
+def test_without_a_number_of_tokens_there_are_no_tokens_per_second() -> None:
     prediction = predict(PIPELINE, CLUSTER, COSTS)
     assert isnan(prediction.row()["tokens_per_s"])
     assert json.loads(prediction_json({"it": prediction}))["it"]["tokens_per_s"] is None
@@ -172,7 +177,7 @@ def test_kernels_of_unknown_cost_are_named_and_counted() -> None:
     assert "12 x frobnicate: cost unknown" in str(simulate(program, CLUSTER, COSTS))
 
 
-def test_what_is_late_on_two_links_at_the_same_time_counts_once() -> None:
+def test_exposed_communication_on_two_links_at_the_same_time_counts_once() -> None:
     body = (
         compute(1),
         *(

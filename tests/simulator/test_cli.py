@@ -1,4 +1,7 @@
-"""The command line: programs, and fits to tables. Scenarios are in test_what_if, published numbers in test_validation."""
+"""The command line predicts programs and fits profiles to tables.
+
+`test_what_if` tests its scenarios, `test_validation` its comparisons with published numbers.
+"""
 
 import json
 from pathlib import Path
@@ -53,7 +56,7 @@ def test_a_change_of_the_cluster_changes_the_prediction(program: Path) -> None:
     assert seconds("--what-if", "cluster.device=v100_sxm2_16gb") != seconds()
 
 
-def test_the_table_tells_what_is_known(program: Path) -> None:
+def test_the_table_has_a_line_for_each_known_quantity(program: Path) -> None:
     table = run("predict", program, "--cluster", "dgx_h100")
     assert all(
         label in table
@@ -152,7 +155,8 @@ def test_a_table_of_measurements_becomes_a_profile(tmp_path: Path) -> None:
         ),
         (
             "gpu,kind,size,bytes,us\nA,permute,2,8,3",
-            "unknown kind 'permute'; it is called 'collective_permute' now; expected some of all_reduce",
+            "unknown kind 'permute'; it is called 'collective_permute' now; "
+            "expected some of all_reduce",
         ),
         ("gpu,kind,size,bytes,us\nA,all_reduce,2,8,3", "1 collectives to fit; expected at least 5"),
     ],

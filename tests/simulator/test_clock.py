@@ -1,3 +1,5 @@
+"""The clock of pipelines returns the makespan of the discrete-event engine."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +46,7 @@ def test_numba_and_python_agree_to_the_last_digit(monkeypatch: pytest.MonkeyPatc
 
 
 def test_microbatches_are_of_one_kind() -> None:
-    assert len(Clock.of(pipeline(3, 100)).kinds) == 3 + 2 + 2  # tasks, sends, receives
+    assert len(Clock.of(pipeline(3, 100)).kinds) == 3 + 2 + 2  # Tasks, sends and receives.
 
 
 def test_a_value_sent_twice_is_received_in_turn() -> None:

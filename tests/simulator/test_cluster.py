@@ -1,3 +1,5 @@
+"""Cluster files: the shipped ones load, and errors name file, field and expected value."""
+
 import re
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,7 @@ def test_a_dozen_clusters_of_gpus_are_shipped() -> None:
     ]
     assert len(gpus) >= 12
     assert all(cluster.source and cluster.device.source for cluster in gpus)
-    line_rates = {  # Gb/s of a host, of which clusters reach 0.9 to 0.97
+    line_rates = {  # Nominal Gb/s of a host's NICs; clusters reach 0.9 to 0.97 of it.
         "dgx_h200": 3200,
         "p4d.24xlarge": 400,
         "p4de.24xlarge": 400,
@@ -102,7 +104,7 @@ def test_the_clusters_of_the_sweep_are_shipped() -> None:
 
 def test_a_v100_holds_what_the_driver_reports_less_a_reserve() -> None:
     device = Cluster.load("p3.16xlarge").device
-    assert device.memory_bytes == 16_935_682_048  # 16 GiB less what ECC and the driver take
+    assert device.memory_bytes == 16_935_682_048  # 16 GiB less what ECC and the driver take.
     assert device.usable_bytes == device.memory_bytes - 1_000_000_000
 
 
@@ -188,16 +190,19 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
         ({"inter_host": "left out"}, "inter_host: missing, but there are 2 hosts"),
         (
             {"device_per_host": 8},
-            "device_per_host: unknown field (given 8); did you mean 'devices_per_host'? valid: name, ",
+            "device_per_host: unknown field (given 8); did you mean 'devices_per_host'? "
+            "valid: name, ",
         ),
         (
             {"intra_host": {"bandwith_gb_per_s": 5, "bandwidth_gb_per_s": 5, "latency_us": 0}},
-            "intra_host.bandwith_gb_per_s: unknown field (given 5); did you mean 'bandwidth_gb_per_s'? "
+            "intra_host.bandwith_gb_per_s: unknown field (given 5); "
+            "did you mean 'bandwidth_gb_per_s'? "
             "valid: bandwidth_gb_per_s, latency_us, half_size_mb",
         ),
         (
             {"device": DEVICE | {"peak_tflop_per_s": {"bfloat16": 989}}},
-            "device.peak_tflop_per_s: unknown type 'bfloat16'; did you mean 'bf16'? expected HLO's names: pred, ",
+            "device.peak_tflop_per_s: unknown type 'bfloat16'; did you mean 'bf16'? "
+            "expected HLO's names: pred, ",
         ),
         (
             {"device": DEVICE | {"peak_tflop_per_s": {"fp8": 989}}},
@@ -210,17 +215,20 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
             },
             "device.kernels.efficiency_by_dtype: unknown type 'Float32'; did you mean 'f32'?",
         ),
-        (  # names of earlier versions
+        (  # Names of earlier versions.
             {"intra_host": {"slowdown": 1.2, "bandwidth_gb_per_s": 5, "latency_us": 0}},
-            "intra_host.slowdown: unknown field (given 1.2); it is called 'contention_factor' now; valid: ",
+            "intra_host.slowdown: unknown field (given 1.2); "
+            "it is called 'contention_factor' now; valid: ",
         ),
         (
             {"processes": {"at_once": 2.0}},
-            "processes.at_once: unknown field (given 2.0); it is called 'concurrent_instructions' now; ",
+            "processes.at_once: unknown field (given 2.0); "
+            "it is called 'concurrent_instructions' now; ",
         ),
-        (  # wrong units
+        (  # Wrong units.
             {"intra_host": {"bandwidth_gbit_per_s": 200, "latency_us": 0}},
-            "intra_host.bandwidth_gbit_per_s: unknown field (given 200); did you mean 'bandwidth_gb_per_s'?",
+            "intra_host.bandwidth_gbit_per_s: unknown field (given 200); "
+            "did you mean 'bandwidth_gb_per_s'?",
         ),
         (
             {"intra_host": {"bandwidth_gb_per_s": "25 GB/s", "latency_us": 0}},
@@ -244,7 +252,8 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
         ),
         (
             {"collectives": "v1000"},
-            "collectives: unknown profile 'v1000'; expected one of a100, b200, gb200, h100, h200, a path to a .yaml file, or the fields themselves",
+            "collectives: unknown profile 'v1000'; expected one of a100, b200, gb200, h100, h200, "
+            "a path to a .yaml file, or the fields themselves",
         ),
         (
             {"device": DEVICE | {"peak_tflop_per_s": {"f32": "fast"}}},

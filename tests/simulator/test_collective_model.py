@@ -1,3 +1,5 @@
+"""Collectives: size curves, shared NICs, algorithms, and fits to measured tables."""
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -23,7 +25,8 @@ def test_a_curve_is_its_formula() -> None:
     curve = SizeCurve(
         launch_us=5.0, hop_us=1.0, half_size_mb=4.0, bandwidth_gb_per_s=100.0, small_group_loss=0.4
     )
-    # 4 devices: 2 * 3 hops, 1.5 * 6 MB = 9 MB sent each, sqrt(9 * 4) = 6 MB of ramp, a tenth of the bandwidth lost
+    # 4 devices take 2 * 3 hops and send 1.5 * 6 MB = 9 MB each; the ramp adds sqrt(9 * 4) = 6 MB,
+    # and a tenth of the bandwidth is lost.
     assert curve.seconds("all_reduce", 6e6, 4) == pytest.approx(5e-6 + 6e-6 + 15e6 / 90e9)
 
 
@@ -38,7 +41,7 @@ def test_members_that_share_cores_and_memory_slow_each_other() -> None:
     )
     assert curve.seconds("collective_permute", 0.0, 8) == pytest.approx(
         75e-6
-    )  # seven members beside the first
+    )  # Seven members beside the first.
     assert [curve.bandwidth(size) for size in (2, 4, 8)] == [8e9, 4e9, 2e9]
 
 
@@ -56,7 +59,8 @@ def test_strided_rings_are_those_of_the_groups_one_by_one(size: int, stride: int
 
 
 def test_groups_that_share_the_cards_of_a_host_slow_each_other() -> None:
-    # data parallelism over 16 hosts: 8 groups of 16 with stride 8 have a card each, 2 groups of 64 with stride 2 have four
+    # Data parallelism over 16 hosts: each of 8 groups of 16 with stride 8 has one NIC, each of 2
+    # groups of 64 with stride 2 has four.
     network = CollectiveModel(a100(16))
     assert network.ring(16, 8) == Ring(16, 16, 1, 1.0)
     assert network.ring(64, 2) == Ring(64, 16, 4, 4.0)
@@ -74,7 +78,7 @@ def test_groups_that_do_not_fill_hosts_are_refused() -> None:
         strided_ring(a100(3), 8, 3)
 
 
-def test_the_time_of_an_all_reduce_does_not_depend_on_how_it_is_thought_about() -> None:
+def test_an_all_reduce_takes_as_long_as_its_reduce_scatter_and_all_gather() -> None:
     assert CollectiveModel(a100(1)).seconds("all_reduce", 1e9, strided_ring(a100(1), 1, 1)) == 0.0
     one, two = CollectiveModel(a100(1)), CollectiveModel(a100(2))
     assert one.seconds("all_gather", 1e9, one.ring(8)) == two.seconds(
@@ -83,8 +87,8 @@ def test_the_time_of_an_all_reduce_does_not_depend_on_how_it_is_thought_about() 
 
 
 @pytest.mark.parametrize("name", ["dgx_a100_80", "dgx_h100", "dgx_b200", "gb200_nvl72"])
-def test_the_error_on_collectives_that_nobody_fitted(name: str) -> None:
-    """The mean over the held-out rows of the four kinds; all_to_all of GB200 is the worst of them, with 27 %."""
+def test_the_error_on_held_out_collectives(name: str) -> None:
+    """The mean is over the held-out rows of four kinds; all_to_all of GB200 is worst with 27 %."""
     cluster = Cluster.load(name)
     network, errors = CollectiveModel(cluster), []
     for kind in KINDS:
@@ -107,7 +111,7 @@ def fastest(network: CollectiveModel, num_bytes: float, size: int) -> str:
 def test_short_all_reduces_over_many_hosts_take_trees_and_long_ones_rings() -> None:
     network = CollectiveModel(a100(16))
     assert [fastest(network, size, 128) for size in (2**20, 2**32)] == ["tree", "ring"]
-    # up and down: 7 hops within a host and 4 levels of hosts of 24 us each, either way
+    # A tree goes up and down: 7 hops within a host and 4 levels of hosts of 24 us, each way.
     seconds = network.seconds_by_algorithm("all_reduce", 0.0, network.ring(128))
     curve = network.curves.all_reduce
     assert seconds["tree"] == pytest.approx(
@@ -116,7 +120,7 @@ def test_short_all_reduces_over_many_hosts_take_trees_and_long_ones_rings() -> N
     assert seconds["ring"] == pytest.approx(
         (curve.launch_us + 2 * (112 * curve.hop_us + 16 * 24)) * 1e-6
     )
-    # twice the array through 8 NICs of 24.2 GB/s, at 0.92 of their bandwidth
+    # Twice the array through 8 NICs of 24.2 GB/s, at 0.92 of their bandwidth.
     long = network.seconds_by_algorithm("all_reduce", 1e12, network.ring(128))["tree"]
     assert long == pytest.approx(2e12 / 0.92 / (8 * 24.2e9), rel=0.01)
 
@@ -126,7 +130,7 @@ def test_the_switch_sums_long_arrays_of_eight_devices_where_it_can() -> None:
     assert [fastest(h100, size, 8) for size in (2**20, 2**30)] == ["ring", "nvls"]
     assert (
         fastest(h100, 2**30, 2) == "ring"
-    )  # of two devices each gets the other's array either way
+    )  # Each of two devices receives the other's array, by a ring as by the switch.
     assert fastest(CollectiveModel(a100(1)), 2**30, 8) == "ring"
     assert "nvls" not in h100.seconds_by_algorithm("all_gather", 2**30, h100.ring(8))
 
@@ -163,7 +167,7 @@ def test_a_planted_switch_is_found_again_where_it_is_faster_than_the_ring() -> N
 
 
 def test_between_hosts_bandwidth_ramps_up_as_it_does_in_simai() -> None:
-    # its NICs are taken to be of 400 Gb/s; its times are those of rings, for they grow with the number of hosts
+    # Assumptions: NICs of 400 Gb/s, and rings, because the times grow with the number of hosts.
     wide = pd.read_csv(DATA / "simai_nic_ratio.csv").drop(columns="1")
     table = wide.melt("bytes", var_name="hosts", value_name="ratio").astype({"hosts": int})
     table = table[table.ratio > 0.2]
@@ -209,7 +213,7 @@ def test_planted_alpha_and_beta_are_recovered(
 def test_planted_sharing_is_found_where_a_switch_does_not_explain_the_times(
     kind: CollectiveKind,
 ) -> None:
-    """As on virtual devices, with errors of 5 %: one more member costs 20 us, and all share one memory."""
+    """Virtual devices share one memory, and one more member costs 20 us; errors are 5 %."""
     planted = SizeCurve(
         launch_us=10, member_us=20, hop_us=0, half_size_mb=1e-3, bandwidth_gb_per_s=7, sharing=0.9
     )
@@ -229,7 +233,7 @@ def test_planted_sharing_is_found_where_a_switch_does_not_explain_the_times(
 
 
 def test_links_without_a_switch_get_a_bandwidth_for_each_group_size() -> None:
-    # the V100s of a p3.16xlarge form a cube mesh; the published description of it was made by hand
+    # The V100s of a p3.16xlarge form a cube mesh, whose published description was written by hand.
     found = fit_curve(measured_collectives("Tesla V100-SXM2-16GB", "all_reduce"))
     measured = Cluster.load("p3.16xlarge").collectives
     assert measured is not None

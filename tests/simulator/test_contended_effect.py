@@ -1,3 +1,5 @@
+"""The effect of a task under contention is a piecewise-linear function of the lag."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +18,9 @@ SLOWED = Hardware(factor=dict.fromkeys((NEAR, FAR), 1.5))
 
 
 def test_a_gather_beside_a_product_by_hand() -> None:
-    # computes 1, gathers 8 bytes while it computes 2, which takes 3; 6 bytes are left: done after 10
-    # with a lag of 1 and more the gather starts later, with one of 3 and more it starts after the product
+    # The task computes for 1 s and gathers 8 bytes beside a product of 2 s, which takes 3 s. Then
+    # 6 bytes are left, so it ends after 10 s. From a lag of 1 s on the gather starts later, from a
+    # lag of 3 s on it starts after the product.
     body = (compute(1), start(4), compute(2), Done("gather"))
     assert piecewise_effect(price(body, SLOWED, (0, 1))) == PiecewiseEffect(
         ((0, 10.0, 10.0, 0, 0), (1, 10.0, 10.0, 0.5, 0.5), (3, 11.0, 11.0, 1, 1))
@@ -26,7 +29,7 @@ def test_a_gather_beside_a_product_by_hand() -> None:
 
 @st.composite
 def waiting(draw: st.DrawFn) -> OpList:
-    """Collectives beside kernels, all waited for, some in loops."""
+    """Draw collectives beside kernels, some in loops; the body waits for each collective."""
     body = draw(overlapping())
     running = {op.collective.name for op in body if isinstance(op, Start)} - {
         op.name for op in body if isinstance(op, Done)

@@ -1,3 +1,5 @@
+"""A program with seconds of its own is refused on clusters where they would differ."""
+
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,7 @@ A100 = Cluster.load("dgx_a100_80")
 
 
 def costed(cluster: Cluster | HeterogeneousCluster, *devices: int) -> Program:
-    """A program of one kernel that says what it takes on `cluster`."""
+    """Return a program of one kernel with its seconds on `cluster`."""
     program = Program(
         (devices,), ((Run(0, "S"),),), {"0S": (Kernel("dot", "memory", 0, 0, seconds=3.0),)}
     )
@@ -51,14 +53,15 @@ def test_it_runs_where_it_takes_the_same_seconds(cluster: Cluster) -> None:
         Cluster.load("dgx_h100"),
         changed(A100, intra_host=changed(A100.intra_host, bandwidth_gb_per_s=1.0)),
         changed(A100, device=changed(A100.device, kernel_launch_us=9.0)),
-        A100.with_size(8, 1),  # where it is between hosts
+        A100.with_size(8, 1),  # Where the group spans hosts.
     ],
     ids=str,
 )
 def test_it_is_refused_where_it_would_take_others(cluster: Cluster) -> None:
     with pytest.raises(
         ClusterError,
-        match=r"seconds that it takes on cluster 'dgx_a100_80'.*make it for this cluster, or take a compiled",
+        match=r"seconds that it takes on cluster 'dgx_a100_80'.*make it for this cluster, "
+        r"or take a compiled",
     ):
         simulate(costed(A100, 0, 1), cluster)
 
@@ -71,7 +74,7 @@ def test_between_hosts_the_network_counts_and_the_number_of_hosts_does_not() -> 
         simulate(program, changed(two, nics_per_host=4))
 
 
-def test_of_unlike_hosts_those_count_that_it_uses() -> None:
+def test_only_the_pools_that_a_program_uses_count() -> None:
     v100, h100 = Cluster.load("p3.16xlarge"), Cluster.load("dgx_h100")
     first, second = (
         HeterogeneousCluster(name="both", description="", pools=(A100.with_size(1), each))

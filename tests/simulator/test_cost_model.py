@@ -1,3 +1,5 @@
+"""Cost models: of a cluster's devices and network, and of bandwidth alone."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""Fits of a cluster file recover planted parameters from measurements."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ SHAPES = [Gemm(m, n, n) for m in (64, 256, 1024, 4096) for n in (128, 512, 2048)
 
 
 def measured_on(cluster: Cluster, dtypes: tuple[str, ...] = ("f32", "bf16")) -> MeasuredDevice:
-    """What would be measured if the cost model were right."""
+    """Return the measurements that the cost model predicts for `cluster`."""
     model = KernelModel(cluster.device)
     transfers = [
         (8.0 * 4**i, model.seconds(Kernel("", "memory", 0, 8.0 * 4**i))) for i in range(5, 13)
@@ -46,7 +48,7 @@ def measured_on(cluster: Cluster, dtypes: tuple[str, ...] = ("f32", "bf16")) -> 
     st.floats(0, 5),
     st.floats(0, 5),
 )
-def test_what_was_planted_in_a_gpu_is_found_again(
+def test_the_fit_of_a_gpu_recovers_planted_parameters(
     memory: float, f32: float, bf16: float, launch: float, tile: float, half_size: float
 ) -> None:
     planted = H100.device.model_copy(
@@ -86,7 +88,7 @@ def test_the_peaks_of_a_cpu_are_what_was_seen() -> None:
     assert found.memory_bandwidth_gb_per_s == pytest.approx(
         50 * fast.kernels.memory_efficiency, rel=1e-3
     )
-    # large products reach nearly the efficiency that was planted
+    # Large products nearly reach the planted efficiency.
     assert (
         0.9 * 3 * fast.kernels.efficiency
         < found.peak_tflop_per_s["f32"]
@@ -109,7 +111,7 @@ def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_
     assert cluster.intra_host.latency_us == pytest.approx(2, rel=0.05)
     assert cluster.intra_host.half_size_mb == pytest.approx(3, rel=0.1)
     assert cluster.intra_host.bandwidth_gb_per_s == pytest.approx(80, rel=0.05)
-    assert cluster.intra_host.contention_factor == 1.5  # 2 s shared took 3
+    assert cluster.intra_host.contention_factor == 1.5  # 2 s of each took 3 s together.
     write_profile(tmp_path / "mine.yaml", cluster)
     loaded = Cluster.load(tmp_path / "mine.yaml")
     assert loaded.intra_host.bandwidth_gb_per_s == pytest.approx(
@@ -149,10 +151,10 @@ def test_a_convolution_is_as_much_work_as_its_sizes_say() -> None:
     kernel = Convolution(batch=2, side=8, channels=16).kernel("bf16")
     assert kernel.flops == 2 * (2 * 8 * 8 * 16) * (
         3 * 3 * 16
-    )  # a multiply-add for each result and each input it has
+    )  # A multiply-add for each result and each of its inputs.
     assert kernel.bytes == 2 * (
         2 * (2 * 8 * 8 * 16) + 3 * 3 * 16 * 16
-    )  # images in and out, and the window
+    )  # Images in and out, and the window.
 
 
 def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() -> None:

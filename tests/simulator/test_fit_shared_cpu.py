@@ -1,4 +1,4 @@
-"""Hosts that are processes are found again from what they would take."""
+"""The fit of hosts that share a CPU recovers planted parameters."""
 
 import pytest
 
@@ -12,7 +12,7 @@ TRUE = Processes(step_us=2000, task_us=300, concurrent_instructions=1.4)
 
 
 def step(micro_batches: int, seconds: float) -> MeasuredStep:
-    """A pipeline of two meshes on a host each, forwards only, and what it takes where hosts are as `TRUE` says."""
+    """Return a forward pipeline of two meshes on a host each, and its seconds on `TRUE`."""
     numbers = range(micro_batches)
     first = tuple(each for k in numbers for each in (Run(0, "F", k), Send(f"x{k}", 1, 1000)))
     second = tuple(each for k in numbers for each in (Recv(f"x{k}", 0), Run(1, "F", k)))
@@ -22,7 +22,7 @@ def step(micro_batches: int, seconds: float) -> MeasuredStep:
     return MeasuredStep(program, (2, 1), measured.task_seconds, made)
 
 
-def test_processes_are_found_again():
+def test_costs_of_processes_are_recovered():
     steps = [step(count, seconds) for count in (1, 4, 16) for seconds in (1e-4, 1e-3, 1e-2)]
     found = fit_processes(BASE, steps)
     assert found.processes is not None
@@ -31,7 +31,7 @@ def test_processes_are_found_again():
         fit_processes(BASE, steps[:2])
 
 
-def test_links_are_found_again():
+def test_links_are_recovered():
     def took(launch: float, bandwidth: float) -> list[tuple[float, float]]:
         return [(size, launch + size / bandwidth) for size in (1e3, 1e5, 1e7)]
 

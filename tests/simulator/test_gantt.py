@@ -1,3 +1,5 @@
+"""Gantt charts of timelines are reproducible SVG files."""
+
 from pathlib import Path
 
 from simulator.engine.simulation import simulate
@@ -14,7 +16,7 @@ def test_a_chart_has_a_row_per_mesh_and_is_the_same_each_time(tmp_path: Path) ->
     for path in paths:
         save_gantt(timeline, path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
-    text = paths[0].read_text()  # matplotlib writes the text of each glyph run as a comment
+    text = paths[0].read_text()  # matplotlib writes the text of each glyph run as a comment.
     assert all(
         f"<!-- {label} -->" in text
         for label in ("mesh 0", "mesh 1", "forward", "backward", "update")

@@ -1,3 +1,5 @@
+"""Matrix products take waves of tiles, and fits recover planted parameters."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,7 +24,7 @@ ONE = KernelProfile(
 
 
 def toy(memory_gb_per_s: float = 1000, **changes: object) -> GemmModel:
-    """Ten cores of 8 TFLOP/s each, which split nothing."""
+    """Return a model of ten cores of 8 TFLOP/s each, without split products."""
     device = Device(
         name="toy",
         kind="gpu",
@@ -44,8 +46,8 @@ dtypes = st.sampled_from(["f32", "bf16", "f16"])
 
 
 def test_a_product_takes_whole_waves_of_tiles() -> None:
-    # ten 256 x 128 tiles fill the ten cores once, each at 100 * 0.8 / 10 TFLOP/s; an eleventh costs a tenth of a wave more where
-    # kernels are persistent
+    # Ten 256 x 128 tiles fill the ten cores once, each at 100 * 0.8 / 10 TFLOP/s. An eleventh tile
+    # costs a tenth of a wave more where kernels are persistent.
     wave = 2e-6 + 2 * 256 * 128 * 2**20 / 8e12
     assert toy().seconds(2560, 128, 2**20) == pytest.approx(1e-6 + wave, rel=1e-6)
     assert toy(wave_quantization=0.0).seconds(2560 + 256, 128, 2**20) == pytest.approx(
@@ -54,7 +56,8 @@ def test_a_product_takes_whole_waves_of_tiles() -> None:
 
 
 def test_a_tile_waits_for_the_slowest_of_arithmetic_cache_and_the_step() -> None:
-    # one 256 x 128 tile: 8.2 ns of arithmetic an element, 2 * 384 bytes of loads; the norm joins equal times as 2^(1/4)
+    # One 256 x 128 tile: 8.2 ns of arithmetic an element and 2 * 384 bytes of loads. The norm joins
+    # equal times as 2^(1/4).
     arithmetic = 2 * 256 * 128 / 8e12
     cache = toy(cache_gb_per_s_per_core=2 * 384 / arithmetic / 1e9, tile_us=0.0)
     assert cache.seconds(2560, 128, 2**20) == pytest.approx(
@@ -72,7 +75,7 @@ def test_a_hot_gpu_is_slower_by_its_droop() -> None:
 
 
 def test_traffic_is_what_was_said_or_operands_and_result() -> None:
-    # one byte a second: nothing else matters
+    # At one byte a second only traffic counts.
     assert toy(1e-9).seconds(10, 20, 30) == pytest.approx(
         2 * (10 * 30 + 30 * 20 + 10 * 20), rel=1e-3
     )
@@ -108,7 +111,7 @@ def test_faster_hardware_is_never_slower(
             "memory_bandwidth_gb_per_s": device.memory_bandwidth_gb_per_s * memory,
         }
     )
-    # in the same state of heat: a faster GPU sees less load in the same product
+    # Both in the same state of heat, because a faster GPU has less load in the same product.
     slow, fast = (GemmModel.of(each, "bf16", hot=True) for each in (device, faster))
     assert fast.seconds(m, n, k) <= slow.seconds(m, n, k) * (1 + 1e-9)
 
@@ -120,7 +123,7 @@ def test_a_product_and_its_transpose_cost_the_same(device: Device, m: int, n: in
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100", "h200"])
-def test_the_error_on_shapes_that_nobody_fitted_is_below_8_percent_for_whoever_asks(
+def test_the_error_on_held_out_shapes_is_below_8_percent_through_every_interface(
     gpu: str,
 ) -> None:
     name, measured = measured_gemms(gpu)
@@ -139,7 +142,7 @@ def test_the_error_on_shapes_that_nobody_fitted_is_below_8_percent_for_whoever_a
     assert shipped_device(name).kernels.held_out_error == pytest.approx(error.mean(), rel=0.01)
 
 
-def test_planted_parameters_are_found_again() -> None:
+def test_the_fit_recovers_planted_parameters() -> None:
     device = shipped_device("h100_sxm5_80gb")
     planted, shapes = device.kernels, measured_gemms("h100")[1]
     shapes = shapes[np.arange(0, len(shapes.m), 8)]

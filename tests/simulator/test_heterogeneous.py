@@ -1,4 +1,4 @@
-"""Clusters of several pools: their files, their devices, what things cost on them."""
+"""Clusters of several pools: files, numbering of devices, and costs."""
 
 import re
 from pathlib import Path
@@ -128,7 +128,8 @@ def test_a_pool_may_be_like_another_cluster(tmp_path: Path) -> None:
         ({"device": "v1000"}, "device: unknown device 'v1000'"),
         (
             {"inter_host": "left out", "pools": [{"hosts": 1, "devices_per_host": 2}] * 2},
-            "pools.0.inter_host: missing, but there are other pools; describe the link of its NICs",
+            "pools.0.inter_host: missing, but there are other pools; "
+            "describe the link of its network cards",
         ),
         ({"pools": [{"like": "p4"}] * 2}, "unknown cluster 'p4'; expected one of "),
         (
@@ -208,21 +209,22 @@ def test_a_message_between_pools_takes_the_slower_card(tmp_path: Path) -> None:
         "nics_per_host": 4,
         "inter_host": {"bandwidth_gb_per_s": 40, "latency_us": 7},
     }
-    slow = {"hosts": 1, "devices_per_host": 4, "nics_per_host": 1}  # 10 GB/s, no latency
+    slow = {"hosts": 1, "devices_per_host": 4, "nics_per_host": 1}  # 10 GB/s, no latency.
     costs = HeterogeneousCosts(load(tmp_path, pools=[fast, slow]))
     assert costs.collective("collective_permute", 1e9, ((0, 4),)) == pytest.approx(0.1)
     assert costs.collective("collective_permute", 1e9, ((4, 0),)) == pytest.approx(0.1)
-    # four messages leave by four NICs and meet at one
+    # Four messages leave by four NICs and arrive at one.
     assert costs.collective(
         "collective_permute", 1e9, tuple((i, 4 + i) for i in range(4))
     ) == pytest.approx(0.4)
-    # four messages to one device of the fast host meet at its card: 4 x 1 GB at 40 GB/s, but leave by the slow one
+    # Four messages to one device of the fast host share its NIC (4 x 1 GB at 40 GB/s), but leave by
+    # the slow one.
     assert costs.collective(
         "collective_permute", 1e9, tuple((4 + i, 0) for i in range(4))
     ) == pytest.approx(0.4)
-    both_ways = ((0, 4), (5, 1))  # links are full duplex
+    both_ways = ((0, 4), (5, 1))  # Links are full duplex.
     assert costs.collective("collective_permute", 1e9, both_ways) == pytest.approx(0.1)
-    # beside one that stays in the fast host, which is done first
+    # Beside a message that stays in the fast host and ends first.
     assert costs.collective("collective_permute", 1e9, ((0, 4), (1, 2))) == pytest.approx(0.1)
 
 
@@ -250,7 +252,7 @@ def test_in_a_pool_everything_costs_what_it_does_there(
 def test_messages_between_equal_pools_are_those_between_hosts(
     order: list[int], num_bytes: float
 ) -> None:
-    """As long as none stays in its host: what is within and what is across is limited by one latency or the other."""
+    """No message stays in its host; such a message would have the latency of another link."""
     pairs = tuple((a, b) for a, b in zip(range(16), order, strict=True) if (a < 8) != (b < 8))
     if pairs:
         equal = HeterogeneousCluster(name="two", description="", pools=(V100, V100))
@@ -261,11 +263,11 @@ def test_messages_between_equal_pools_are_those_between_hosts(
 
 
 def test_a_program_runs_on_each_pool_at_its_own_speed() -> None:
-    """A product on a V100, 1 GB from there to an A100, and the same product there."""
+    """A V100 computes a product and sends 1 GB to an A100, which computes the same product."""
     rows = ((Run(0, "F", 0), Send("x", 1, int(1e9))), (Recv("x", 0), Run(1, "F", 0)))
     program = Program(((0,), (8,)), rows, {"0F": (PRODUCT,), "1F": (PRODUCT,)})
     first, second = (ClusterCosts(cluster).kernel(PRODUCT) for cluster in (V100, A100))
-    sending = (7.1 + 30) * 1e-6 + 1e9 / 2.8e9  # by the V100s' card
+    sending = (7.1 + 30) * 1e-6 + 1e9 / 2.8e9  # By the NIC of the V100s.
     assert simulate(program, MIXED).makespan == pytest.approx(first + sending + second)
     with pytest.raises(ValueError, match="cluster 'both' has devices 0 to 15"):
         simulate(Program(((16,),), ((),)), MIXED)
@@ -281,7 +283,7 @@ def test_the_clock_knows_the_pools_and_so_does_the_prediction(dispatch: float) -
         prediction.seconds
     )
     assert prediction.peak_flop_per_s == 2 * 125e12 + 312e12
-    assert prediction.memory.capacity == V100.device.memory_bytes  # fuller than the A100
+    assert prediction.memory.capacity == V100.device.memory_bytes  # Fuller than the A100.
 
 
 def test_devices_of_different_pools_are_in_different_hosts() -> None:

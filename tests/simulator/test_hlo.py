@@ -1,3 +1,5 @@
+"""Compiled HLO text becomes task bodies: collectives, kernels, loops and phases."""
+
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ ADD = """
 
 
 def module(*lines: str, computations: str = ADD, num_partitions: int = 8) -> str:
-    """HLO text whose entry computation is `lines`."""
+    """Return HLO text whose entry computation is `lines`."""
     header = f"HloModule m, is_scheduled=true, num_partitions={num_partitions}\n"
     return (
         f"{header}{computations}\nENTRY %main (p: f32[4]) -> f32[4] {{\n"
@@ -69,7 +71,7 @@ def test_every_notation_of_device_groups_is_read(text, groups):
 
 @pytest.mark.parametrize(
     ("line", "kind", "num_bytes"),
-    [  # 4 floats of operand, groups of 8
+    [  # 4 floats of operand, groups of 8.
         ("f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add", "all_reduce", 16),
         ("f32[32]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}", "all_gather", 128),
         (
@@ -251,7 +253,7 @@ def test_a_fusion_that_slices_reads_the_slice():
         ARRAY, INDEX, ZERO, "%e = f32[100,4]{1,0} exponential(%a)",
         "%s = f32[1,4]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={1,4}", "ROOT %b = f32[4]{0} bitcast(%s)",
     )  # fmt: skip
-    assert kernel.bytes == 16 + 16 + 4  # slice, result, index
+    assert kernel.bytes == 16 + 16 + 4  # Slice, result and index.
 
 
 def test_a_fusion_that_updates_in_place_touches_the_update():
@@ -338,7 +340,7 @@ def test_a_ragged_product_counts_the_group_of_each_row() -> None:
         0,
         0,
         "",
-    )  # gradients of the experts: rows are summed, each into one of four results
+    )  # Gradients of the experts: each row is added to one of four results.
     gradient = (
         "%b = bf16[64,16]{1,0} parameter(2)",
         f"%r = bf16[4,32,16]{{2,1,0}} ragged-dot(%a, %b, %n), {inner}",
@@ -412,7 +414,7 @@ def test_a_convolution_and_its_two_gradients_have_the_same_flops():
     convolutions = [op for op in sample("convolution") if op.kind == "conv"]
     # y is (8, 32, 16, 16), each element a sum over 3 x 3 taps of 16 channels.
     assert [op.flops for op in convolutions] == [2 * (8 * 32 * 16 * 16) * (3 * 3 * 16)] * 3
-    # x padded to (8, 16, 33, 33), w (32, 16, 3, 3), y: each is read or written once.
+    # x padded to (8, 16, 33, 33), w (32, 16, 3, 3) and y are read or written once each.
     assert {op.bytes for op in convolutions} == {
         4 * (8 * 16 * 33 * 33 + 32 * 16 * 3 * 3 + 8 * 32 * 16 * 16)
     }
@@ -430,7 +432,8 @@ def test_a_loop_repeats_its_body_and_overlaps_inside_it():
 
 
 def test_products_fused_with_slices_in_a_scan_are_counted():
-    # Forward x w over 3 layers of (32, 64) by (64, 64); backward two products each, whether or not the first is needed.
+    # The forward pass has x @ w in 3 layers of (32, 64) by (64, 64), the backward pass two products
+    # for each, whether or not the first is needed.
     assert work_of(sample("scan")).flops == {"f32": 3 * 3 * 2 * 32 * 64 * 64}
 
 

@@ -1,4 +1,4 @@
-"""Fused attention in compiled programs: cuDNN's calls, as JAX writes them."""
+"""Fused attention in compiled programs: cuDNN's calls in the form that JAX emits."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_the_forward_pass_is_two_products(target: str) -> None:
     flops = 2 * 2 * BATCH * HEADS * QUERIES * KEYS * SIZE
     moved = (
         2 * QUERY_BYTES + 2 * KEY_BYTES + STATISTICS_BYTES
-    )  # queries, what comes out, keys and values; no scratch memory
+    )  # Queries, results, keys and values; no scratch memory.
     assert call(target, config()) == Kernel("f", "attention", flops, moved, "bf16")
 
 
@@ -128,7 +128,8 @@ def test_it_takes_what_the_formulas_say(name: str) -> None:
     backward = device.seconds(
         Kernel("b", "attention backward", 10.0 * size * pairs, 8 * arrays, "bf16")
     )
-    # the generations differ in nothing but this kernel, which in the first takes longer by the ratio of what they reach
+    # The generations differ only in this kernel; the ratio of its times is that of the parts of the
+    # peak that they reach.
     first, second = (
         layer_passes(
             Transformer(

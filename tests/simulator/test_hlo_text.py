@@ -1,4 +1,4 @@
-"""HLO text that is cut off, changed by hand, or was never HLO: it is read, or refused with the line and what was expected there."""
+"""Damaged HLO text is read or refused with the line and what the parser expected there."""
 
 import re
 from contextlib import suppress
@@ -44,7 +44,8 @@ def test_a_module_that_is_none_is_refused(text: str, message: str) -> None:
 CONDITIONAL = "%r = f32[4]{0} conditional(%i, %p), branch_computations={%add, %absent}"
 DOT = "%r = f32[4,4]{1,0} dot(%q, %q), lhs_contracting_dims={2}, rhs_contracting_dims={0}"
 CUBLAS = (
-    '%r = (f32[4,4]{1,0}, s8[8]{0}) custom-call(%q), custom_call_target="__cublas$gemm", backend_config={'
+    "%r = (f32[4,4]{1,0}, s8[8]{0}) custom-call(%q), "
+    'custom_call_target="__cublas$gemm", backend_config={'
     f'"gemm_backend_config":{{{DIMENSIONS % ("1", "0", "", "")}}}}}'
 )
 
@@ -143,7 +144,7 @@ def test_an_element_of_no_number_is_shown() -> None:
         memory_roles_at_peak(text)
 
 
-# Anything at all
+# Arbitrary damage
 
 SAMPLES = {path.name.split(".")[0]: path.read_text() for path in DATA.glob("*.hlo.txt")}
 _TOKEN = re.compile(r"[\w.]+|[^\w\s]|\s+")
@@ -151,7 +152,7 @@ _TOKEN = re.compile(r"[\w.]+|[^\w\s]|\s+")
 
 @st.composite
 def damaged(draw: st.DrawFn) -> str:
-    """A sample of which one to three lines or words are missing, there twice, or replaced by others of the same text."""
+    """Draw a sample with one to three of its lines or words removed, doubled or replaced."""
     text = SAMPLES[draw(st.sampled_from(sorted(SAMPLES)))]
     for _ in range(draw(st.integers(1, 3))):
         parts = draw(st.sampled_from([text.splitlines(keepends=True), _TOKEN.findall(text)]))

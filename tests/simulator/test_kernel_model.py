@@ -1,3 +1,5 @@
+"""Kernels take waves of tiles, traffic or arithmetic, and no less than the roofline."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +45,7 @@ def test_convolutions_have_a_speed_of_their_own_where_it_was_measured() -> None:
     assert kernel_seconds(device, Kernel("c", "conv", 20e12, 0, "bf16")) == pytest.approx(1 + 3e-6)
     assert kernel_seconds(device, Kernel("c", "conv", 8e12, 0, "f32")) == pytest.approx(
         1 + 3e-6
-    )  # as products
+    )  # As products.
 
 
 def test_a_memory_kernel_takes_its_traffic_or_its_arithmetic() -> None:
@@ -76,26 +78,26 @@ def test_an_empty_kernel_costs_its_launch() -> None:
 
 
 def test_a_product_takes_whole_waves_of_tiles() -> None:
-    # ten 256 x 128 tiles fill the ten cores once; a core does 0.8 TFLOP/s; traffic is nothing
+    # Ten 256 x 128 tiles fill the ten cores once; a core has 0.8 TFLOP/s; traffic is free.
     wave = 2e-6 + 2 * 256 * 128 * 2**20 / 0.8e12
     tiles = Gemm(2560, 128, 2**20)
     assert kernel_seconds(TOY, Kernel("g", "gemm", tiles.flops, 0, gemm=tiles)) == pytest.approx(
         3e-6 + wave
     )
-    # one more row needs a tile more: the best of the tilings has a few smaller tiles in its last wave
+    # One more row needs one more tile; the best tiling has a few smaller tiles in its last wave.
     more = kernel_seconds(TOY, Kernel("g", "gemm", 0, 0, gemm=Gemm(2561, 128, 2**20)))
     assert 1.02 * wave < more < 1.3 * wave
 
 
 def test_a_small_result_with_a_long_inner_dimension_is_split_over_the_cores() -> None:
-    # one 64 x 64 tile would keep one of ten cores busy; 4 parts of it keep 4
+    # One 64 x 64 tile would keep one of ten cores busy; its 4 parts keep 4.
     whole = 2e-6 + 2 * 64 * 64 * 2**20 / 0.8e12
     split = kernel_seconds(TOY, Kernel("g", "gemm", 0, 0, gemm=Gemm(64, 64, 2**20)))
     assert whole / 16 < split < whole / 3
 
 
 def test_arithmetic_and_traffic_overlap_for_the_most_part() -> None:
-    # a kernel of unknown sizes with 1 s of arithmetic (8 TFLOP/s) and 1 s of traffic (500 GB/s)
+    # A kernel of unknown sizes with 1 s of arithmetic (8 TFLOP/s) and 1 s of traffic (500 GB/s).
     seconds = kernel_seconds(TOY, Kernel("g", "conv", 8e12, 500e9)) - 3e-6
     assert seconds == pytest.approx(2 ** (1 / 2.5))
 
@@ -105,7 +107,7 @@ def test_each_dtype_has_its_own_peak_and_efficiency() -> None:
     assert kernel_seconds(TOY, Kernel("g", "conv", 50e12, 0, "bf16")) == pytest.approx(1 + 3e-6)
     assert kernel_seconds(TOY, Kernel("g", "conv", 0.8e12, 0, "s32")) == pytest.approx(
         1 + 3e-6
-    )  # unknown: elementwise peak
+    )  # An unknown dtype has the elementwise peak.
 
 
 @pytest.mark.parametrize("size", [2048, 4096, 8192])
@@ -115,8 +117,8 @@ def test_a_v100_runs_large_f32_products_at_nine_tenths_of_its_peak(size: int) ->
 
 
 def test_large_products_take_the_measured_time_on_an_h100() -> None:
-    # XLA's table of H100 products (OpenXLA, Apache-2.0): 4096 x 4096 x 4096 at 403 TFLOP/s in f32, which is TF32, and two of them at
-    # 804 TFLOP/s in bf16
+    # XLA's table of H100 products (OpenXLA, Apache-2.0): 4096 x 4096 x 4096 at 403 TFLOP/s in f32,
+    # which is TF32, and two of them at 804 TFLOP/s in bf16.
     device = Cluster.load("dgx_h100").device
     assert kernel_seconds(device, gemm(4096, 4096, 4096)) == pytest.approx(
         2 * 4096**3 / 403e12, rel=0.1

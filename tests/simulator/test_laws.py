@@ -1,4 +1,4 @@
-"""Faster hardware is never slower, also where computation and collectives slow each other."""
+"""Faster hardware is never slower, even where computation and collectives contend."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ KINDS: tuple[KernelKind, KernelKind] = ("gemm", "memory")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Seconds of a FLOP by kind of kernel and of a byte by groups, and how collectives of these slow what is beside them."""
+    """Seconds per FLOP by kind of kernel, seconds per byte and slowdown by groups."""
 
     flop: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 1.0))
     byte: Mapping[Groups, float] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Hardware:
 
 @st.composite
 def upgrades(draw: st.DrawFn) -> tuple[Hardware, Hardware]:
-    """Hardware, and some of which every part is as fast or faster, and slows others as much or less."""
+    """Draw hardware, and an upgrade with no slower part and no stronger contention."""
     speed, less = st.floats(1, 2), st.sampled_from([0.0, 0.5, 1.0])
     slow = Hardware(
         *({key: draw(speed) for key in keys} for keys in (KINDS, (NEAR, FAR), (NEAR, FAR)))
@@ -62,7 +62,7 @@ def upgrades(draw: st.DrawFn) -> tuple[Hardware, Hardware]:
 
 @st.composite
 def overlapping(draw: st.DrawFn) -> OpList:
-    """Kernels, and collectives that are waited for at any time after their start, in any order, or never."""
+    """Draw kernels and collectives; the body waits for each at any later time or never."""
     body: list[Op] = []
     running: list[str] = []
     sizes = st.integers(0, 9)
@@ -117,7 +117,10 @@ def test_other_pipelines_are_slower_by_the_slowdown_at_most(
 
 
 def test_a_send_that_comes_before_the_end_of_a_gather_can_make_a_faster_network_slower() -> None:
-    """Here the bound is needed: what a faster network starts before the second send slows the product, what a slower one starts later does not."""
+    """The bound is needed: a slower network starts the second gather after the second send.
+
+    There it does not slow the product.
+    """
     tasks = {"0F": (start(10, "a"),), "1F": (start(5, "b"), compute(11)), "2F": (compute(100),)}
     row = (Run(0, "F"), Send("x", 1, 2), Run(1, "F"), Send("y", 1, 2), Run(2, "F"))
     program = Program(((0, 1), (2, 3)), (row, (Recv("x", 0), Recv("y", 0))), tasks)
@@ -131,7 +134,7 @@ def test_a_send_that_comes_before_the_end_of_a_gather_can_make_a_faster_network_
 
 
 def test_beyond_a_slowdown_of_two_no_law_holds_so_cluster_files_have_none() -> None:
-    """There going on together is slower than one after the other, and so is all that brings two together."""
+    """Concurrency is then slower than serial execution, and anything that adds concurrency, too."""
     near, far = (
         Start(Collective(name, "all_gather", 5, groups))
         for name, groups in (("n", NEAR), ("f", FAR))

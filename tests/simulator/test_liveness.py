@@ -1,4 +1,4 @@
-"""What a program holds at its peak; bytes are counted by hand: an `f32[4]` has 16."""
+"""Liveness at peak: a program's bytes by role, counted by hand (an `f32[4]` has 16)."""
 
 from simulator.hlo import memory_roles_at_peak
 from simulator.memory import Role
@@ -24,7 +24,7 @@ def test_what_the_backward_pass_reads_of_the_forward_pass_is_an_activation() -> 
         f"%b = f32[2]{{0}} slice(%a), {FORWARD}",
         f"%c = f32[4]{{0}} multiply(%a, %b), {BACKWARD}",
         f"ROOT %r = f32[4]{{0}} subtract(%p, %c), {UPDATE}",
-    ) == {"activations": 16 + 8, "gradients": 16}  # %b lives until %c is made
+    ) == {"activations": 16 + 8, "gradients": 16}  # %b lives until %c is computed.
 
 
 def test_what_only_the_next_kernel_reads_is_temporary() -> None:
@@ -91,7 +91,8 @@ def test_what_a_loop_adds_up_is_carried_and_what_an_iteration_needs_comes_on_top
     assert held(
         '%z = f32[4]{0} broadcast(), metadata={op_name="jit(f)/zeros"}',
         "%i = (f32[4]{0}, f32[4]{0}) tuple(%p, %z)",
-        '%w = (f32[4]{0}, f32[4]{0}) while(%i), condition=%condition, body=%body, metadata={op_name="jit(f)/while"}',
+        "%w = (f32[4]{0}, f32[4]{0}) while(%i), condition=%condition, body=%body, "
+        'metadata={op_name="jit(f)/while"}',
         "%sum = f32[4]{0} get-tuple-element(%w), index=1",
         f"ROOT %r = f32[4]{{0}} subtract(%p, %sum), {UPDATE}",
         computations=loop,

@@ -1,3 +1,5 @@
+"""Max-plus maps of tasks agree with the engine, and compose."""
+
 from math import inf
 
 import pytest
@@ -11,7 +13,8 @@ from tests.simulator.bodies import COSTS, compute, start
 
 
 def test_a_collective_beside_a_kernel_by_hand() -> None:
-    # computes 1; gathers for 5 when both streams are free; computes 2 meanwhile, then waits for the gather
+    # The task computes for 1 s, gathers for 5 s once both streams are free, computes for 2 s beside
+    # it, and waits for the gather.
     body = (compute(1), start(5), compute(2), Done("gather"))
     effect = max_plus_map(price(body, COSTS, (0, 1)))
     assert effect == MaxPlusMap(compute=(6, 5, -inf), within=(6, 5, -inf))

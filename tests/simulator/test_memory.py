@@ -1,3 +1,5 @@
+"""Memory by role adds up to the bytes that the compiler counted."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

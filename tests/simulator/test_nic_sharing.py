@@ -1,4 +1,4 @@
-"""Messages of several meshes that share NICs."""
+"""Contention at NICs: messages of several meshes share their bandwidth."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ BASE = Cluster.load("p3.16xlarge")
 
 
 def toy(hosts: int = 2, nics: int = 1, latency_us: float = 0.0) -> Cluster:
-    """Hosts of two at 100 GB/s; NICs of 1 GB/s; nothing else costs anything."""
+    """Return hosts of two devices at 100 GB/s with NICs of 1 GB/s; all else is free."""
     return BASE.with_size(hosts, 2).model_copy(
         update={
             "nics_per_host": nics,
@@ -48,7 +48,7 @@ def sent(timeline: Timeline) -> dict[str, object]:
 
 
 def two_sends(late: float = 0.0, num_bytes: int = 10**9) -> Program:
-    """Devices 0 and 1 of one host each send a billion bytes to one of the other, the second one later."""
+    """Return a program of two sends of 1 GB between two hosts, the second of which is late."""
     rows: tuple[tuple[Instruction, ...], ...] = (
         (Send("x", 2, 10**9),),
         (Run(0, "F"), Send("y", 3, num_bytes)),
@@ -66,12 +66,13 @@ def test_messages_of_two_meshes_through_one_card_take_twice_as_long() -> None:
 
 
 def test_they_share_it_only_while_both_are_on_their_way() -> None:
-    # x alone for 0.5 s; both at half of the speed for 1 s, in which x sends its other half; y alone for 0.5 s
+    # x has the NIC for 0.5 s; both have half of it for 1 s, in which x sends its other half; y has
+    # it for 0.5 s.
     assert sent(simulate(two_sends(late=0.5), toy())) == {
         "send x>2": (0, 1.5),
         "send y>3": (0.5, 2),
     }
-    # y is small: it has arrived 0.4 s after 0.5, and x sends its last 0.3 alone
+    # y is small: it takes 0.4 s from 0.5 s on, and x sends its last 0.3 GB alone.
     assert sent(simulate(two_sends(0.5, 2 * 10**8), toy())) == {
         "send x>2": (0, 1.2),
         "send y>3": (0.5, 0.9),
@@ -98,7 +99,7 @@ def test_what_comes_from_two_hosts_into_one_shares_its_card() -> None:
 
 
 def test_what_a_mesh_sends_goes_one_after_the_other_and_then_meets_others() -> None:
-    # mesh 0 sends x, then z. x and y share until 2; z is alone
+    # Mesh 0 sends x, then z. x and y share the NIC until 2 s; z has it alone.
     first, *others = two_sends().instructions
     rows = (*first, Send("z", 2, 10**9)), others[0], (*others[1], Recv("z", 0)), others[2]
     timeline = simulate(replace(two_sends(), instructions=rows), toy())
@@ -106,7 +107,8 @@ def test_what_a_mesh_sends_goes_one_after_the_other_and_then_meets_others() -> N
 
 
 def test_a_collective_between_hosts_follows_what_its_mesh_sent_before() -> None:
-    # y, of two devices into one card, takes 2 s alone, x 1 s: x has arrived at 2, y at 3. Then two devices exchange a billion bytes each
+    # Alone, y (from two devices into one NIC) takes 2 s and x 1 s. Together, x arrives at 2 s and y
+    # at 3 s. Then two devices exchange 1 GB each.
     far: OpList = (wait(0.5), Start(Collective("far", "all_gather", 2e9, ((0, 1),))), Done("far"))
     rows: tuple[tuple[Instruction, ...], ...] = (
         (Send("y", 1, 2 * 10**9), Run(0, "F")),
@@ -129,7 +131,7 @@ def test_messages_between_pools_take_a_part_of_the_faster_card() -> None:
     both = HeterogeneousCluster(name="both", description="", pools=(toy(2), fast))
     costs = costs_of(both)
     assert costs.nics(((0, 4),)) == {(0, "out", 0): 1, (1, "in", 0): 0.5}
-    # two slow NICs into one that is twice as fast: nobody waits
+    # Two slow NICs send into one that is twice as fast, so there is no contention.
     rows = (Send("x", 2, 10**9),), (Send("y", 2, 10**9),), (Recv("x", 0), Recv("y", 1))
     assert simulate(Program(((0,), (2,), (4,)), rows), both).makespan == pytest.approx(1)
 
@@ -149,7 +151,7 @@ def test_nics_are_shared_by_several_meshes_and_one_of_those_with_the_same_loads_
     }
     assert (
         shared_nics({(0, 1): {"a": 1.0}, (0, 2): {"a": 1.0}}) == {}
-    )  # a mesh sends one thing after the other
+    )  # A mesh sends its messages one after another.
 
 
 def test_a_deadlock_is_shown() -> None:
@@ -159,8 +161,8 @@ def test_a_deadlock_is_shown() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=6))
-def test_one_card_is_never_idle_while_somebody_sends(messages: list[tuple[int, int]]) -> None:
-    """Everybody has sent when one after the other would have."""
+def test_a_nic_is_never_idle_while_there_is_a_message(messages: list[tuple[int, int]]) -> None:
+    """The last message ends when it would in a serial order."""
     nics = NicSharing()
     for mesh, (ready, seconds) in enumerate(messages):
         nics.send(Message("", ("x", mesh, 9), ready, 0.0, seconds, {"card": 1.0}))
@@ -175,7 +177,7 @@ def test_one_card_is_never_idle_while_somebody_sends(messages: list[tuple[int, i
 
 
 class Shared(BandwidthOnly):
-    """As `COSTS`, but what all devices send goes through one card, or through one of each."""
+    """`COSTS` with one NIC that all devices share, or with one NIC per device."""
 
     together: bool
 

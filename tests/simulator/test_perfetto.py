@@ -1,3 +1,5 @@
+"""Chrome traces have a thread per stream, and arrows from sends to their receivers."""
+
 import pytest
 
 from simulator.engine.simulation import simulate
@@ -35,7 +37,7 @@ def test_spans_are_in_microseconds() -> None:
     assert spans[0, 2, "send x>1"] == pytest.approx((3000, 1000))
     assert spans[0, 0, "0F0"] == pytest.approx(
         (0, 3000)
-    )  # a task lasts from its first to its last kernel
+    )  # A task lasts from its first to its last kernel.
     assert (1, 0, "recv x<0") in spans
     assert all(e["dur"] >= 0 for e in events)
 
@@ -78,7 +80,7 @@ def test_an_arrow_leads_from_a_send_to_the_task_that_goes_on_with_it() -> None:
     events = simulate(PROGRAM, CLUSTER, COSTS).chrome_trace()["traceEvents"]
     send = next(e for e in events if e["name"] == "send x>1" and e["ph"] == "X" and e["tid"])
     begin, end = (next(e for e in events if e["ph"] == phase) for phase in "sf")
-    # computes until 3, sends 2 bytes from each device until 5
+    # Computation ends at 3 s; each device sends 2 bytes until 5 s.
     assert (begin["pid"], begin["tid"], begin["ts"]) == (0, send["tid"], send["ts"]) == (0, 3, 3e6)
     assert (end["pid"], end["tid"], end["ts"]) == (1, 0, 5e6)
     assert begin["id"] == end["id"]

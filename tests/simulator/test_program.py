@@ -1,3 +1,5 @@
+"""Programs are walked in dependency order, and deadlocks are shown."""
+
 import re
 from collections import Counter
 
@@ -41,7 +43,7 @@ def test_what_is_no_instruction_is_refused(text: str) -> None:
 
 
 def program(*rows: str) -> Program:
-    """Mesh i has device i and the instructions of row i, separated by `|`."""
+    """Return a program whose mesh i has device i and the instructions of row i, split at `|`."""
     parsed = tuple(
         tuple(parse_instruction(cell.strip()) for cell in row.split("|") if cell.strip())
         for row in rows

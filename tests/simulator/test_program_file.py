@@ -1,3 +1,5 @@
+"""Programs are saved as JSON and loaded without JAX."""
+
 import json
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The README's own command lines work."""
+"""The simulator's command lines in the README run."""
 
 import json
 import re
@@ -26,7 +26,7 @@ COMMANDS = re.findall(
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the README speaks of; fits and comparisons that take long are left out."""
+    """Return a folder with the files that the README names; long fits are replaced."""
     (tmp_path / "simulator").symlink_to(ROOT / "simulator")
     product = Kernel("", "gemm", 2 * 4096**3, 1e8, "bf16", Gemm(4096, 4096, 4096))
     body = (product, Start(Collective("c", "all_reduce", 2**28, (tuple(range(8)),))), Done("c"))

@@ -1,3 +1,5 @@
+"""Rings of collectives: bandwidth within hosts, through NICs, and shared by groups."""
+
 from itertools import pairwise
 from typing import get_args
 
@@ -18,7 +20,7 @@ BASE = Cluster.load("dgx_h100")
 
 
 def toy(**changes: object) -> ClusterCosts:
-    """Two hosts of four at 100 GB/s, two NICs of 10 GB/s each, and nothing else costs anything."""
+    """Return two hosts of four devices at 100 GB/s with two NICs of 10 GB/s; all else is free."""
     fields = {name: getattr(BASE, name) for name in Cluster.model_fields}
     fields |= {
         "hosts": 2,
@@ -35,7 +37,7 @@ def toy(**changes: object) -> ClusterCosts:
 @pytest.mark.parametrize(
     ("kind", "seconds"),
     [
-        ("all_reduce", 2 * 3 / 4 * 0.01),  # 1 GB past 3 of 4 devices, twice, at 100 GB/s
+        ("all_reduce", 2 * 3 / 4 * 0.01),  # 1 GB passes 3 of 4 devices, twice, at 100 GB/s.
         ("all_gather", 3 / 4 * 0.01),
         ("reduce_scatter", 3 / 4 * 0.01),
         ("all_to_all", 3 / 4 * 0.01),
@@ -48,12 +50,13 @@ def test_a_ring_in_a_host_sends_its_fraction_of_the_array(
 
 
 def test_a_ring_across_hosts_goes_at_the_pace_of_its_cards() -> None:
-    # 8 devices, both NICs of each host to themselves: 20 GB/s
+    # 8 devices have both NICs of each host: 20 GB/s.
     assert toy().collective("all_gather", 1e9, ALL) == pytest.approx(7 / 8 / 20)
 
 
 def test_groups_that_use_a_card_at_the_same_time_share_it() -> None:
-    # four pairs, one device in each host: devices 0 and 1 share a card, so each pair has 5 GB/s; a pair alone has 10
+    # Four pairs have one device in each host. Devices 0 and 1 share a NIC, so each pair has 5 GB/s,
+    # and a pair alone 10.
     pairs = ((0, 4), (1, 5), (2, 6), (3, 7))
     assert toy().collective("all_gather", 1e9, pairs) == pytest.approx(1 / 2 / 5)
     assert toy().collective("all_gather", 1e9, ((0, 4), (2, 6))) == pytest.approx(1 / 2 / 10)
@@ -63,7 +66,7 @@ def test_groups_that_use_a_card_at_the_same_time_share_it() -> None:
 
 
 def test_a_device_with_several_cards_sends_over_all_of_them() -> None:
-    # 8 NICs of 10 GB/s a host, two of each device: 20 GB/s for a pair, however many pairs there are
+    # 8 NICs of 10 GB/s a host are two per device: each pair has 20 GB/s, however many pairs send.
     costs = toy(nics_per_host=8)
     assert costs.collective("all_gather", 1e9, ((0, 4),)) == pytest.approx(1 / 2 / 20)
     assert costs.collective("collective_permute", 1e9, ((0, 4), (1, 5))) == pytest.approx(1 / 20)
@@ -85,7 +88,7 @@ def test_the_slowest_group_decides() -> None:
 
 
 def test_all_to_all_sends_over_the_network_only_what_is_for_the_other_host() -> None:
-    # each of 4 devices keeps half of its 1 GB within the host: 2 GB leave over 20 GB/s
+    # Each of 4 devices keeps half of its 1 GB within the host: 2 GB leave at 20 GB/s.
     assert toy().collective("all_to_all", 1e9, ALL) == pytest.approx(4 * 0.5 / 20)
 
 
@@ -95,37 +98,37 @@ def test_a_chunk_pays_each_hop_on_its_way_round() -> None:
         intra_host=Link(bandwidth_gb_per_s=100, latency_us=1),
         inter_host=Link(bandwidth_gb_per_s=10, latency_us=7),
     )
-    assert costs.collective("all_gather", 0.0, QUADS) == pytest.approx(13e-6)  # launch and 3 hops
+    assert costs.collective("all_gather", 0.0, QUADS) == pytest.approx(13e-6)  # Launch and 3 hops.
     assert costs.collective("all_reduce", 0.0, QUADS) == pytest.approx(
         16e-6
-    )  # launch and 2 x 3 hops
+    )  # Launch and 2 x 3 hops.
     assert costs.collective("all_gather", 0.0, ALL) == pytest.approx(
         30e-6
-    )  # launch, 6 hops within and 2 between hosts
+    )  # Launch, 6 hops within hosts and 2 between them.
     assert costs.collective("all_to_all", 0.0, ALL) == pytest.approx(
         17e-6
-    )  # launch and the longest hop
+    )  # Launch and the longest hop.
 
 
 def test_the_half_size_halves_the_bandwidth() -> None:
     costs = toy(intra_host=Link(bandwidth_gb_per_s=100, latency_us=0, half_size_mb=3))
     assert costs.collective("all_gather", 4e6, QUADS) == pytest.approx(
         2 * 3e6 / 100e9
-    )  # of 4 MB, each device sends 3
+    )  # Each device sends 3 of 4 MB.
 
 
-def test_a_permute_is_as_slow_as_its_fullest_link() -> None:
+def test_a_collective_permute_is_as_slow_as_its_fullest_link() -> None:
     ring = tuple((i, (i + 1) % 8) for i in range(8))
     assert find_routes(toy().cluster, "collective_permute", ring) == Flows(
         within=1, across=1, members=4
     )
     assert toy().collective("collective_permute", 1e9, ring) == pytest.approx(1 / 10)
     assert toy().collective("collective_permute", 1e9, ((0, 1), (1, 2))) == pytest.approx(1 / 100)
-    swap = tuple((i, (i + 4) % 8) for i in range(8))  # two devices send through each card
+    swap = tuple((i, (i + 4) % 8) for i in range(8))  # Two devices send through each NIC.
     assert toy().collective("collective_permute", 1e9, swap) == pytest.approx(2 / 10)
 
 
-def test_a_permute_costs_what_all_who_share_memory_cost() -> None:
+def test_pairs_of_a_collective_permute_share_one_memory() -> None:
     shared = SizeCurve(
         launch_us=0.0,
         member_us=10.0,
@@ -151,10 +154,10 @@ def test_a_permute_costs_what_all_who_share_memory_cost() -> None:
     ) == pytest.approx(30e-6 + 1 / 4)
 
 
-def test_a_message_between_two_devices_has_their_links_whoever_else_sends() -> None:
+def test_a_message_between_two_devices_has_the_links_of_these_devices() -> None:
     v100 = ClusterCosts(
         Cluster.load("p3.16xlarge")
-    )  # more links between neighbours in rings of more
+    )  # Larger rings have more links between neighbours.
     ring = tuple((i, (i + 1) % 8) for i in range(8))
     assert v100.collective("collective_permute", 1e9, ring) == v100.collective(
         "collective_permute", 1e9, ring[:1]
@@ -165,7 +168,7 @@ def test_a_message_between_two_devices_has_their_links_whoever_else_sends() -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_has_no_partner_waits_for_nobody(kind: CollectiveKind) -> None:
+def test_a_collective_of_single_devices_takes_no_time(kind: CollectiveKind) -> None:
     alone: Groups = ((0, 0), (1, 1)) if kind == "collective_permute" else ((0,), (1,))
     assert toy().collective(kind, 1e9, alone) == 0
 
@@ -177,7 +180,7 @@ def test_a_collective_without_groups_is_refused(kind: CollectiveKind) -> None:
 
 
 def test_eight_v100s_reduce_64_mib_in_the_measured_time() -> None:
-    # vTrain's look-up table: 912 us for 8 GPUs, 1202 us for 4, 2999 us for 2
+    # vTrain's look-up table: 912 us for 8 GPUs, 1202 us for 4, 2999 us for 2.
     costs = ClusterCosts(Cluster.load("p3.16xlarge"))
     for size, measured in ((8, 912e-6), (4, 1202e-6), (2, 2999e-6)):
         assert costs.collective("all_reduce", 2**26, (tuple(range(size)),)) == pytest.approx(
@@ -186,7 +189,8 @@ def test_eight_v100s_reduce_64_mib_in_the_measured_time() -> None:
 
 
 def test_nvswitch_collectives_of_64_mib_take_the_measured_time() -> None:
-    # NVIDIA aiconfigurator, 8 GPUs, microseconds; the all_reduce of 8 H100s is missing: it is faster, because the switch adds
+    # NVIDIA aiconfigurator, 8 GPUs, microseconds. The all_reduce of 8 H100s is left out: it is
+    # faster, because the switch adds.
     measured: dict[str, dict[CollectiveKind, float]] = {
         "dgx_a100_80": {
             "all_reduce": 595.3,

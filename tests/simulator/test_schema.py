@@ -1,3 +1,5 @@
+"""JSON schemas of hardware files accept the shipped files and refuse what loading refuses."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ README = Path(simulator.__file__).parent.parent / "README.md"
 
 
 def fields_of(path: Path) -> Any:
-    """As JSON has them: names of fields are texts."""
+    """Return the fields with string keys, as JSON has them."""
     return json.loads(json.dumps(yaml.safe_load(path.read_text())))
 
 

@@ -1,4 +1,4 @@
-"""Hosts that are processes of one machine: what they do at the same time shares its cores."""
+"""Hosts that are processes of one machine share its cores."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from simulator.program import DeadlockError, Free, Program, Recv, Run, Send
 from simulator.spans import Span
 from tests.simulator.bodies import programs
 
-COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a byte takes a second
+COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # A byte takes a second.
 ONE_EACH = Cluster.load("cpu-hosts").with_size(4, 1)
 BOTH = Program(((0,), (1,)), ((Run(0, "F"),), (Run(1, "F"),)))
 CHAIN = Program(
@@ -32,7 +32,8 @@ def makespan(program: Program, seconds: dict[str, float], cluster: Cluster) -> f
     ("concurrent_instructions", "expected"), [(1, 5), (1.25, 4.2), (1.5, 11 / 3), (2, 3), (9, 3)]
 )
 def test_tasks_of_two_hosts_share_the_cores(concurrent_instructions, expected):
-    # of 2 s and 3 s, each at half of `concurrent_instructions` until the first has ended after 4 / concurrent_instructions, then 1 s by itself
+    # Tasks of 2 s and 3 s each run at half of `concurrent_instructions` until the first ends at
+    # 4 / concurrent_instructions; the second then needs 1 s alone.
     assert makespan(
         BOTH, {"0F": 2, "1F": 3}, with_processes(concurrent_instructions=concurrent_instructions)
     ) == pytest.approx(expected)
@@ -50,7 +51,7 @@ def test_meshes_of_one_host_take_turns():
 
 
 def test_a_value_is_fetched_by_its_receiver_while_its_sender_goes_on():
-    # 0F to 2; then 0B (4 s) beside the transfer (3 s) and 1F (1 s): at full speed both are done at 6
+    # 0F ends at 2 s. 0B (4 s) runs beside the transfer (3 s) and 1F (1 s): both end at 6 s.
     timeline = simulate_processes(
         CHAIN, with_processes(concurrent_instructions=2), {"0F": 2, "0B": 4, "1F": 1}, COSTS
     )
@@ -68,7 +69,7 @@ def test_a_value_is_fetched_by_its_receiver_while_its_sender_goes_on():
 
 
 def test_steps_and_tasks_cost_hosts_something():
-    # 1 s for the step; then both tasks, of 2 + 0.5 and 3 + 0.5 s, one after the other
+    # 1 s for the step, then the tasks of 2 + 0.5 s and 3 + 0.5 s one after the other.
     seconds = {"0F": 2, "1F": 3}
     assert makespan(
         BOTH, seconds, with_processes(step_us=1e6, task_us=5e5, concurrent_instructions=1)
@@ -80,7 +81,8 @@ def test_hosts_of_one_mesh_do_equal_parts():
     timeline = simulate_processes(
         wide, with_processes(concurrent_instructions=4), {"0F": 4, "0B": 4, "1F": 2}, COSTS
     )
-    # 0F ends at 2 on both hosts; two pairs send 1.5 bytes each, which their two receivers share; 1F takes them 1 s
+    # 0F ends at 2 s on both hosts. Two pairs send 1.5 bytes each, which the two receivers share. 1F
+    # takes 1 s.
     assert timeline.makespan == pytest.approx(max(4, 2 + 0.75 + 1))
 
 
@@ -93,7 +95,7 @@ def test_the_machine_does_not_more_than_it_can_and_idles_only_where_all_wait(
     size = max(device for mesh in program.meshes for device in mesh) + 1
     hosts = Cluster.load("cpu-hosts").with_size(
         -(-size // per_host), per_host
-    )  # meshes have two devices
+    )  # Meshes have two devices.
     timeline = simulate_processes(
         program,
         with_processes(hosts, concurrent_instructions=concurrent_instructions),
@@ -103,7 +105,7 @@ def test_the_machine_does_not_more_than_it_can_and_idles_only_where_all_wait(
     alone = simulate_processes(
         program, with_processes(hosts, concurrent_instructions=1), seconds, COSTS
     )
-    work = alone.makespan  # one after the other, and there is always one
+    work = alone.makespan  # One runs after the other, without a gap.
     assert work / concurrent_instructions - 1e-6 <= timeline.makespan <= work + 1e-6
     tasks = sum(
         seconds[each.task] for row in program.instructions for each in row if isinstance(each, Run)

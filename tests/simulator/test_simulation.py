@@ -1,3 +1,5 @@
+"""The discrete-event engine: streams, sends, dispatch and bubbles, by hand."""
+
 from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
@@ -28,7 +30,7 @@ CLUSTER = Cluster.load("cpu-virtual")
 
 
 def step(*body: Op) -> Timeline:
-    """The timeline of one task on devices 0 and 1."""
+    """Return the timeline of one task on devices 0 and 1."""
     return simulate(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS)
 
 
@@ -43,7 +45,7 @@ def test_kernels_take_turns_on_the_compute_stream() -> None:
 
 def test_communication_hides_behind_compute_until_it_is_waited_for() -> None:
     timeline = step(compute(1), start(5), compute(2), Done("gather"), compute(1))
-    # gather runs from 1 to 6; compute is done at 3, waits for 3 seconds and goes on to 7
+    # The gather runs at 1-6; computation ends at 3, waits for 3 seconds and ends at 7.
     assert timeline.makespan == 7
     assert timeline.busy(0, "compute") == 4
     assert timeline.busy(0, "communication") == 5
@@ -113,7 +115,8 @@ TWO_STAGES = Program(
 
 def test_a_stage_waits_for_the_one_before_it_and_overlaps_with_it() -> None:
     timeline = simulate(TWO_STAGES, CLUSTER, COSTS)
-    # Each of two devices sends one of the two bytes. Mesh 0: 0-2 and 2-4, sends 2-3 and 4-5; mesh 1: 3-8 and 8-13, the second input being there at 5
+    # Each of two devices sends one of the two bytes. Mesh 0 computes at 0-2 and 2-4 and sends at
+    # 2-3 and 4-5. Mesh 1 computes at 3-8 and 8-13; its second input arrives at 5.
     assert timeline.makespan == 13
     assert timeline.seconds_by_category(0) == {"gemm": 4, "send": 2}
     assert timeline.seconds_by_category(1) == {"gemm": 10, "bubble": 3}
@@ -126,14 +129,16 @@ def test_what_arrives_in_parts_is_gathered_before_it_is_read() -> None:
     gather = Collective("gather x0", "all_gather", 4, ((0, 1),))
     rows = first, (Recv("x0", 0, gather), *second[1:])
     timeline = simulate(replace(TWO_STAGES, instructions=rows), CLUSTER, COSTS)
-    # an all_gather of 4 bytes over two devices sends 2 of each: mesh 1 waits 0-3, gathers 3-5, computes 5-10 and 10-15
+    # In an all_gather of 4 bytes each of two devices sends 2. Mesh 1 waits at 0-3, gathers at 3-5
+    # and computes at 5-10 and 10-15.
     assert timeline.makespan == 15
     assert timeline.seconds_by_category(1) == {"gemm": 10, "bubble": 3, "all_gather": 2, "wait": 2}
 
 
 def test_devices_wait_for_a_host_that_is_late_and_only_then() -> None:
     timeline = simulate(TWO_STAGES, CLUSTER, COSTS, dispatch=3.0)
-    # Hosts hand over an instruction at 3, 6, 9 and 12. Mesh 0: 3-5, sends 6-7, 9-11, sends 12-13. Mesh 1: there at 7, 7-12, there at 13, 13-18
+    # Hosts dispatch an instruction at 3, 6, 9 and 12. Mesh 0 computes at 3-5 and 9-11 and sends at
+    # 6-7 and 12-13. Mesh 1 receives at 7 and 13 and computes at 7-12 and 13-18.
     assert timeline.makespan == 18
     assert timeline.seconds_by_category(0) == {"dispatch": 12, "host": 8, "gemm": 4, "send": 2}
     assert timeline.seconds_by_category(1) == {"dispatch": 12, "host": 3, "gemm": 10, "bubble": 5}
@@ -237,7 +242,7 @@ def test_spans_of_a_stream_follow_one_another(body: OpList) -> None:
 def test_a_pipeline_takes_at_least_its_slowest_stage_and_at_most_everything(
     stages: list[tuple[int, int]], micro_batches: int
 ) -> None:
-    """Stage i computes `stages[i][0]` seconds per microbatch and sends for `stages[i][1]`."""
+    """Stage i computes for `stages[i][0]` seconds per microbatch and sends for `stages[i][1]`."""
     count = len(stages)
     rows = []
     for i, (_, sent) in enumerate(stages):
@@ -252,7 +257,8 @@ def test_a_pipeline_takes_at_least_its_slowest_stage_and_at_most_everything(
         Program(tuple((i,) for i in range(count)), tuple(rows), bodies), CLUSTER, COSTS
     )
     times, sends = [time for time, _ in stages], [sent for _, sent in stages[:-1]]
-    # one microbatch passes every stage and link, the others queue behind it at the slowest of them: exact for FIFO stages
+    # One microbatch passes every stage and link; the others queue behind it at the slowest of them.
+    # This is exact for FIFO stages.
     assert timeline.makespan == pytest.approx(
         sum(times) + sum(sends) + (micro_batches - 1) * max(times + sends)
     )

@@ -1,4 +1,4 @@
-"""Computation and collectives that slow each other."""
+"""Contention between computation and collectives on the streams of a device."""
 
 from collections import Counter
 
@@ -46,7 +46,7 @@ def stretches(timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def test_both_are_slower_while_they_go_on_together() -> None:
-    # 2 of the 4 seconds of the gather beside the product, both 1.5 times slower; the rest alone
+    # 2 of the gather's 4 seconds run beside the product, both 1.5 times slower, the rest alone.
     longer = played(start(4), compute(2), Done("gather"))
     assert stretches(longer) == {"dot": (0, 3), "gather": (0, 5), "wait": (3, 5)}
     shorter = played(start(2), compute(4), Done("gather"))
@@ -64,7 +64,7 @@ def test_one_after_the_other_they_are_not() -> None:
 
 def test_collectives_that_queue_slow_what_is_beside_each() -> None:
     body = (start(2, "a"), start(2, "b"), compute(3), Done("a"), Done("b"))
-    # a and 2 of the product: 3 s; b and the last of the product: 1.5 s; the rest of b alone: 1 s
+    # a and 2 s of the product take 3 s, b and the last of the product 1.5 s, the rest of b 1 s.
     assert stretches(played(*body)) == {
         "a": (0, 3),
         "dot": (0, 4.5),
@@ -76,13 +76,13 @@ def test_collectives_that_queue_slow_what_is_beside_each() -> None:
 def test_what_a_task_leaves_under_way_slows_the_next_one_until_something_is_sent() -> None:
     tasks = {"0F": (start(4), compute(2)), "1F": (compute(1),), "2F": (Done("gather"),)}
     row = (Run(0, "F"), Run(1, "F"), Run(2, "F"))
-    # the gather has 1 of 4 left after 3 seconds beside 4.5 s of computation
+    # The gather has 1 of its 4 s left after 3 s beside 4.5 s of computation.
     assert simulate(Program(((0, 1),), (row,), tasks), CLUSTER, Slowed(1.5)).makespan == 5.5
-    # sent after the first task: the gather goes on at full speed, to the end of its 2 left
+    # The send after the first task lets the gather end its last 2 s at full speed.
     rows = ((Run(0, "F"), Send("x", 1, 2), Run(1, "F"), Run(2, "F")), (Recv("x", 0),))
     timeline = simulate(Program(((0, 1), (2, 3)), rows, tasks), CLUSTER, Slowed(1.5))
     assert stretches(timeline)["gather"] == (0, 5)
-    assert timeline.makespan == 6  # and the send of a second queues behind it
+    assert timeline.makespan == 6  # The send of one second queues behind it.
 
 
 @given(programs(), st.floats(1, 2), st.sampled_from([0.0, 0.5]))
@@ -158,7 +158,8 @@ def test_computation_is_as_slow_as_the_worst_beside_it_each_collective_as_its_ow
         def contention_factor(self, groups: Groups) -> float:
             return 2.0 if self.link(groups) == "between hosts" else 1.25
 
-    # until 4 the far one does its 2 s, the near one 3.2 and the product 2; until 5 the near one its last 0.8, the product 0.8; 0.2 are left
+    # Until 4 s, the far gather does its 2 s, the near one 3.2 s and the product 2 s. Until 5 s, the
+    # near one does its last 0.8 s and the product 0.8 s; 0.2 s of it are left.
     body = (far(2), start(4), compute(3), Done("far"), Done("gather"))
     timeline = simulate(one_task(*body), CLUSTER, Uneven(1.0))
     assert stretches(timeline) == {

@@ -1,3 +1,5 @@
+"""Timelines: devices, memory, spans and totals by category."""
+
 import json
 from pathlib import Path
 
@@ -32,7 +34,7 @@ def test_a_summary_span_counts_its_busy_seconds() -> None:
 
 def test_the_fullest_device_decides_whether_it_fits() -> None:
     assert TIMELINE.peak_bytes == int(15e9)
-    assert TIMELINE.fits(Cluster.load("p3.16xlarge"))  # 16.9 GB less 1 GB in reserve
+    assert TIMELINE.fits(Cluster.load("p3.16xlarge"))  # 16.9 GB less 1 GB in reserve.
     full = Timeline((), ((0,),), (MemoryUse(arguments=int(16e9)),))
     assert not full.fits(Cluster.load("p3.16xlarge"))
     assert full.fits(Cluster.load("dgx_a100_80"))

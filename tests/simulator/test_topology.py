@@ -1,4 +1,4 @@
-"""Leaf switches, rails, and the ports that devices of a host share."""
+"""Routes through leaf switches, rails, and the ports that devices of a host share."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ BASE = Cluster.load("dgx_h100")
 
 
 def toy(**changes: object) -> Cluster:
-    """Four hosts of two devices at 100 GB/s, each with a card of 10 GB/s of its own; nothing else costs anything."""
+    """Return four hosts of two devices at 100 GB/s with a NIC of 10 GB/s each; all else is free."""
     fields = {name: getattr(BASE, name) for name in Cluster.model_fields}
     fields |= {
         "hosts": 4,
@@ -42,15 +42,16 @@ RAILS = toy(rails=True, oversubscription=4)
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        ("all_gather", ((0, 2),), 1 / 2 / 10),  # hosts 0 and 1 are on one switch
-        ("all_gather", ((0, 4),), 1 / 2 / 2.5),  # hosts 0 and 2 are not
-        ("all_gather", ((0, 2), (1, 5)), 1 / 2 / 2.5),  # the slower group counts
+        ("all_gather", ((0, 2),), 1 / 2 / 10),  # Hosts 0 and 1 are on one switch.
+        ("all_gather", ((0, 4),), 1 / 2 / 2.5),  # Hosts 0 and 2 are not.
+        ("all_gather", ((0, 2), (1, 5)), 1 / 2 / 2.5),  # The slower group counts.
         ("all_reduce", ((0, 2, 4, 6),), 2 * 3 / 4 / 2.5),
-        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # over both NICs
+        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # Over both NICs.
         ("all_gather", ((0, 1, 4, 5),), 3 / 4 / 5),
         ("collective_permute", ((0, 2),), 1 / 10),
         ("collective_permute", ((0, 4),), 1 / 2.5),
-        # each has 3/4 GB for the others, which takes 0.075 s, and 1/2 GB for those of the other switch, which takes longer
+        # Each device has 3/4 GB for the others, which takes 0.075 s. 1/2 GB of it goes to the other
+        # switch, which takes longer.
         ("all_to_all", ((0, 2, 4, 6),), 1 / 2 / 2.5),
     ],
 )
@@ -61,7 +62,7 @@ def test_what_leaves_a_leaf_switch_gets_less_bandwidth(
 
 
 def test_an_all_to_all_mostly_on_one_switch_is_as_slow_as_its_cards() -> None:
-    # of 8 parts each device sends 7 over its card; 4 of these leave the switch at 10 / 1.1 GB/s
+    # Each device sends 7 of 8 parts over its NIC; 4 of these leave the switch at 10 / 1.1 GB/s.
     slightly = toy(
         hosts=8, devices_per_host=1, nics_per_host=1, hosts_per_switch=4, oversubscription=1.1
     )
@@ -84,24 +85,24 @@ def test_messages_that_leave_count_beside_those_that_share_a_card() -> None:
             "all_gather",
             ((0, 2, 4, 6),),
             3 / 4 / 10,
-        ),  # the first NICs of all hosts are on one switch
+        ),  # The first NICs of all hosts are on one switch.
         (
             "all_gather",
             ((0, 1, 2, 3),),
             3 / 4 / 20,
-        ),  # a ring goes from each card to the same one of the next host
+        ),  # A ring connects each NIC to the same one of the next host.
         (
             "all_gather",
             ((0, 3),),
             1 / 2 / 2.5,
-        ),  # the first card of one host, the second one of the other
+        ),  # The first NIC of one host, the second one of the other.
         ("collective_permute", ((0, 2),), 1 / 10),
         ("collective_permute", ((0, 3),), 1 / 2.5),
         (
             "all_to_all",
             ((0, 1, 2, 3),),
             2 * 2 / 4 / 20,
-        ),  # what is for the other card goes there within the host
+        ),  # A message for the other NIC reaches it within the host.
     ],
 )
 def test_what_goes_along_a_rail_stays_on_its_switch(
@@ -123,19 +124,19 @@ CROSSING, APART = ((0, 2), (1, 3)), ((0, 1), (2, 3))
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 100),  # one ring, once through each port
-        ("all_gather", APART, 1 / 2 / 100),  # below the ports
-        ("all_gather", CROSSING, 2 * 1 / 2 / 100),  # two rings through each
+        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 100),  # One ring, once through each port.
+        ("all_gather", APART, 1 / 2 / 100),  # Below the ports.
+        ("all_gather", CROSSING, 2 * 1 / 2 / 100),  # Two rings through each port.
         ("all_gather", CROSSING[:1], 1 / 2 / 100),
         ("all_reduce", CROSSING, 2 * 1 / 100),
         ("collective_permute", APART, 1 / 100),
         ("collective_permute", CROSSING, 2 / 100),
-        ("collective_permute", ((0, 2), (2, 0)), 1 / 100),  # in and out
+        ("collective_permute", ((0, 2), (2, 0)), 1 / 100),  # In and out.
         (
             "all_to_all",
             ((0, 1, 2, 3),),
             2 * 2 / 4 / 100,
-        ),  # two devices have half of their arrays for the other port
+        ),  # Two devices send half of their arrays to the other port.
     ],
 )
 def test_devices_share_the_link_of_their_port(
@@ -145,7 +146,8 @@ def test_devices_share_the_link_of_their_port(
 
 
 def test_rings_over_hosts_share_ports_too() -> None:
-    # fast NICs: within each host the two rings go through each port; a quarter of 4 parts stays with each device
+    # With fast NICs, the two rings go through each port within each host; a quarter stays with each
+    # device.
     costs = ClusterCosts(
         toy(
             hosts=2,
@@ -227,7 +229,7 @@ def test_scenarios_are_slower_for_data_that_leaves_switches() -> None:
     exposed = [predict(model, plan, machine).exposed["data"] for machine in machines]
     assert exposed[2] - exposed[1] == pytest.approx(
         2 * (exposed[1] - exposed[0])
-    )  # beside latency, it is in proportion
+    )  # Beside latency, the time is proportional to the bytes.
     assert exposed[1] > 1.7 * exposed[0]
 
 
@@ -240,7 +242,8 @@ def test_messages_of_two_meshes_share_what_a_card_has_upwards() -> None:
 
     assert seconds(2, 3) == pytest.approx(2 / 10)
     assert seconds(4, 6) == pytest.approx(8 / 10)
-    # x takes all of the card, y a quarter of it: at 0.8 of their speed x has arrived after 0.125 s; y, of which 0.3 s are left, at 0.425
+    # x would use all of the NIC and y a quarter. At 0.8 of their speed x arrives after 0.125 s, and
+    # y, which has 0.3 s left, at 0.425 s.
     assert seconds(2, 4) == pytest.approx(0.425)
 
 
@@ -275,7 +278,8 @@ def test_fewer_devices_leave_ports_free() -> None:
     assert four.with_size(1, 1).bridges_per_host == 1
     with pytest.raises(
         ClusterError,
-        match="2 devices at each of its 4 bridges_per_host; 3 devices per host would be spread unevenly",
+        match="2 devices at each of its 4 bridges_per_host; "
+        "3 devices per host would be spread unevenly",
     ):
         four.with_size(1, 3)
 

@@ -1,3 +1,5 @@
+"""Closed-form transformers: FLOP, memory and pipelines by published formulas."""
+
 import doctest
 import time
 
@@ -33,21 +35,22 @@ def a100(hosts: int = 1, **changes: object) -> Machine:
 
 
 def test_the_parameters_of_gpt_175b_are_counted() -> None:
-    # 12 h^2 matrices and 13 h vectors a layer, the embeddings, the last norm
+    # 12 h^2 of matrices and 13 h of vectors per layer, the embeddings, the last norm.
     h = 12288
     assert BIG.parameters == 96 * (12 * h**2 + 13 * h) + 51200 * h + 2048 * h + 2 * h
     assert BIG.parameters == pytest.approx(174.6e9, rel=1e-3)
 
 
 def test_model_flops_are_those_of_narayanan_without_recomputation() -> None:
-    # 72 B s l h^2 (1 + s / 6 h + V / 12 l h), arXiv 2104.04473, equation 3 with 72 for 96
+    # 72 B s l h^2 (1 + s / 6 h + V / 12 l h), arXiv 2104.04473, equation 3 with 72 for 96.
     batch, s, layers, h = 1536, 2048, 96, 12288
     expected = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + 51200 / (12 * layers * h))
     assert BIG.flops(batch) == pytest.approx(expected)
 
 
 def test_activations_are_34_bytes_and_5_a_s_over_h() -> None:
-    # Korthikanti et al., table 2, per s b h: none (10 + 24 / t + 5 a s / h t), with sequence parallelism all of it over t
+    # Korthikanti et al., table 2, per s b h: without remat 10 + 24 / t + 5 a s / h t, and all of it
+    # over t with sequence parallelism.
     sbh, scores = 2048 * 12288, 5 * 96 * 2048 / 12288
     plain = Execution(tensor=8, global_batch=1)
     assert saved_activations(BIG, plain) == pytest.approx(sbh * (10 + (24 + scores) / 8))
@@ -62,7 +65,7 @@ def test_activations_are_34_bytes_and_5_a_s_over_h() -> None:
 
 
 def test_zero_divides_one_thing_more_at_each_level() -> None:
-    # 2 bytes of parameters, 4 of gradients, 12 of the optimizer, over 8 devices
+    # 2 bytes of parameters, 4 of gradients and 12 of the optimizer, over 8 devices.
     elements = 16 * (GPT.layer_matrices + GPT.layer_vectors)
     for zero, sizes in enumerate(
         [(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8), (2 / 8, 4 / 8, 12 / 8)]
@@ -76,7 +79,8 @@ def test_zero_divides_one_thing_more_at_each_level() -> None:
 
 
 def test_equal_stages_without_communication_have_the_textbook_bubble() -> None:
-    # p - 1 slots of p - 1 + m; a vocabulary of one word makes the ends nearly free; links and hosts nearly so
+    # p - 1 of p - 1 + m slots. A vocabulary of one word makes the ends nearly free; links and hosts
+    # are nearly free, too.
     model = GPT.model_copy(update={"vocab": 8, "learned_positions": False})
     fast = Link(bandwidth_gb_per_s=1e6, latency_us=0.0)
     update = {"intra_host": fast, "collectives": None, "collective_launch_us": 0.0}
@@ -100,7 +104,7 @@ def test_equal_stages_without_communication_have_the_textbook_bubble() -> None:
 def test_pipelines_take_what_the_exact_clock_says(
     meshes: int, rounds: int, chunks: int, loss: int, send: int, gpipe: bool
 ) -> None:
-    """Forward 6, backward 12 and a loss on each device; sends are waited for, so they are part of the tasks."""
+    """Each device has 6 forward, 12 backward and a loss; tasks include their sends and wait."""
     chunks = chunks if meshes > 1 else 1
     micro_batches = meshes * rounds if chunks > 1 else meshes + rounds
     name = "interleaved_1f1b" if chunks > 1 else "gpipe" if gpipe else "1f1b"
@@ -170,7 +174,7 @@ def test_time_does_not_depend_on_how_many_devices_there_are_to_think_about() -> 
 
 
 def test_groups_that_share_network_cards_slow_each_other() -> None:
-    # tensor 2 and data 64 over 16 hosts: the two groups of a host have half of its NICs each, and fewer NICs if there are fewer
+    # Tensor 2 and data 64 over 16 hosts: each of a host's two groups has half of its NICs.
     plan = Execution(tensor=2, data=64, microbatch=4, global_batch=256)
     wide, narrow = (predict(GPT, plan, a100(16, nics_per_host=nics)) for nics in (8, 2))
     assert narrow.exposed["data"] > 3 * wide.exposed["data"]
@@ -352,7 +356,8 @@ def test_a_plan_that_does_not_divide_the_model_or_fit_the_cluster_is_refused() -
         predict(GPT, Execution(tensor=3, global_batch=1), a100())
     with pytest.raises(
         ClusterError,
-        match=r"needs 16 devices \(tensor 8 \* context 1 \* data 2 \* pipeline 1\), 'dgx_a100_80' has 8",
+        match=r"needs 16 devices \(tensor 8 \* context 1 \* data 2 \* pipeline 1\), "
+        r"'dgx_a100_80' has 8",
     ):
         predict(GPT, Execution(tensor=8, data=2, global_batch=2), a100())
 

@@ -1,3 +1,5 @@
+"""Published step times: statistics of errors, held-out rows and reports."""
+
 import json
 import re
 from collections.abc import Callable
@@ -62,7 +64,8 @@ def test_planted_times_of_the_host_are_found_again() -> None:
 
 
 def test_statistics_of_three_rows_by_hand() -> None:
-    # errors +10 %, -20 %, 0; the plan predicted to be the fastest of the group is the second: 2.5 where 2 was possible
+    # Errors are +10 %, -20 % and 0. The plan that is predicted to be the fastest of its group takes
+    # 2.5, where 2 was possible.
     cases = [
         Case("a", 2.0, 2.2, "group"),
         Case("b", 2.5, 2.0, "group"),
@@ -85,14 +88,15 @@ def test_the_measurements_are_in_the_interval_about_as_often_as_it_says() -> Non
 
 
 def test_coverage_of_two_sets_by_hand() -> None:
-    # from 8 to 10 is as far as to the end of the interval, to 12.5 twice that; 6.4 is as far down as that end
+    # From 8 to 10 is as far as to the end of the interval, to 12.5 twice as far; 6.4 is as far down
+    # as that end.
     near = [
         Case("a", 10, 8, interval=(6.4, 10)),
         Case("b", 6.4, 8, interval=(6.4, 10)),
         Case("c", 1, 8, interval=(6.4, 10), fitted=True),
     ]
     far = [Case("d", 12.5, 8, interval=(6.4, 10))]
-    # four fifths of the rows of the other set are at most as far as the far one, or as the near ones
+    # Four fifths of the other set's rows are at most as far as the far one, or as the near ones.
     assert coverage([near, far, [Case("e", 1, 2)]]) == Coverage(
         3, pytest.approx(2 / 3), pytest.approx(2 / 3)
     )
@@ -142,11 +146,11 @@ def test_the_command_line_prints_a_table_or_json(tmp_path: Path) -> None:
     assert len(only["cases"]) == only["count"]
 
 
-# Rows of one's own
+# A user's own rows
 
 
 def own(folder: Path, name: str, edit: Callable[[pd.DataFrame], pd.DataFrame]) -> Path:
-    """A folder with a published table, edited."""
+    """Return a folder with an edited published table."""
     folder.mkdir(exist_ok=True)
     edit(pd.read_csv(PUBLISHED / f"{name}.csv")).to_csv(folder / f"{name}.csv", index=False)
     return folder
@@ -214,8 +218,8 @@ def test_rows_on_which_nothing_fits_are_counted_and_named(tmp_path: Path) -> Non
     assert as_json([comparison])[0]["unpredicted"] == 2
     table = validate("sc21-ptd", "--data", huge)
     assert (
-        "sc21-ptd: 2 not predicted, as no microbatch and interleave divides the model and fits in memory: 1.7B on 32, 7.5B on 128"
-        in table
+        "sc21-ptd: 2 not predicted, as no microbatch and interleave divides the model "
+        "and fits in memory: 1.7B on 32, 7.5B on 128" in table
     )
     assert Comparison.of(SETS["simumax-memory"]).statistics.unpredicted == 6
 

@@ -1,3 +1,5 @@
+"""What-ifs change any field of a cluster or scenario that the prediction depends on."""
+
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -64,17 +66,17 @@ def test_a_change_of_a_link_changes_what_goes_over_it(change: str, axis: str) ->
 def test_twice_the_bandwidth_halves_what_the_bytes_take() -> None:
     before, after = machine(), machine("cluster.intra_host.bandwidth_gb_per_s=2x")
     size, ring = 2**30, before.network.ring(8)
-    # launch and hops stay: 2 * slow - fast is theirs alone
+    # Launch and hops stay; they are 2 * slow - fast.
     slow, fast = (each.network.seconds("all_reduce", size, ring) for each in (before, after))
     curve = before.network.curves.all_reduce
     assert 2 * fast - slow == pytest.approx((curve.launch_us + 14 * curve.hop_us) * 1e-6)
 
 
-# Nothing is ignored: each number of a cluster changes what is predicted, or its change is refused
+# Each number of a cluster changes the prediction, or its change is refused
 
 
 def leaves(fields: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The numbers of a description, by their paths."""
+    """Return the numbers of a description by their paths."""
     for name, value in fields.items():
         if isinstance(value, Mapping) and name != "xla_target":
             yield from leaves(value, (*path, str(name)))
@@ -83,7 +85,7 @@ def leaves(fields: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def other(field: str, value: Any) -> Any:
-    """Another number that the field may be."""
+    """Return another number that is valid for the field."""
     if isinstance(value, bool):
         return not value
     if field == "hosts":
@@ -91,18 +93,27 @@ def other(field: str, value: Any) -> Any:
     if field == "device.kernels.wave_quantization" or "efficiency" in field:
         return value / 2
     if field.startswith("device.peak"):
-        return 10 * value  # the faster 16-bit format is used
+        return 10 * value  # The faster 16-bit format counts.
     return 1.2 * value if field.endswith("contention_factor") else 2 * value if value else 1.0
 
 
 SCENARIOS = {
     "naive": (GPT, PLAN),
-    "divided": (GPT, Execution(tensor=4, pipeline=2, data=4, sequence_parallel=True, global_batch=64, zero=1, overlap_gradients=True)),
+    "divided": (
+        GPT,
+        Execution(
+            tensor=4, pipeline=2, data=4, sequence_parallel=True,
+            global_batch=64, zero=1, overlap_gradients=True,
+        ),
+    ),
     "context": (GPT, Execution(tensor=4, context=2, data=2, pipeline=2, global_batch=64)),
     "longer context": (GPT, Execution(tensor=2, context=4, data=2, pipeline=2, global_batch=64)),
     "8 bits": (GPT.model_copy(update={"precision": "f8"}), PLAN),
     "one host": (GPT, Execution(data=8, global_batch=64, overlap_gradients=True)),
-    "small": (Transformer(layers=4, hidden=512, heads=8, seq=512, vocab=8192), Execution(data=32, global_batch=32)),
+    "small": (
+        Transformer(layers=4, hidden=512, heads=8, seq=512, vocab=8192),
+        Execution(data=32, global_batch=32),
+    ),
 }  # fmt: skip
 
 DTYPES = ("f64", "f32", "bf16", "f16", "f8e4m3fn", "f8e5m2", "s8")
@@ -117,7 +128,7 @@ KINDS: tuple[CollectiveKind, ...] = (
 
 
 def a_bit_of_everything() -> Program:
-    """Products of all sorts, and collectives within hosts and between them, with something computed beside."""
+    """Return a program with all kinds of products and collectives within and between hosts."""
     shapes = (
         Gemm(64, 64, 8192),
         Gemm(256, 256, 256),
@@ -146,7 +157,8 @@ def a_bit_of_everything() -> Program:
     return Program((tuple(range(16)),), ((Run(0, "S"),),), {"0S": tuple(body)}, (use,))
 
 
-UNUSED = {  # by these scenarios on V100s, whose f16 is faster, whose clock doesn't drop, and which form no such groups
+# Unused by these scenarios on V100s: f16 is faster, clocks don't drop, no such groups occur.
+UNUSED = {
     "device.kernels.efficiency_by_dtype.bf16",
     "device.kernels.throttles_in_training",
     "device.kernels.split_k_us",
@@ -184,13 +196,14 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
             continue
         if after == before:
             ignored.append(field)
-    # the first counts only where something leaves a leaf switch, the second for groups of three or more without a number of their own
+    # The first counts only for messages that leave a leaf switch, the second for groups of three or
+    # more devices without a number of their own.
     depends = {"rails", *(["collectives.all_reduce.sharing"] if name == "p3.16xlarge" else [])}
     assert set(ignored) - depends == (
         UNUSED if (front_end, name) == ("scenario", "p3.16xlarge") else set()
     )
     links = {"intra_host.latency_us", "intra_host.half_size_mb", "collective_launch_us"}
-    assert links <= set(refused)  # as their collectives are measured
+    assert links <= set(refused)  # Their collectives are measured.
     assert {
         "inter_host.bandwidth_gb_per_s",
         "intra_host.bandwidth_gb_per_s",
@@ -199,7 +212,7 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
 
 
 def outcome(predicted: Callable[[], Any]) -> str:
-    """What is predicted, or the field that the error is about."""
+    """Return the prediction, or the field that the error names."""
     try:
         return repr(predicted())
     except ClusterError as error:
@@ -322,7 +335,7 @@ def test_clusters_grow_to_what_is_needed_unless_their_size_is_said() -> None:
         load_for_program("h200", 8)
 
 
-# Pools of unlike hosts
+# Heterogeneous clusters
 
 
 def test_each_pool_is_changed_by_itself() -> None:
@@ -362,7 +375,8 @@ def test_each_pool_is_changed_by_itself() -> None:
         ("cluster.pools.0.nics=2", "p3_beside_p4d, pool 0: nics: unknown field"),
         (
             "cluster.pools.1.collective_launch_us=2",
-            "p3_beside_p4d, pool 1: collective_launch_us: given 2, but the collectives that are measured",
+            "p3_beside_p4d, pool 1: collective_launch_us: given 2, "
+            "but the collectives that are measured",
         ),
         (
             "cluster.pools.1.inter_host=null",

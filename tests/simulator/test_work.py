@@ -1,3 +1,5 @@
+"""Work in FLOP and bytes: sums of kernels, collectives and loops."""
+
 from dataclasses import replace
 
 from hypothesis import given

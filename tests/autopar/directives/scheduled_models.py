@@ -1,4 +1,4 @@
-"""Models to schedule, written without a thought of it."""
+"""Schedules of the models of `tests.models`, and what they compile to."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,66 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from autopar.directives import ModelSchedule, create_schedule
-
-
-class MLP(nn.Module):
-    """The model of Slapo's tutorial."""
-
-    hidden: int
-
-    def setup(self) -> None:
-        self.linear1 = nn.Dense(self.hidden)
-        self.linear2 = nn.Dense(self.hidden)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.linear2(nn.gelu(self.linear1(x), approximate=False))
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention with projections of their own."""
-
-    heads: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        batch, length, hidden = x.shape
-        query, key, value = (
-            nn.Dense(hidden, name=name)(x).reshape(batch, length, self.heads, -1)
-            for name in ("q", "k", "v")
-        )
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
-        return nn.Dense(hidden, name="out")(mixed.reshape(x.shape))
-
-
-class Block(nn.Module):
-    """A transformer block; relu has a derivative of its own."""
-
-    heads: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + Attention(self.heads, name="attention")(nn.LayerNorm(name="norm1")(x))
-        y = nn.relu(nn.Dense(4 * x.shape[-1], name="up")(nn.LayerNorm(name="norm2")(x)))
-        return x + nn.Dense(x.shape[-1], name="down")(y)
-
-
-class Transformer(nn.Module):
-    """Embedding, blocks, and logits through the embedding."""
-
-    vocabulary: int = 32
-    hidden: int = 16
-    heads: int = 4
-    layers: int = 2
-    remat: bool = False
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocabulary, self.hidden, name="embed")
-        x = embed(tokens)
-        for number in range(self.layers):
-            x = (nn.remat(Block) if self.remat else Block)(self.heads, name=f"block_{number}")(x)
-        return embed.attend(nn.LayerNorm(name="norm")(x))
+from tests.models import TutorialMLP
 
 
 def scheduled(model: nn.Module, *args: Any, mesh: Any = 4) -> ModelSchedule:
@@ -75,8 +16,8 @@ def scheduled(model: nn.Module, *args: Any, mesh: Any = 4) -> ModelSchedule:
 
 
 def mlp_schedule(mesh: Any = 4, hidden: int = 32) -> ModelSchedule:
-    """The MLP, without directives yet."""
-    return scheduled(MLP(hidden), jnp.zeros((2, 8, hidden)), mesh=mesh)
+    """The TutorialMLP, without directives yet."""
+    return scheduled(TutorialMLP(hidden), jnp.zeros((2, 8, hidden)), mesh=mesh)
 
 
 def tensor_parallel(sch: ModelSchedule) -> None:

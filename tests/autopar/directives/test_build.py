@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType
@@ -29,14 +28,13 @@ from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
 from tests.autopar.directives.scheduled_models import (
-    MLP,
-    Transformer,
     collectives,
     megatron,
     mlp_schedule,
     scheduled,
     tensor_parallel,
 )
+from tests.models import Dropping, Transformer, TutorialMLP
 from tests.tiers import tiers
 
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
@@ -75,7 +73,7 @@ def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradi
     tensor_parallel(sch)
     built = build(sch, backend)
     x = jnp.ones((2, 8, 32))
-    params = built.init(MLP(32).init, jax.random.key(0), x)
+    params = built.init(TutorialMLP(32).init, jax.random.key(0), x)
     assert params["params"]["linear1"]["kernel"].sharding.spec == P(None, "x")
     assert collectives(jax.jit(built.apply).lower(params, x).compile()) == {"all-reduce": 1}
     loss = jax.jit(jax.grad(lambda p, x: jnp.sum(built.apply(p, x) ** 2), (0, 1)))
@@ -102,7 +100,7 @@ def test_every_backend_needs_as_many_collectives_to_train(backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
 def test_every_backend_trains_alike(backend: Any) -> None:
-    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x)
     tensor_parallel(sch)
@@ -136,7 +134,7 @@ def test_a_transformer_by_hand_needs_two_all_reduces_per_block_and_direction(bac
 
 def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
     """A single parameter is pinned: no syncs are asked for, and the rest is planned around it."""
-    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x)
     sch["linear1"].shard("kernel", axis=0)
@@ -152,7 +150,7 @@ def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
 def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The unsharded model passes whatever is pinned: the loss and its gradients are planned, compiled and run."""
     x = jax.random.normal(jax.random.key(1), (8, 32))
-    sch = scheduled(MLP(32), x)
+    sch = scheduled(TutorialMLP(32), x)
     sch["linear1"].shard("kernel", axis=1)
     sch["linear2"].shard("kernel", axis=1)
     made = []
@@ -180,7 +178,7 @@ def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.Mo
 def test_the_planner_keeps_what_is_synchronised_where_the_schedule_says(
     op: str, axis: int | None, spec: Any
 ) -> None:
-    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x)
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0).sync("fwd_post", "all_gather")
@@ -239,7 +237,7 @@ def test_a_loss_in_which_numbers_cancel_is_compared_with_them() -> None:
 
 
 def test_a_model_runs_with_other_batch_sizes_than_the_examples() -> None:
-    model = MLP(32)
+    model = TutorialMLP(32)
     x = jax.random.normal(jax.random.key(1), (6, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x[:2])
@@ -425,12 +423,6 @@ def test_functions_are_scheduled_by_their_named_scopes() -> None:
 
 
 def test_dropout_on_shards_draws_what_one_device_draws() -> None:
-    class Dropping(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            x = nn.Dropout(0.5, deterministic=False)(nn.relu(nn.Dense(16, name="up")(x)))
-            return nn.Dense(8, name="down")(x)
-
     def apply(params: Any, x: jax.Array, key: jax.Array) -> Any:
         return Dropping().apply(params, x, rngs={"dropout": key})
 
@@ -466,7 +458,7 @@ def test_nnx_modules_take_the_same_directives() -> None:
 def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(
     sharded: bool,
 ) -> None:
-    model = MLP(32)
+    model = TutorialMLP(32)
     x = jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     gradients = jax.grad(lambda p: jnp.mean(model.apply(p, x) ** 2))(params)
@@ -492,7 +484,7 @@ def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(
 
 
 def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None:
-    model, args = MLP(32), (jax.random.normal(jax.random.key(1), (8, 32)),)
+    model, args = TutorialMLP(32), (jax.random.normal(jax.random.key(1), (8, 32)),)
     params = model.init(jax.random.key(0), *args)
     sch = autopar.create_schedule(model, params, args, mesh=(2, 2))
     sch["linear1"].cut_pipeline_stage()
@@ -524,7 +516,7 @@ def test_on_shards_gradients_are_accumulated_over_microbatches(
     mesh: tuple[int, int], count: int, masked: bool
 ) -> None:
     """Of several examples over two axes, and of one each over one."""
-    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 4, 32))
+    model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 4, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x, mesh=mesh)
     tensor_parallel(sch)
@@ -583,7 +575,7 @@ def tensor_parallel_with_function(sch: Any) -> None:
 
 def test_a_schedule_on_an_abstract_mesh_is_planned_once_for_all_devices() -> None:
     """What has no devices can't hold parameters; the plan is for the step wherever it runs, and under whatever names of axes."""
-    model, x = MLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x, mesh=AbstractMesh((4,), ("tp",)))
     tensor_parallel(sch)
@@ -610,7 +602,7 @@ def test_fingerprints_do_not_depend_on_devices(backend: Any) -> None:
     cluster = Cluster.load("dgx_a100_80")
     fingerprints = set()
     for mesh in (AbstractMesh((4,), ("x",)), 4, target_mesh(cluster, (4,), ("x",))):
-        sch = scheduled(MLP(32), x, mesh=mesh)
+        sch = scheduled(TutorialMLP(32), x, mesh=mesh)
         tensor_parallel(sch)
         fingerprints.add(trace(build(sch, backend).apply, (sch.params, x), (1,)).fingerprint)
     assert len(fingerprints) == 1

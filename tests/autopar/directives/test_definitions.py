@@ -22,7 +22,8 @@ from autopar.directives.definitions import (
     directive_names,
 )
 from autopar.directives.equation_regions import RegionNode, arrange_regions
-from tests.autopar.directives.scheduled_models import Transformer, scheduled
+from tests.autopar.directives.scheduled_models import scheduled
+from tests.models import Transformer
 
 TEXT = st.text(max_size=5)
 SYNC = st.builds(

@@ -16,13 +16,8 @@ from autopar.directives import (
     build,
     create_schedule,
 )
-from tests.autopar.directives.scheduled_models import (
-    MLP,
-    Transformer,
-    mlp_schedule,
-    scheduled,
-    tensor_parallel,
-)
+from tests.autopar.directives.scheduled_models import mlp_schedule, scheduled, tensor_parallel
+from tests.models import Transformer, TutorialMLP
 
 X = jax.random.normal(jax.random.key(0), (2, 8, 32))
 
@@ -267,8 +262,8 @@ def test_schedules_are_values_that_go_to_json_and_back() -> None:
     assert hash(schedule) == hash(made())
     assert "linear1: shard(param=kernel, axis=1, mesh_axis=x)" in str(schedule)
     replayed = create_schedule(
-        MLP(64),
-        jax.eval_shape(MLP(64).init, jax.random.key(0), jnp.zeros((1, 64))),
+        TutorialMLP(64),
+        jax.eval_shape(TutorialMLP(64).init, jax.random.key(0), jnp.zeros((1, 64))),
         [jnp.zeros((1, 64))],
         mesh=4,
         schedule=schedule,
@@ -287,11 +282,11 @@ def test_a_replayed_replacement_needs_its_function() -> None:
         return x @ params["kernel"] + params["bias"]
 
     sch["linear1"].replace(double)
-    params = jax.eval_shape(MLP(32).init, jax.random.key(0), X)
+    params = jax.eval_shape(TutorialMLP(32).init, jax.random.key(0), X)
     with pytest.raises(DirectiveError, match="is not known here"):
-        create_schedule(MLP(32), params, [X], mesh=1, schedule=sch.schedule)
+        create_schedule(TutorialMLP(32), params, [X], mesh=1, schedule=sch.schedule)
     again = create_schedule(
-        MLP(32), params, [X], mesh=1, schedule=sch.schedule, functions=sch.functions
+        TutorialMLP(32), params, [X], mesh=1, schedule=sch.schedule, functions=sch.functions
     )
     Verify(again, [X]).check()
 

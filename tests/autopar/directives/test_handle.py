@@ -6,12 +6,8 @@ import pytest
 from autopar.directives import DirectiveError
 from autopar.directives.definitions import directive_names
 from autopar.directives.handle import Handle
-from tests.autopar.directives.scheduled_models import (
-    Transformer,
-    mlp_schedule,
-    scheduled,
-    tensor_parallel,
-)
+from tests.autopar.directives.scheduled_models import mlp_schedule, scheduled, tensor_parallel
+from tests.models import Transformer
 
 TOKENS = np.zeros((2, 8), int)
 

@@ -11,7 +11,9 @@ from flax import linen as nn
 from flax import nnx
 
 from autopar.directives import ModelSchedule, Verify, build, create_schedule
-from tests.autopar.directives.scheduled_models import MLP, collectives, scheduled, tensor_parallel
+from autopar.testing import assert_allclose
+from tests.autopar.directives.scheduled_models import collectives, scheduled, tensor_parallel
+from tests.models import TutorialMLP
 
 WIDTH = 32
 X = jax.random.normal(jax.random.key(0), (4, WIDTH))
@@ -38,7 +40,7 @@ def mlp(params: Any, x: jax.Array) -> jax.Array:
 
 
 def linen_schedule() -> ModelSchedule:
-    return scheduled(MLP(WIDTH), X)
+    return scheduled(TutorialMLP(WIDTH), X)
 
 
 def nnx_schedule() -> ModelSchedule:
@@ -98,7 +100,7 @@ def test_a_module_stands_in_for_a_module() -> None:
 
 
 def test_the_model_itself_is_not_touched() -> None:
-    model = MLP(WIDTH)
+    model = TutorialMLP(WIDTH)
     params = model.init(jax.random.key(0), X)
     before = str(jax.make_jaxpr(model.apply)(params, X))
     sch = scheduled(model, X)
@@ -110,7 +112,7 @@ def test_the_model_itself_is_not_touched() -> None:
 
 def test_parameters_are_made_in_parts_and_never_whole() -> None:
     """Of two kernels of 4 MiB, split eight ways, a device makes 1 MiB, and needs less than one whole kernel to do so."""
-    model, x = MLP(1024), jnp.ones((2, 1024))
+    model, x = TutorialMLP(1024), jnp.ones((2, 1024))
     sch = scheduled(model, x, mesh=8)
     tensor_parallel(sch)
     built = build(sch)
@@ -121,4 +123,4 @@ def test_parameters_are_made_in_parts_and_never_whole() -> None:
     assert used.output_size_in_bytes + used.temp_size_in_bytes < 4 * 2**20
     params = built.init(model.init, jax.random.key(0), x)
     expected = model.init(jax.random.key(0), x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
+    assert_allclose(params, expected, rtol=0, atol=1e-6)

@@ -11,13 +11,8 @@ from flax import linen as nn
 
 from autopar.directives import DirectiveError, Verify, build, create_schedule
 from autopar.testing import assert_allclose
-from tests.autopar.directives.scheduled_models import (
-    Attention,
-    Transformer,
-    mlp_schedule,
-    scheduled,
-    tensor_parallel,
-)
+from tests.autopar.directives.scheduled_models import mlp_schedule, scheduled, tensor_parallel
+from tests.models import Attention, Transformer
 
 X = jax.random.normal(jax.random.key(0), (2, 8, 16))
 BIAS = jax.random.normal(jax.random.key(1), (16,))

@@ -11,13 +11,14 @@ from flax import nnx
 
 import autopar
 from autopar.directives import DirectiveError, ModelSchedule, Verify, build, create_schedule
+from autopar.testing import assert_allclose
 from tests.autopar.directives.scheduled_models import (
-    Transformer,
     collectives,
     mlp_schedule,
     scheduled,
     tensor_parallel,
 )
+from tests.models import Transformer
 from tests.tiers import tiers
 
 WIDTH = 32
@@ -279,7 +280,7 @@ def test_an_nnx_model_is_cut_into_stages() -> None:
     updated, value = parallel(params, x, key, rest)
     expected, loss = step(params, x, key, rest, sch.fun)
     np.testing.assert_allclose(value, loss, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), updated, expected)
+    assert_allclose(updated, expected, rtol=0, atol=1e-5)
     first, second = parallel.get_executable(params, x, key, rest).plan.stages
     assert not any("linear2" in each.path for each in first.inputs)
     assert {each.spec for each in second.inputs if "linear2/kernel" in each.path} == {(("x",), ())}

@@ -6,26 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from autopar.directives import DirectiveError, ModelSchedule, Verify, build, create_schedule
 from tests.autopar.directives.scheduled_models import mlp_schedule
+from tests.models import Dropping
 
-WAYS, RATE = 4, 0.25
+WAYS = 4
 X, KEY = jnp.ones((128, 8)), jax.random.key(1)
-
-
-class Dropping(nn.Module):
-    """Dropout of a hidden layer, and of what comes out; returns both."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        hidden = nn.Dropout(RATE, deterministic=False, name="inner")(
-            nn.relu(nn.Dense(64, name="up")(x))
-        )
-        return hidden, nn.Dropout(RATE, deterministic=False, name="outer")(
-            nn.Dense(16, name="down")(hidden)
-        )
 
 
 def apply(params: Any, x: jax.Array, key: jax.Array) -> Any:
@@ -172,7 +159,7 @@ def test_gradients_are_those_of_the_mask_that_was_drawn() -> None:
     run = build(sch).apply
     gradients = jax.jit(jax.grad(lambda p: jnp.mean(run(p, X, KEY)[0] ** 2)))(PARAMS)
     hidden = run(PARAMS, X, KEY)[0]
-    expected = (2 * hidden / hidden.size / (1 - RATE)).sum(0)
+    expected = (2 * hidden / hidden.size / (1 - Dropping.rate)).sum(0)
     np.testing.assert_allclose(gradients["params"]["up"]["bias"], expected, rtol=1e-4)
 
 

@@ -14,10 +14,11 @@ from flax.training.train_state import TrainState
 import autopar
 from autopar.hosts import session
 from autopar.hosts.driver import RayHosts
+from autopar.testing import assert_allclose
 from experiments.models import GPT
 from simulator.hardware.cluster import Cluster
 from tests.autopar.hosts.workers import joined
-from tests.autopar.pipeline.stack_steps import SGD, sgd_args
+from tests.steps import SGD, sgd_args
 
 pytestmark = [pytest.mark.usefixtures("raylets"), pytest.mark.slow]
 
@@ -58,12 +59,7 @@ def test_the_plan_of_a_gpt_runs_in_one_process_and_where_a_stage_spans_two_hosts
     autopar.shutdown()
     expected = trained(jax.jit(step), args)
     for each in found:
-        for (path, one), other in zip(
-            jax.tree.leaves_with_path(expected), jax.tree.leaves(each), strict=True
-        ):
-            np.testing.assert_allclose(
-                other, one, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path)
-            )
+        assert_allclose(each, expected, rtol=1e-5, atol=1e-6)
 
 
 SMALL = ["--dim", "32", "--batch-size", "32", "--cluster", "ray"]
@@ -131,6 +127,5 @@ def test_the_quickstart_trains_as_one_device_does(hosts, count, monkeypatch, cap
     for _ in range(3):
         states = [step(state, batch) for step, state in zip(steps, states, strict=True)]
     autopar.prefetch(states[1].params)
-    for one, other in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
-        np.testing.assert_allclose(np.array(other), one, rtol=1e-4, atol=1e-6)
+    assert_allclose(states[1].params, states[0].params, rtol=1e-4, atol=1e-6)
     found.clear()  # JAX caches traced functions, which refer to all globals of the tutorial

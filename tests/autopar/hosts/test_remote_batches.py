@@ -78,11 +78,7 @@ def assert_batches(found: Any, first: int = 0, count: int = 3) -> None:
     assert len(found) == count
     for k, each in enumerate(found, first):
         autopar.prefetch(each)
-        jax.tree.map(
-            lambda mine, theirs: assert_array_equal(np.array(mine), theirs),
-            each,
-            batch(16 * k, 16 * k + 16),
-        )
+        autopar.testing.assert_allclose(each, batch(16 * k, 16 * k + 16), rtol=0, atol=0)
 
 
 def loader(specs: Any, read: Any, **options: Any) -> MeshDriverDataLoader:
@@ -115,11 +111,7 @@ def train_scaled() -> None:
         params, _ = step(params, given, args[2])
     for k in range(2):
         reference, _ = jax.jit(scaled_step)(reference, batch(16 * k, 16 * k + 16), args[2])
-    jax.tree.map(
-        lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6),
-        params,
-        reference,
-    )
+    autopar.testing.assert_allclose(params, reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -173,11 +165,7 @@ def test_training_from_loaders_is_training_from_numpy(hosts, tmp_path):
         params = stack_params()
         for each in given:
             params, _ = step(params, each)
-        jax.tree.map(
-            lambda mine, one: assert_allclose(np.array(mine), one, rtol=1e-5, atol=1e-6),
-            params,
-            expected,
-        )
+        autopar.testing.assert_allclose(params, expected, rtol=1e-5, atol=1e-6)
 
 
 def only_x(read: Any) -> Any:

@@ -38,12 +38,12 @@ from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, l
 from tests.autopar.pipeline.stack_steps import (
     assert_as_serial,
     pipeline,
-    sgd_args,
     stack,
     stack_batch,
     stack_params,
     stack_step,
 )
+from tests.steps import sgd_args
 
 LAYERS = 8
 ONE_F_ONE_B = PipelineSchedule(name="1f1b")

@@ -19,8 +19,8 @@ from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
 from simulator.hardware.cluster import Cluster
+from tests.steps import assert_close_to_scale, sgd_args
 
-SGD = optax.sgd(1.0)
 COUNT = 2
 
 
@@ -28,11 +28,7 @@ COUNT = 2
 def trained():
     """A GPT with tied embeddings, traced in two layers and two microbatches, and what one device makes of its batch."""
     model = replace(SMALL["gpt"], batch_size=32)
-    random = np.random.default_rng(0)
-    state, _ = model.abstract_args()
-    params = jax.tree.map(lambda x: random.normal(0.1, 0.1, x.shape).astype(x.dtype), state.params)
-    state = state.replace(step=np.int32(0), params=params, tx=SGD, opt_state=SGD.init(params))
-    args = state, jax.jit(model.make_batch)(jax.random.key(0))
+    args = sgd_args(model, optax.sgd(1.0))
 
     def step(state, batch):
         return model.train_step(state, batch, autopar.value_and_grad)
@@ -80,13 +76,7 @@ def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(
     assert [stage.mesh.ways(stage.deferred) for stage in plan.stages] == ways
     executable = LocalExecutable(PlannedStep(step, plan), submeshes(jax.devices(), plan.stages))
     actual = executable(*executable.shard_args(*args))
-    for (path, one), other in zip(
-        jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True
-    ):
-        atol = 1e-4 * max(1e-2, float(np.abs(one).max()))
-        np.testing.assert_allclose(
-            other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path)
-        )
+    assert_close_to_scale(actual, expected)
 
 
 def test_gradients_are_completed_in_the_update_alone(trained):

@@ -10,6 +10,7 @@ from autopar.plan import WHOLE_STEP
 from autopar.planning.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.plan_step import MEMORY_MARGIN, WORKSPACE_BYTES
+from autopar.testing import assert_allclose
 from experiments.models import build_model
 from simulator.hardware.cluster import Cluster
 
@@ -119,8 +120,7 @@ def test_what_was_found_runs_and_equals_one_device():
     state, batch = MODEL.init_state(jax.random.key(0)), MODEL.make_batch(jax.random.key(1))
     expected = jax.jit(train_step)(state, batch)
     found = autopar.parallelize(train_step, method=method)(state, batch)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert jax.numpy.allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

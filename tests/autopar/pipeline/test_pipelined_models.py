@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from flax import linen as nn
 
@@ -18,7 +17,8 @@ import autopar
 from autopar import AutoLayerOption, ManualLayerOption, ShardingOptions, UniformStageOption
 from experiments.models.model import Model
 from experiments.models.model_sizes import SMALL
-from tests.autopar.pipeline.stack_steps import assert_as_serial, pipeline, sgd_args
+from tests.autopar.pipeline.stack_steps import assert_as_serial, pipeline
+from tests.steps import assert_close_to_scale, sgd_args
 from tests.tiers import pairs
 
 QUICK = ShardingOptions(mode="heuristic")  # a sharding like any other, without a solver
@@ -103,13 +103,7 @@ def assert_trains(name: str, stages: int, layers: str, schedule: str) -> None:
     step = parallelized(name, stages, layers, schedule)
     for result in expected(name):
         actual = step(state, batch)
-        for (path, one), other in zip(
-            jax.tree.leaves_with_path(result), jax.tree.leaves(actual), strict=True
-        ):
-            atol = 1e-4 * max(1e-2, float(np.abs(np.asarray(one)).max(initial=0)))
-            np.testing.assert_allclose(
-                other, one, rtol=1e-4, atol=atol, err_msg=jax.tree_util.keystr(path)
-            )
+        assert_close_to_scale(actual, result)
         state = actual[0]
 
 

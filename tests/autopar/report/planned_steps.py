@@ -2,7 +2,6 @@
 
 from functools import cache
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,6 +17,7 @@ from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.tracing.trace import trace
 from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
+from tests.models import Decoder
 from tests.steps import mlp_args, mlp_step
 
 OPTIONS = {
@@ -28,21 +28,6 @@ OPTIONS = {
 }
 SLOW = BandwidthOnly(bandwidth=1e9, flop_per_s=1e10)
 """Compute is expensive relative to communication, as for models that are worth splitting."""
-
-
-class Decoder(nn.Module):
-    """A transformer block with single-head attention, and a tied output embedding."""
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        embedding = nn.Embed(64, 32, name="tokens")
-        x = embedding(tokens) + self.param("positions", nn.initializers.normal(), (8, 32))
-        y = nn.LayerNorm(name="norm")(x)
-        q, k, v = (nn.Dense(32, name=name)(y) for name in "qkv")
-        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
-        x = x + nn.Dense(32, name="out")(jnp.einsum("bqk,bkd->bqd", weights, v))
-        x = x + nn.Dense(32, name="down")(nn.gelu(nn.Dense(128, name="up")(x)))
-        return embedding.attend(x)
 
 
 def decoder_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:

@@ -10,6 +10,14 @@ import numpy as np
 import optax
 from flax import nnx
 
+from tests.models import (
+    ConvNext,
+    MixtureOfExperts,
+    RotaryAttention,
+    VisionTransformer,
+    WideResNet,
+)
+
 type Step = tuple[Callable[..., Any], Callable[[], Any], Any]
 """The step, what makes its first state, and a batch."""
 
@@ -54,95 +62,6 @@ def _linen(
         return {"params": params, "rest": rest, "opt": opt, "step": state["step"] + 1}, value
 
     return step, init, batch
-
-
-class _Residual(nn.Module):
-    features: int
-    strides: int = 1
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        norm = lambda: nn.BatchNorm(use_running_average=False)  # noqa: E731
-        y = nn.Conv(self.features, (3, 3), self.strides, use_bias=False)(nn.relu(norm()(x)))
-        y = nn.Conv(self.features, (3, 3), use_bias=False)(nn.relu(norm()(y)))
-        if x.shape != y.shape:
-            x = nn.Conv(self.features, (1, 1), self.strides, use_bias=False)(x)
-        return x + y
-
-
-class WideResNet(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        x = nn.max_pool(nn.Conv(16, (3, 3))(x), (3, 3), (2, 2), "SAME")
-        x = _Residual(32, 2)(_Residual(16)(x))
-        return nn.Dense(8)(nn.avg_pool(x, x.shape[1:3]).reshape(x.shape[0], -1))
-
-
-class ConvNext(nn.Module):
-    """Depthwise, dilated and transposed convolutions, GroupNorm and a resize."""
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        x = nn.Conv(8, (3, 3), feature_group_count=8, kernel_dilation=2)(x)
-        x = nn.GroupNorm(4)(nn.gelu(x))
-        x = nn.ConvTranspose(8, (2, 2), (2, 2))(x)
-        x = jax.image.resize(x, (x.shape[0], 8, 8, 8), "bilinear")
-        return nn.Dense(8)(x.mean((1, 2)))
-
-
-class VisionTransformer(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        x = nn.Conv(32, (2, 2), (2, 2))(x).reshape(x.shape[0], -1, 32)
-        first = self.param("first", nn.initializers.zeros, (1, 1, 32))
-        x = jnp.concatenate([jnp.tile(first, (x.shape[0], 1, 1)), x], 1)
-        x = x + self.param("position", nn.initializers.normal(0.02), x.shape[1:])
-        x = nn.Dropout(0.1, deterministic=False)(x)
-        y = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(4, dropout_rate=0.1, deterministic=False)(y, y)
-        y = nn.Dense(64)(nn.RMSNorm()(x))
-        x = x + nn.Dropout(0.1, deterministic=False)(nn.Dense(32)(nn.gelu(y)))
-        return nn.Dense(8)(x[:, 0])
-
-
-class MixtureOfExperts(nn.Module):
-    """Two experts of four for each token, each expert with room for a few, dispatched with einsums."""
-
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        x = nn.Embed(32, 16)(tokens)
-        gates = nn.softmax(nn.Dense(4, use_bias=False)(x).astype(jnp.float32))
-        chosen, experts = jax.lax.top_k(gates, 2)
-        hot = jax.nn.one_hot(experts, 4).transpose(0, 2, 1, 3).reshape(x.shape[0], -1, 4)
-        place = jnp.cumsum(hot, 1) * hot - 1
-        room = jax.nn.one_hot(place.astype(jnp.int32), 6) * hot[..., None]
-        room = room.reshape(x.shape[0], 2, -1, 4, 6).transpose(0, 2, 1, 3, 4)
-        combine = jnp.einsum("bsk,bskec->bsec", chosen / chosen.sum(-1, keepdims=True), room)
-        up = self.param("up", nn.initializers.lecun_normal(), (4, 16, 32))
-        down = self.param("down", nn.initializers.lecun_normal(), (4, 32, 16))
-        inner = nn.relu(jnp.einsum("bsec,bsm,emh->ebch", (combine > 0).astype(x.dtype), x, up))
-        x = x + jnp.einsum("bsec,ebch,ehm->bsm", combine, inner, down)
-        return nn.Dense(8)(x.mean(1))
-
-
-class Attention(nn.Module):
-    """Causal attention by jax.nn, rotary positions, a lookup and its gradient, and a padding mask."""
-
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        x = nn.Embed(32, 32)(tokens)
-        q, k, v = (nn.DenseGeneral((4, 8))(x) for _ in range(3))
-        angles = jnp.arange(x.shape[1])[:, None] / 10 ** jnp.linspace(0, 2, 4)
-        sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
-
-        def rotate(h: Any) -> Any:
-            a, b = jnp.split(h, 2, -1)
-            return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
-
-        out = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        x = x + nn.DenseGeneral(32, (-2, -1))(out)
-        last = jnp.maximum((tokens != 0).sum(1) - 1, 0)
-        return nn.Dense(8)(jnp.take_along_axis(x, last[:, None, None], 1)[:, 0])
 
 
 def nnx_mlp() -> Step:
@@ -217,13 +136,15 @@ STEPS: dict[str, Callable[[], Step]] = {
     "ConvNext": lambda: _linen(ConvNext(), _images, optax.adam(1e-2)),
     "ViT": lambda: _linen(VisionTransformer(), _images, _adamw, dropout=1),
     "MoE": lambda: _linen(MixtureOfExperts(), _tokens, optax.adafactor(1e-2)),
-    "attention": lambda: _linen(Attention(), _tokens, _adamw),
+    "attention": lambda: _linen(RotaryAttention(), _tokens, _adamw),
     "nnx MLP": nnx_mlp,
     "mixed precision": mixed_precision,
-    "lion": lambda: _linen(Attention(), _tokens, optax.lion(1e-3)),
-    "muon": lambda: _linen(Attention(), _tokens, optax.contrib.muon(1e-3)),
+    "lion": lambda: _linen(RotaryAttention(), _tokens, optax.lion(1e-3)),
+    "muon": lambda: _linen(RotaryAttention(), _tokens, optax.contrib.muon(1e-3)),
     "rmsprop": lambda: _linen(
-        Attention(), _tokens, optax.rmsprop(1e-3, centered=True, momentum=0.9)
+        RotaryAttention(), _tokens, optax.rmsprop(1e-3, centered=True, momentum=0.9)
     ),
-    "noisy sgd": lambda: _linen(Attention(), _tokens, optax.noisy_sgd(1e-3, key=jax.random.key(0))),
+    "noisy sgd": lambda: _linen(
+        RotaryAttention(), _tokens, optax.noisy_sgd(1e-3, key=jax.random.key(0))
+    ),
 }
