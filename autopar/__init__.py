@@ -86,7 +86,7 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.first_step import FirstStepError
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.planner import MemoryBudgetError
+from autopar.sharding.plan_shardings import MemoryBudgetError
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.tracing.trace import TraceError
 from autopar.training import train

@@ -7,7 +7,7 @@ planner. Slapo is described by Chen et al., "Slapo: A Schedule Language for Prog
 Optimization of Large Deep Learning Model Training".
 """
 
-from autopar.directives.build import Backend, BuiltModel, build
+from autopar.directives.build_model import Backend, BuiltModel, build
 from autopar.directives.definitions import DirectiveError, DirectiveSchedule
 from autopar.directives.pattern_matcher import Subgraph
 from autopar.directives.scheduled_model import ModelSchedule, create_schedule

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.api import parallelize
-from autopar.directives.build import Backend, BuiltModel, build
+from autopar.directives.build_model import Backend, BuiltModel, build
 from autopar.directives.definitions import (
     CutPipelineStage,
     Directive,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from autopar.ir.spec import AnyMesh
-from autopar.lowering.pipeline_memory import MeshMemory
 from autopar.lowering.planned import PlannedStep
+from autopar.lowering.program_memory import MeshMemory
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.lowering.target import compile_for, target_mesh
 from simulator.hardware.heterogeneous import AnyCluster

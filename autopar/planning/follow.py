@@ -19,7 +19,7 @@ from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import WHOLE_STEP, MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
 from autopar.planning.step_planner import coverage_warnings, stage_of
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.planner import Shardings, plan_shardings
+from autopar.sharding.plan_shardings import Shardings, plan_shardings
 from autopar.tracing.trace import named_inputs, trace
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster

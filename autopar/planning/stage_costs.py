@@ -21,7 +21,7 @@ from autopar.sharding.deferred_sync import candidates, check_parts
 from autopar.sharding.lagrangian import values_of
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.planner import MemoryBudgetError, Shardings, Start, plan_shardings
+from autopar.sharding.plan_shardings import MemoryBudgetError, Shardings, Start, plan_shardings
 from autopar.sharding.selection_problem import InfeasibleError
 from simulator.costs.cost_model import CostModel
 from simulator.program import Phase

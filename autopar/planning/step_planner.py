@@ -17,7 +17,7 @@ from autopar.plan import MemorySplit, Plan, ShardingConstraint, Stage, TimeSplit
 from autopar.primitives import is_partitioned_wrongly, record_of
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
-from autopar.sharding.planner import Shardings, plan_shardings
+from autopar.sharding.plan_shardings import Shardings, plan_shardings
 from simulator.costs.cost_model import ClusterCosts, CostModel
 from simulator.hardware.cluster import Cluster
 

@@ -20,14 +20,14 @@ from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import local_shape
 from autopar.lowering.compilation import lower_stage
-from autopar.lowering.pipeline_memory import MeshMemory
 from autopar.lowering.planned import Planned, PlannedStep, single_stage
+from autopar.lowering.program_memory import MeshMemory
 from autopar.microbatch.gradients import accumulate_p
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.primitives import kernel_of
-from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.mesh_costs import Step
+from autopar.sharding.step_memory import StepMemory
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo.provenance import phase_of
@@ -157,8 +157,8 @@ class _StageModel:
         return _rounded(self._memory.roles_at_peak(self._choices.selected, numbers, task_values))
 
     @cached_property
-    def _memory(self) -> Memory:
-        return Memory(self._step, self._choices.decisions, self._mesh)
+    def _memory(self) -> StepMemory:
+        return StepMemory(self._step, self._choices.decisions, self._mesh)
 
     def _ops(self, number: int, runs: int) -> Iterator[Op]:
         """Yield the operations of one run of an equation: resharding, kernel, completion."""

@@ -13,7 +13,7 @@ from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh, Spec, local_shape
 from autopar.primitives import (
     collectives,
-    contract,
+    contractions,
     index,
     linalg,
     loops,
@@ -45,7 +45,7 @@ __all__ = [
 
 FAMILIES = {
     "collectives": collectives.RECORDS,
-    "contract": contract.RECORDS,
+    "contractions": contractions.RECORDS,
     "index": index.RECORDS,
     "linalg": linalg.RECORDS,
     "loops": loops.RECORDS,

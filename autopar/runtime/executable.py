@@ -15,8 +15,8 @@ from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.job import Array
 from autopar.lowering.job_description import JobDescription, mesh_of
-from autopar.lowering.pipeline_memory import MeshMemory
 from autopar.lowering.planned import PlannedStep
+from autopar.lowering.program_memory import MeshMemory
 from autopar.pipeline.partition import Task
 from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster

@@ -13,12 +13,12 @@ from jax.extend.core import Var
 from autopar.ir.spec import Spec
 from autopar.ir.step_graph import StepGraph
 from autopar.sharding.heuristic import propagate
-from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.selection_problem import SelectionProblem
 from autopar.sharding.solver import solve
+from autopar.sharding.step_memory import StepMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class PricedProblem:
     ) -> None:
         self.step, self.options = step, options
         self.decisions = enumerate_decisions(step, costs, options, deferred)
-        self._memory = Memory(step, self.decisions, costs.mesh)
+        self._memory = StepMemory(step, self.decisions, costs.mesh)
         # Values that other layers compute or read count in the layer that saves them, if one does.
         passing = {step.jaxpr.invars[i] for i in step.received_inputs}.difference(
             step.saved_for_backward

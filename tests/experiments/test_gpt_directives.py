@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 import autopar
 from autopar.devices import device_mesh
 from autopar.directives import DirectiveError, build
-from autopar.directives.build import Backend
+from autopar.directives.build_model import Backend
 from autopar.model_schedules import Knobs
 from autopar.testing import assert_allclose
 from experiments.gpt_directives import (

@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar import model_schedules as shipped
 from autopar.directives import DirectiveError, ModelSchedule, Verify, build, create_schedule
-from autopar.directives.build import Backend
+from autopar.directives.build_model import Backend
 from autopar.directives.definitions import Checkpoint, CutPipelineStage
 from autopar.model_schedules import Knobs, TransformerNames
 from autopar.testing import assert_allclose

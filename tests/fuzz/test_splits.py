@@ -18,7 +18,7 @@ from tests.fuzz.outcomes import Outcomes
 pytestmark = pytest.mark.fuzz
 
 MESHES = [LogicalMesh((8,), ("x",)), LogicalMesh((2, 4), ("x", "y"))]
-DIVIDED = ("contract", "index", "linalg", "order", "pointwise", "random", "reduce", "shape")
+DIVIDED = ("contractions", "index", "linalg", "order", "pointwise", "random", "reduce", "shape")
 
 
 def cases_of(family: str):

@@ -19,7 +19,7 @@ from autopar.primitives.local_forms import bind
 from autopar.sharding.candidates import Option
 from autopar.sharding.mesh_costs import Seconds
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.planner import Constraint, Shardings
+from autopar.sharding.plan_shardings import Constraint, Shardings
 from autopar.tracing.trace import trace
 from tests.autopar.sharding.shard_by_shard import candidates, device_mesh
 

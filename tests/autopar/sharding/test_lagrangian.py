@@ -7,7 +7,7 @@ from autopar.ir.spec import LogicalMesh
 from autopar.sharding.lagrangian import Priced, PricedProblem
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.options import AUTO
-from autopar.sharding.planner import plan_shardings
+from autopar.sharding.plan_shardings import plan_shardings
 from autopar.tracing.trace import trace
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster

@@ -13,7 +13,7 @@ from autopar.ir.spec import LogicalMesh
 from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.planner import plan_shardings
+from autopar.sharding.plan_shardings import plan_shardings
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
 from simulator.costs.cost_model import BandwidthOnly

@@ -10,7 +10,7 @@ import autopar
 from autopar.ir.spec import LogicalMesh
 from autopar.sharding.options import DATA_PARALLEL, ShardingOptions
 from autopar.sharding.pins import ShardingError, check_patterns
-from autopar.sharding.planner import plan_shardings
+from autopar.sharding.plan_shardings import plan_shardings
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace

@@ -12,10 +12,10 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
-from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.mesh_costs import COMBINED_BYTES, Combined, MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import AUTO, DATA_PARALLEL
+from autopar.sharding.step_memory import StepMemory
 from autopar.tracing.trace import trace
 from autopar.xla_fusion import XLA_VERSION, takes_two_kernels, traffic
 from simulator.costs.cost_model import BandwidthOnly, ClusterCosts
@@ -209,7 +209,7 @@ def test_gradients_of_large_weights_from_small_batches_wait_for_their_update():
     step = trace(trained, (weights, jax.ShapeDtypeStruct((16, 512), "float32")), (1,))
     mesh = LogicalMesh((8,), ("x",))
     decisions = enumerate_decisions(step, MeshCosts(mesh, BandwidthOnly()), DATA_PARALLEL)
-    memory = Memory(step, decisions, mesh)
+    memory = StepMemory(step, decisions, mesh)
     size = 512 * 512 * 4
     choice = [int(np.argmin(cost)) for cost in decisions.costs]
     inputs = 2 * size + 2 * 512 * 4

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.lowering.instructions import task_of
-from autopar.lowering.pipeline_memory import MeshMemory
 from autopar.lowering.planned import PlannedStep
+from autopar.lowering.program_memory import MeshMemory
 from autopar.pipeline.pipeline_schedules import Schedule
 from autopar.planning.method_planning import trace_for
 from simulator.memory import MemoryUse

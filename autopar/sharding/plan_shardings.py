@@ -18,7 +18,6 @@ from autopar.primitives import is_partitioned_wrongly
 from autopar.sharding.dataflow import InputRole
 from autopar.sharding.deferred_sync import Axes, candidates, check_parts
 from autopar.sharding.heuristic import propagate
-from autopar.sharding.memory_constraint import Memory
 from autopar.sharding.mesh_costs import MeshCosts, Seconds
 from autopar.sharding.objective import Decisions, enumerate_decisions
 from autopar.sharding.options import AUTO, ShardingOptions
@@ -31,6 +30,7 @@ from autopar.sharding.selection_problem import (
     Solution,
 )
 from autopar.sharding.solver import solve
+from autopar.sharding.step_memory import StepMemory
 from simulator.costs.cost_model import CostModel
 from simulator.memory import Role as MemoryRole
 
@@ -207,7 +207,7 @@ def _plan_deferring(
 ) -> Shardings:
     """Return the cheapest plan that defers along exactly these axes."""
     decisions = enumerate_decisions(step, costs, options, deferred)
-    memory = Memory(step, decisions, costs.mesh)
+    memory = StepMemory(step, decisions, costs.mesh)
     if options.mode == "solve":
         solution, peak_bytes = _solve_within(memory, decisions.problem(), budget, options, start)
     else:
@@ -221,7 +221,7 @@ def _plan_deferring(
 
 
 def _solve_within(
-    memory: Memory,
+    memory: StepMemory,
     problem: SelectionProblem,
     budget: float,
     options: ShardingOptions,
@@ -304,7 +304,7 @@ def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:
 
 
 def _propagate_within(
-    memory: Memory, problem: SelectionProblem, budget: float
+    memory: StepMemory, problem: SelectionProblem, budget: float
 ) -> tuple[Solution, float]:
     """Return the choice of sharding propagation from the inputs, and its peak memory.
 

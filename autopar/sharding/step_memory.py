@@ -54,7 +54,7 @@ class Lifetime:
     role: Role | None = None
 
 
-class Memory:
+class StepMemory:
     """The memory of a step as a function of the choice.
 
     Attributes:
