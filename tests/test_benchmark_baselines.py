@@ -36,6 +36,8 @@ def test_work(benchmark, seconds):
 def run(pytester, monkeypatch):
     """Run benchmarks that take the given seconds by a clock of their own, beside a reference."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(name, raising=False)  # benchmarks are disabled in its workers
 
     def run(seconds: dict[str, float], reference: float, option: str) -> pytest.RunResult:
         pytester.makeconftest(CONFTEST.format(reference=reference))
