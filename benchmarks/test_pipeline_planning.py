@@ -10,7 +10,12 @@ import autopar
 from autopar.ir.spec import LogicalMesh
 from autopar.layering.layer_clustering import cluster_layers, received_bytes
 from autopar.lowering.cross_mesh_resharding import reshard
-from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule, schedule_names
+from autopar.pipeline.pipeline_schedules import (
+    Pipeline,
+    make_schedule,
+    schedule_kind,
+    schedule_names,
+)
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes
 from autopar.planning.stage_dp import construct_stages
 from autopar.planning.stage_problem import StageCost, StageProblem, in_flight_of
@@ -150,7 +155,8 @@ def test_layer_clustering_of_20000_equations(benchmark, num_layers):
 @pytest.mark.parametrize("name", schedule_names())
 def test_a_schedule_of_16_meshes_and_128_microbatches(benchmark, name):
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "U": 0.0}
-    benchmark.pedantic(lambda: make_schedule(name, Pipeline(16, 128)).makespan(seconds), rounds=3)  # pyright: ignore
+    pipeline = Pipeline(16, 128, schedule_kind(name).num_chunks or 1)
+    benchmark.pedantic(lambda: make_schedule(name, pipeline).makespan(seconds), rounds=3)  # pyright: ignore
 
 
 @pytest.mark.benchmark(group="resharding")

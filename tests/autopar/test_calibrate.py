@@ -1,3 +1,5 @@
+"""Calibration on this machine's devices writes a cluster file within its time budget."""
+
 import time
 from importlib.metadata import version
 

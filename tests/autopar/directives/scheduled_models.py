@@ -16,12 +16,12 @@ def scheduled(model: nn.Module, *args: Any, mesh: Any = 4) -> ModelSchedule:
 
 
 def mlp_schedule(mesh: Any = 4, hidden: int = 32) -> ModelSchedule:
-    """The TutorialMLP, without directives yet."""
+    """Return a schedule of `TutorialMLP` without directives."""
     return scheduled(TutorialMLP(hidden), jnp.zeros((2, 8, hidden)), mesh=mesh)
 
 
 def tensor_parallel(sch: ModelSchedule) -> None:
-    """Megatron's column and row, as in the tutorial."""
+    """Shard the layers by column and by row, as Megatron and the tutorial do."""
     sch["linear1"].shard("kernel", axis=1)
     sch["linear1"].shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=0)
@@ -30,7 +30,7 @@ def tensor_parallel(sch: ModelSchedule) -> None:
 
 
 def megatron(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
-    """Every block of a `Transformer`, by column and by row."""
+    """Shard every block of a `Transformer` by column and by row."""
     for column in (
         "block_*/attention/q",
         "block_*/attention/k",
@@ -52,7 +52,7 @@ def collectives(
     compiled: Any,
     kinds: Sequence[str] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
 ) -> dict:
-    """How many collectives of each kind a compiled function has, those of single numbers left out."""
+    """Count the collectives of each kind in a compiled function, without those of scalars."""
     lines = [
         line
         for line in compiled.as_text().splitlines()

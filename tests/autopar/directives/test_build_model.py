@@ -1,4 +1,4 @@
-"""What runs computes what the model does, with the collectives that the schedule names, whatever the backend."""
+"""Built schedules compute what the model does, with their collectives, on every backend."""
 
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
 
 
 def abstract(sch: ModelSchedule, built: BuiltModel) -> Any:
-    """The parameters where they go, without values."""
+    """Return the shapes and shardings of the parameters."""
     return jax.tree.map(
         lambda p, sharding: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding),
         sch.params,
@@ -133,7 +133,7 @@ def test_a_transformer_by_hand_needs_two_all_reduces_per_block_and_direction(bac
 
 
 def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
-    """A single parameter is pinned: no syncs are asked for, and the rest is planned around it."""
+    """The schedule pins one parameter without syncs, and the rest is planned around it."""
     model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x)
@@ -148,7 +148,7 @@ def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
 
 
 def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unsharded model passes whatever is pinned: the loss and its gradients are planned, compiled and run."""
+    """Verify plans, compiles and runs the loss and its gradients, whatever is pinned."""
     x = jax.random.normal(jax.random.key(1), (8, 32))
     sch = scheduled(TutorialMLP(32), x)
     sch["linear1"].shard("kernel", axis=1)
@@ -216,7 +216,7 @@ def test_what_has_a_derivative_of_its_own_runs_on_one_mesh_after_another() -> No
 
 
 def test_a_loss_in_which_numbers_cancel_is_compared_with_them() -> None:
-    """What is left of the loss is rounding, which is another one on shards."""
+    """The loss cancels to rounding errors, which differ on shards."""
 
     def model(params: Any, x: jax.Array) -> jax.Array:
         with jax.named_scope("up"):
@@ -250,7 +250,7 @@ def test_a_model_runs_with_other_batch_sizes_than_the_examples() -> None:
 
 @pytest.mark.parametrize("remat", tiers([True, False]))
 def test_checkpointed_modules_are_computed_again(remat: bool) -> None:
-    """By the schedule, or because the model says so: more matrix products than without, and the same gradients."""
+    """Remat by the schedule or by the model adds matrix products and keeps the gradients."""
 
     def products(sch: ModelSchedule) -> int:
         apply = build(sch).apply
@@ -295,7 +295,7 @@ def named_layers(params: Any, x: jax.Array) -> jax.Array:
 def test_checkpoint_policies_are_named_made_by_name_or_functions(
     policy: Any, recomputes: bool
 ) -> None:
-    """Where all is kept nothing is computed twice; the policy goes to JSON and back."""
+    """A policy that saves everything recomputes nothing; the policy survives JSON."""
     params, x = {"first": jnp.ones((8, 8)), "second": jnp.ones((8, 8))}, jnp.ones((4, 8))
     sch = create_schedule(named_layers, params, [x], mesh=2)
     sch["layers"].checkpoint(policy)
@@ -334,7 +334,7 @@ def test_what_is_no_checkpoint_policy_is_refused_at_once(policy: Any, message: s
 
 
 def test_sequence_parallel_regions_gather_and_reduce_scatter() -> None:
-    """Megatron's: norms and residuals on parts of the sequence, an all_gather before each layer, a reduce_scatter after."""
+    """Norms and residuals run on parts of the sequence, as in Megatron-LM."""
     sch = scheduled(Transformer(layers=1), TOKENS)
     for column in ("q", "k", "v"):
         sch["block_0/attention"][column].shard("kernel", axis=1).shard("bias", axis=0)
@@ -515,7 +515,7 @@ def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None
 def test_on_shards_gradients_are_accumulated_over_microbatches(
     mesh: tuple[int, int], count: int, masked: bool
 ) -> None:
-    """Of several examples over two axes, and of one each over one."""
+    """Microbatches have several examples over two axes, or one each over one axis."""
     model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 4, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x, mesh=mesh)
@@ -574,7 +574,7 @@ def tensor_parallel_with_function(sch: Any) -> None:
 
 
 def test_a_schedule_on_an_abstract_mesh_is_planned_once_for_all_devices() -> None:
-    """What has no devices can't hold parameters; the plan is for the step wherever it runs, and under whatever names of axes."""
+    """One plan suits every set of devices and every name of axes; parameters need devices."""
     model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x, mesh=AbstractMesh((4,), ("tp",)))
@@ -597,7 +597,7 @@ def test_a_schedule_on_an_abstract_mesh_is_planned_once_for_all_devices() -> Non
 
 @pytest.mark.parametrize("backend", ["manual", "gspmd"])
 def test_fingerprints_do_not_depend_on_devices(backend: Any) -> None:
-    """A schedule for a cluster that is not here is the same step as here: a plan made for one runs on the other."""
+    """A plan for an absent cluster runs on devices of this machine, because steps are equal."""
     x = jnp.ones((8, 32))
     cluster = Cluster.load("dgx_a100_80")
     fingerprints = set()

@@ -1,4 +1,4 @@
-"""Whatever a schedule says survives JSON, and regions come out in an order in which they can run."""
+"""Directives survive JSON, and regions are arranged in an order in which they can run."""
 
 import numpy as np
 from hypothesis import given
@@ -62,7 +62,7 @@ GRAPH = scheduled(Transformer(layers=1), np.zeros((1, 3), int), mesh=1).graph
 
 @given(st.sets(st.sampled_from([node.name for node in GRAPH.nodes]), min_size=1, max_size=6))
 def test_every_value_is_made_before_it_is_read(names: set[str]) -> None:
-    """Or the region is refused: something outside reads part of it and makes what the rest needs."""
+    """A region is refused where an equation outside reads part of it and feeds the rest."""
     region = Fuse("", tuple(names), "xla", "fused")
     try:
         units = arrange_regions(GRAPH, [(region, frozenset(names))])

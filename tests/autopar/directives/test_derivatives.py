@@ -1,4 +1,4 @@
-"""Functions with a derivative of their own keep it on shards."""
+"""Functions with a custom derivative keep it on shards."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ PARAMS = {
 
 @jax.custom_vjp
 def scaled(x: jax.Array, scale: jax.Array, gain: jax.Array, count: jax.Array) -> jax.Array:
-    """Its gradient is not that of what it computes: it is clipped."""
+    """Scale `x`, with a custom gradient that is clipped."""
     return jnp.sin(x) * scale * gain * count
 
 
@@ -60,7 +60,7 @@ def tensor_parallel(mesh: Any = 4) -> ModelSchedule:
 @pytest.mark.parametrize("split_scale", [False, True])
 @pytest.mark.parametrize("mesh", [4, (2, 2)])
 def test_a_custom_vjp_runs_on_shards(mesh: Any, split_scale: bool) -> None:
-    """Of split values and of split parameters; gradients of what is whole are put together."""
+    """Values and parameters are split; gradients of replicated parameters are summed."""
     sch = tensor_parallel(mesh)
     if split_scale:
         sch.shard("scale", axis=0)
@@ -70,7 +70,8 @@ def test_a_custom_vjp_runs_on_shards(mesh: Any, split_scale: bool) -> None:
 def test_the_rule_adds_up_what_is_whole_and_gathers_what_was_cut() -> None:
     run = build(tensor_parallel()).apply
     loss = jax.jit(jax.grad(lambda p: jnp.sum(run(p, X) ** 2)))
-    # Forward one all_reduce; backward the gradient of `scale` in parts, and that of `gain` as a sum (a single number, not counted).
+    # One all_reduce forward. Backward, the gradient of `scale` is split, and that of `gain` is a sum
+    # of scalars, which is not counted.
     assert collectives(loss.lower(PARAMS).compile()) == {"all-reduce": 1, "all-gather": 1}
 
 

@@ -1,4 +1,4 @@
-"""What a schedule gets wrong is told with a way out; what computes something else is told with the directive at fault."""
+"""Errors of schedules say how to fix them, and wrong results name the directive at fault."""
 
 from typing import Any
 
@@ -198,7 +198,7 @@ def test_a_schedule_for_another_model_is_refused_where_it_does_not_fit() -> None
 
 
 class Gated(nn.Module):
-    """The same modules, and equations of the same names."""
+    """Two models with the same modules and the same equation names."""
 
     product_first: bool
 
@@ -211,7 +211,7 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_what_is_fused_is_known_again_whatever_the_batch(rows: int) -> None:
-    """Of a batch of one changes of shape are none, and broadcasts are not needed."""
+    """With a batch of one, reshapes change nothing and broadcasts are not needed."""
 
     def model(params: Any, x: jax.Array) -> jax.Array:
         return jnp.tanh(x.reshape(-1, 16) * params["scale"]) @ params["kernel"]
@@ -234,7 +234,7 @@ def test_equations_of_the_same_name_that_are_others_are_not_taken_for_them(how: 
     (found,) = sch.find("mul")
     (sch.fuse(found) if how == "fuse" else sch.replace(lambda x, scale: x * scale, found))
     schedule = DirectiveSchedule.from_json(sch.schedule.to_json())
-    for rows in (4, 1):  # a batch of one needs no broadcast
+    for rows in (4, 1):  # A batch of one needs no broadcast.
         Verify(
             made(True, rows, schedule=schedule, functions=sch.functions), [jnp.ones((rows, 16))]
         ).check()

@@ -1,4 +1,4 @@
-"""What one sees of a model and its schedule: of all of it, and in the same way of any of its modules."""
+"""Handles show the modules, parameters and directives of a model or of any part of it."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_every_module_has_a_tree_and_schedules_of_its_own() -> None:
     assert lines[0] == "(attention)"
     assert {"  (q)", "  (k)", "  (v)", "  (out)"} <= set(
         lines[1:]
-    )  # and a scope that jnp.einsum opens
+    )  # And a scope that jnp.einsum opens.
     inside = [path for path in sch.modules.by_path if path.startswith("block_0/attention")]
     assert list(block.named_schedules()) == inside
     assert len(inside) == len(lines)

@@ -1,4 +1,4 @@
-"""The maximum over a dim that is split: each device has that of its part, and the largest of them is taken."""
+"""A maximum over a split dim is an all_reduce of the maxima of the parts."""
 
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ from autopar.testing import assert_allclose
 
 
 def spread(params: Any, x: jax.Array) -> jax.Array:
-    """How far the features of each row reach above zero."""
+    """Return the maximum of each row, at least zero."""
     with jax.named_scope("features"):
         x = x * params["scale"]
     with jax.named_scope("top"):
@@ -30,7 +30,7 @@ def scheduled(x: Any) -> ModelSchedule:
 
 @cache
 def gradients(scheduled_by_hand: bool) -> Any:
-    """Values and gradients of the model as a jitted function, on shards or on one device."""
+    """Return a jitted function of values and gradients, on shards or on one device."""
     sch = scheduled(jnp.ones((2, 8)))
     sch["top"].sync("fwd_post", "all_reduce")
     apply = build(sch).apply if scheduled_by_hand else spread

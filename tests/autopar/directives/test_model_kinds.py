@@ -1,4 +1,4 @@
-"""Linen modules, nnx modules and functions with named scopes take every directive alike, and are left as they were."""
+"""Linen modules, nnx modules and functions with named scopes take the same directives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ X = jax.random.normal(jax.random.key(0), (4, WIDTH))
 
 
 class NnxMLP(nnx.Module):
-    """The same as `MLP`."""
+    """`TutorialMLP` as an nnx module."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear1 = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -31,7 +31,7 @@ class NnxMLP(nnx.Module):
 
 
 def mlp(params: Any, x: jax.Array) -> jax.Array:
-    """The same as a function."""
+    """`TutorialMLP` as a function with named scopes."""
     with jax.named_scope("linear1"):
         x = x @ params["linear1"]["kernel"] + params["linear1"]["bias"]
     x = jax.nn.gelu(x, approximate=False)
@@ -82,7 +82,7 @@ def test_all_directives_work_on_all_kinds_of_model(make: Callable[[], ModelSched
 
 @KINDS
 def test_schedules_of_one_kind_are_replayed_on_another(make: Callable[[], ModelSchedule]) -> None:
-    """The same names, the same directives: `nnx` keeps kernels as linen does."""
+    """Directives apply to modules of the same names; nnx stores kernels as linen does."""
     written = linen_schedule()
     tensor_parallel(written)
     sch = make()
@@ -111,7 +111,7 @@ def test_the_model_itself_is_not_touched() -> None:
 
 
 def test_parameters_are_made_in_parts_and_never_whole() -> None:
-    """Of two kernels of 4 MiB, split eight ways, a device makes 1 MiB, and needs less than one whole kernel to do so."""
+    """A device initializes 1 MiB of two 4 MiB kernels in less memory than one whole kernel."""
     model, x = TutorialMLP(1024), jnp.ones((2, 1024))
     sch = scheduled(model, x, mesh=8)
     tensor_parallel(sch)

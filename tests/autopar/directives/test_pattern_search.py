@@ -1,4 +1,4 @@
-"""Patterns are found by what they compute, wherever and however it is written, and nothing else is."""
+"""Pattern search finds every subgraph that computes the pattern, however it is written."""
 
 from collections.abc import Callable
 from typing import Any
@@ -195,7 +195,7 @@ def test_layer_norms_and_attention_are_found_and_replaced() -> None:
         sch["block_0/attention"].sync("bwd_post", "all_reduce")
         sch.replace(layer_norm, norms)
         sch.replace(flash, core)
-    assert set(calls) == {(2, 8, 2, 4)}  # two of the four heads
+    assert set(calls) == {(2, 8, 2, 4)}  # Two of the four heads.
 
 
 def test_overlapping_places_are_matched_once() -> None:
@@ -243,7 +243,7 @@ def test_several_modules_are_replaced_at_once() -> None:
         sch["out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
         sch.replace(projected, sch["[qkv]"].subgraph())
     products = str(jax.make_jaxpr(build(sch).apply)(sch.params, X)).count("dot_general[")
-    assert products == 4  # instead of 6
+    assert products == 4  # Instead of 6.
 
 
 def test_every_module_of_a_class_is_replaced() -> None:
@@ -254,7 +254,7 @@ def test_every_module_of_a_class_is_replaced() -> None:
 
 
 class Scaled(nn.Module):
-    """A layer, twice its result; or two of them, one inside the other."""
+    """A layer whose result is doubled, or two of them, one inside the other."""
 
     inner: bool = True
 
@@ -308,7 +308,7 @@ def test_one_module_stands_in_for_all_of_a_class() -> None:
 
 
 def test_a_regular_expression_finds_modules_too() -> None:
-    """As one thing, unless equations in them are found; those inside something that is one thing are not seen."""
+    """A module matches as a whole unless equations inside it match."""
     sch = scheduled(Transformer(layers=2), np.zeros((2, 8), int), mesh=1)
     (attention,) = sch.find("block_0/attention")
     assert attention == sch["block_0/attention"].subgraph()

@@ -1,4 +1,4 @@
-"""What stands in for modules and equations: functions of shards or of whole arrays, and modules, which bring no parameters."""
+"""Functions and modules replace modules and equations, and use their parameters."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
 
 
 class Linear(nn.Module):
-    """A layer with a bias, whose product is a module of its own: other equations than those of nn.Dense."""
+    """A layer with a bias, by other equations than those of nn.Dense."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ REPLACEMENTS = pytest.mark.parametrize(
 @BACKENDS
 @REPLACEMENTS
 def test_a_layer_by_row_with_its_bias_is_replaced_and_then_sharded(new: Any, backend: Any) -> None:
-    """Its sum is completed inside, before the bias is added, as the model's own would be."""
+    """The all_reduce is before the bias is added, as in the model's own layer."""
     sch = mlp_schedule()
     sch["linear2"].replace(new())
     tensor_parallel(sch)
@@ -103,7 +103,7 @@ def test_a_module_stands_in_for_a_subgraph_and_gets_the_parameters_it_reads(new:
 
 
 class Projections(nn.Module):
-    """Queries, keys and values as one module would have them."""
+    """Queries, keys and values by one product."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:
@@ -157,7 +157,7 @@ def test_modules_are_given_to_a_schedule_that_is_replayed() -> None:
     Verify(again, [X]).check()
 
 
-# -- state of nnx modules
+# State of nnx modules
 
 
 class Dropping(nnx.Module):
@@ -223,12 +223,12 @@ def test_what_changes_is_handed_out_beside_the_result() -> None:
     np.testing.assert_allclose(first, model(X), atol=1e-5)
     second, _ = run(nnx.state(again), X)
     np.testing.assert_allclose(second, again(X), atol=1e-5)
-    assert not np.allclose(first, second)  # another mask, other statistics
+    assert not np.allclose(first, second)  # Another mask, other statistics.
 
 
 @BACKENDS
 def test_nnx_models_run_on_every_backend(backend: Any) -> None:
-    """With keys of dropout as an argument, and a module replaced, and a mask that shards draw for themselves."""
+    """The model has dropout keys as arguments, a replaced module and a forked mask."""
     key = jax.random.key(3)
     sch = nnx_schedule(X, key, use_running_average=True)
     shard_layers(sch)

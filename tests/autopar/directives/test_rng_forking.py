@@ -1,4 +1,4 @@
-"""With `fork_rng` shards draw masks of their own, whole values the same one everywhere; without it all draw what one device draws."""
+"""With `fork_rng` each shard draws its own mask; without it masks equal those of one device."""
 
 from typing import Any
 
@@ -53,13 +53,14 @@ def test_shards_get_masks_of_their_own_and_whole_values_the_same() -> None:
     built = build(sch)
     hidden, result = built.apply(PARAMS, X, KEY)
     masks = [part != 0 for part in parts(hidden)]
-    # Independent masks agree in 1 - 2 * 0.25 * 0.75 = 0.625 of all places; 2048 of them have a deviation of 0.011.
+    # Independent masks agree in 1 - 2 * 0.25 * 0.75 = 0.625 of all places; the mean of 2048 places
+    # has a deviation of 0.011.
     agree = [np.mean(one == other) for k, one in enumerate(masks) for other in masks[:k]]
     np.testing.assert_allclose(agree, 0.625, atol=0.05)
     assert not any(
         np.array_equal(mask, part != 0) for mask, part in zip(masks, parts(HIDDEN), strict=True)
     )
-    # What comes out is whole: the outer mask is the model's, on every device.
+    # The result is replicated, so that every device has the model's outer mask.
     for shard in result.addressable_shards:
         np.testing.assert_array_equal(shard.data != 0, RESULT != 0)
     assert not built.same_draws
@@ -98,7 +99,7 @@ def test_the_batch_axis_forks_too() -> None:
     assert not any(
         np.array_equal(one, other) for k, one in enumerate(blocks) for other in blocks[:k]
     )
-    np.testing.assert_array_equal(result != 0, RESULT != 0)  # not forked: the model's
+    np.testing.assert_array_equal(result != 0, RESULT != 0)  # Not forked: the model's mask.
 
 
 def test_a_draw_that_is_read_whole_and_split_stays_whole() -> None:
@@ -153,7 +154,10 @@ def test_the_other_backends_draw_what_one_device_draws(backend: Any) -> None:
 
 
 def test_gradients_are_those_of_the_mask_that_was_drawn() -> None:
-    """The mean of squares: the gradient of a bias is 2 * hidden / size / (1 - rate) where the mask is, summed over rows."""
+    """The loss is the mean of squares.
+
+    The gradient of a bias is 2 * hidden / size / (1 - rate) under the mask, summed over rows.
+    """
     sch = tensor_parallel()
     sch["inner"].fork_rng()
     run = build(sch).apply

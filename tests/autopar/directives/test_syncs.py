@@ -1,4 +1,4 @@
-"""Syncs at random places of random functions: values, gradients and collectives are those of one device."""
+"""Syncs at random places of random functions keep values and gradients of one device."""
 
 from typing import Any
 
@@ -19,7 +19,8 @@ from autopar.directives import (
 )
 from tests.autopar.directives.scheduled_models import collectives, mlp_schedule
 
-FIRST = {  # how what the first layer hands out, split by features, is put together; the second layer's kernel is split or not
+# How the first layer's output, split by features, is gathered; whether the second kernel is split.
+FIRST = {
     ("all_gather", None, "scatter"): False,
     ("all_gather", 1, "reduce_scatter"): True,
     ("all_gather", -1, None): False,
@@ -63,7 +64,7 @@ def test_any_sync_that_fits_keeps_the_value_and_every_gradient(data: st.DataObje
         sch[at].sync(
             mode, op, axis=axis, backward=backward or ("scatter" if not contracts else None)
         )
-    if contracts:  # rows of what is split, or of what was gathered: each device takes its own
+    if contracts:  # Each device takes its own rows, of a split or of a gathered value.
         sch.shard("second", axis=0)
     op, axis = data.draw(st.sampled_from(SPLIT_BY_ROWS if op == "RS->SR" else SECOND[contracts]))
     if op is not None:
@@ -92,7 +93,7 @@ def test_gradients_of_a_scatter_are_gathered(
 
 @pytest.mark.parametrize("backward", ["scatter", "reduce_scatter"])
 def test_an_all_gather_hands_back_gradients_as_it_is_told(backward: Any) -> None:
-    """Where what follows computes the same on all devices each keeps its part; where it computes on shards, they are added up."""
+    """Replicated consumers let each device keep its part; sharded consumers need a sum."""
     sch, x = layers_schedule(4, 16, 8, 4)
     sch.shard("first", axis=1)
     sch["second"].sync("fwd_pre", "all_gather", backward=backward)
@@ -176,7 +177,7 @@ def test_a_function_that_leaves_values_different_is_refused() -> None:
 
 @pytest.mark.parametrize("mesh", [4, (2, 2)])
 def test_a_function_makes_gradients_whole(mesh: Any) -> None:
-    """Slapo's hook on the backward pass: an all_reduce by hand is one, and anything else is what Verify finds."""
+    """Slapo's backward hook may be an all_reduce by hand; Verify finds anything else."""
     axis = {"mesh_axis": "y"} if mesh == (2, 2) else {}
 
     def made(function: Any) -> tuple[ModelSchedule, jax.Array]:

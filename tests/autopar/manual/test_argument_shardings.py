@@ -1,3 +1,5 @@
+"""Arguments get the shardings of their specs, or an error that names the argument and the dim."""
+
 import jax
 import numpy as np
 import pytest

@@ -1,3 +1,5 @@
+"""Unknown XLA flags and values of the wrong type are refused before XLA aborts."""
+
 import pytest
 
 from autopar.manual import XlaFlagError, check_xla_flags

@@ -1,4 +1,4 @@
-"""The gradient inside shard_map is that of the mean over all devices; the obvious way to write it is not."""
+"""`manual.value_and_grad` in shard_map gives the gradient of the mean over all devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def mapped(function: Callable, **options: Any) -> Callable:
-    """`function(w, x)` on all devices, unless told otherwise of a replicated w and rows of x along `data`."""
+    """Map `function(w, x)` over devices; by default w is replicated and rows of x are split."""
     options = {"in_specs": (P(), P("data")), "out_specs": P()} | options
     return jax.jit(jax.shard_map(function, mesh=MESH, **options))
 
@@ -35,7 +35,7 @@ def mapped(function: Callable, **options: Any) -> Callable:
 def test_pmean_of_the_gradient_is_as_many_times_too_large_as_there_are_devices() -> None:
     expected = jax.grad(loss)(W, X)
     trapped = mapped(lambda w, x: jax.lax.pmean(jax.grad(loss)(w, x), "data"))(W, X)
-    np.testing.assert_allclose(trapped, 4 * expected, rtol=1e-4, atol=1e-6)  # silently
+    np.testing.assert_allclose(trapped, 4 * expected, rtol=1e-4, atol=1e-6)  # Silently.
     value, grad = mapped(manual.value_and_grad(loss, axis="data"))(W, X)
     np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(value, loss(W, X), rtol=1e-5)
@@ -86,7 +86,7 @@ def test_gradients_of_replicated_and_sharded_parameters_are_those_of_one_device(
 def test_a_parameter_that_is_used_twice_is_synchronised_once() -> None:
     step = mapped(manual.value_and_grad(loss, axis="data"))
     text = step.lower(W, X).as_text()
-    assert text.count('"stablehlo.all_reduce"') == 2  # of the gradient, of the loss
+    assert text.count('"stablehlo.all_reduce"') == 2  # Of the gradient and of the loss.
     careless = mapped(jax.value_and_grad(lambda w, x: jax.lax.pmean(loss(w, x), "data")))
     assert careless.lower(W, X).as_text().count('"stablehlo.all_reduce"') == 3
 

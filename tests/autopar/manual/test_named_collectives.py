@@ -1,4 +1,4 @@
-"""Each collective is its NumPy definition, for random shapes, meshes and axes."""
+"""Each collective equals its NumPy definition, for random shapes, meshes and axes."""
 
 from collections.abc import Callable
 from math import prod
@@ -18,7 +18,7 @@ EVERY = PartitionSpec(("i", "j"))
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[Mesh, Any, np.ndarray]:
-    """A mesh, an axis of it (or both together), and the groups of devices along that axis, one per row."""
+    """Draw a mesh, one or both of its axes, and the groups of devices along them, one per row."""
     shape = draw(st.sampled_from([(2, 2), (2, 4), (4, 2), (1, 3), (8, 1)]))
     mesh = Mesh(
         np.array(jax.devices()[: prod(shape)]).reshape(shape),
@@ -31,7 +31,7 @@ def groups(draw: st.DrawFn) -> tuple[Mesh, Any, np.ndarray]:
 
 
 def parts_of(draw: Callable, mesh: Mesh, multiples: dict[int, int], rank: int) -> np.ndarray:
-    """Integers for every device, along a first dim; other dims are small, those in `multiples` of that."""
+    """Draw integers for every device along a first dim, with other dims small or in `multiples`."""
     shape = [draw(st.integers(1, 3)) * multiples.get(dim, 1) for dim in range(rank)]
     return np.random.default_rng(draw(st.integers(0, 9))).integers(
         -99, 99, (mesh.size, *shape), np.int32
@@ -39,7 +39,7 @@ def parts_of(draw: Callable, mesh: Mesh, multiples: dict[int, int], rank: int) -
 
 
 def run(function: Callable[[jax.Array], jax.Array], mesh: Mesh, parts: np.ndarray) -> np.ndarray:
-    """What each device gets from `function` of its part."""
+    """Return what `function` returns on each device for its part."""
     mapped = jax.shard_map(
         lambda x: function(x[0])[None], mesh=mesh, in_specs=EVERY, out_specs=EVERY
     )
@@ -49,7 +49,7 @@ def run(function: Callable[[jax.Array], jax.Array], mesh: Mesh, parts: np.ndarra
 def by_definition(
     rows: np.ndarray, parts: np.ndarray, define: Callable[[list[np.ndarray], int], np.ndarray]
 ) -> Any:
-    """`define(parts of the group, own place in it)` for every device."""
+    """Return `define(parts of the group, own place in it)` for every device."""
     found = {
         int(device): define(list(parts[row]), place)
         for row in rows

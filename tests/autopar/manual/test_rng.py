@@ -1,3 +1,5 @@
+"""Keys of devices differ along the given mesh axes and nowhere else."""
+
 from functools import partial
 
 import jax
@@ -10,7 +12,7 @@ MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("i", "j"), axis_types=(AxisT
 
 
 def keys(axis) -> np.ndarray:
-    """The key of every device, by its place in the mesh."""
+    """Return the key of every device by its place in the mesh."""
     fold = partial(fold_rng_over_axis, axis=axis)
     folded = jax.shard_map(
         fold, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(("i", "j"))

@@ -1,4 +1,4 @@
-"""Gradients are completed once per step, however many microbatches it has; and the result is one device's."""
+"""Gradients are summed over devices once per step, and the result equals one device."""
 
 import re
 from collections import Counter
@@ -63,7 +63,7 @@ def step_of(reduce, dtype=np.float32):
 
 
 def collectives(hlo: str) -> tuple[Counter[str], Counter[str]]:
-    """Collectives inside the bodies of loops, and outside of them; gathers of parameters are none of gradients."""
+    """Return the collectives of gradients inside loops and outside, without gathers of parameters."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
     inside, outside, here = Counter(), Counter(), ""
     for line in hlo.splitlines():
@@ -144,7 +144,7 @@ def test_a_loaded_plan_defers_as_the_planned_one():
     ids=["float32", "bfloat16"],
 )
 def test_gathered_parameters_and_every_combination_of_axes_give_the_same_numbers(dtype, close):
-    """Whatever shardings a plan has, axes can be deferred: no number depends on it, but for rounding."""
+    """Deferred axes change results by rounding only, whatever the shardings of the plan."""
     step, batch = step_of(jnp.mean, dtype), batch_of(32)
     planned = autopar.parallelize(
         step, method=autopar.Zero3Parallel(devices=(2, 2), num_micro_batches=2)

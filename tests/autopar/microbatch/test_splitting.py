@@ -304,7 +304,7 @@ def test_several_masked_means_are_accumulated_each_with_its_weights():
 
 
 def test_other_losses_are_made_of_sums_by_the_user_as_the_refusal_says():
-    """A weight that depends on all outputs takes a pass over the model of its own, which microbatches do not make."""
+    """A weight that depends on all outputs needs a second pass over the model."""
 
     def refused(params, batch):
         def loss(p):
@@ -372,7 +372,7 @@ def test_the_size_of_the_batch_is_that_of_the_whole_batch_outside_of_the_loss(me
 
 @over_methods
 def test_what_rounds_to_integers_is_rounded_once(method):
-    """The quotients of the microbatches' integers don't add up to that of the batch; a pipeline refuses them."""
+    """Quotients of the microbatches' integers do not sum to the batch's; a pipeline refuses."""
 
     def step(params, batch):
         def loss(p):
@@ -443,7 +443,7 @@ def test_rows_come_back_in_order_from_an_evaluation_that_groups_neighbours():
 
 
 def test_statistics_that_divide_a_loss_are_accumulated_in_loops_before_it():
-    """Weights are normalised by their mean and then by their deviation; no loop but the last runs the model."""
+    """Weights are normalised by mean, then by deviation; only the last loop runs the model."""
 
     def step(params, batch):
         return autopar.grad(lambda p: (per_example(p, batch) * normalised(batch["mask"])).mean())(
@@ -579,7 +579,7 @@ def test_rows_per_example_are_refused():
 
 
 def test_loops_over_layers_and_time_keep_what_they_carry():
-    """A scan whose carry starts as zeros and becomes a row per example, and gradients that it accumulates."""
+    """The scan's carry starts as zeros and becomes a row per example; gradients accumulate."""
 
     def step(w, x):
         def loss(w):

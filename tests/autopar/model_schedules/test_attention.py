@@ -1,3 +1,5 @@
+"""Blockwise attention equals the textbook formula without storing all scores."""
+
 from typing import Any
 
 import jax
@@ -31,7 +33,7 @@ def test_block_by_block_is_softmax_attention_forward_and_backward(
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_scores_of_all_pairs_are_kept(causal: bool) -> None:
-    """Of (batch, heads, length, length) there is nothing, forward or backward."""
+    """No array has (batch, heads, length, length), forward or backward."""
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
     jaxpr = jax.make_jaxpr(jax.grad(lambda *a: flash_attention(*a, causal, 16).sum(), (0, 1, 2)))(
         x, x, x

@@ -1,4 +1,4 @@
-"""Shipped schedules on a model of other names, made of Flax's own attention."""
+"""Shipped schedules apply to a model with other module names and Flax's own attention."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, **_: object) -
 
 
 class Block(nn.Module):
-    """Kernels of projections have a dim for heads and one for what is in them."""
+    """A block whose projections have kernels with a dim for heads and one for head features."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -52,7 +52,7 @@ NAMES = replace(
 
 @pytest.mark.slow
 def test_a_schedule_takes_the_names_of_the_model() -> None:
-    """The feed-forward layer of a block is no module of its own, and attention is Flax's."""
+    """The feed-forward layer of a block is not a module, and attention is Flax's."""
     sch = scheduled(Decoder(), TOKENS)
     knobs = Knobs(
         sequence_parallel=True, vocabulary_parallel=True, flash_attention=True, checkpoint_ratio=1.0

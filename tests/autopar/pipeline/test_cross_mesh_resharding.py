@@ -1,3 +1,5 @@
+"""Cross-mesh resharding sends every element that the destination needs once, then gathers."""
+
 from math import prod
 
 import numpy as np
@@ -22,7 +24,7 @@ def at(tile, origin=()) -> tuple[slice, ...]:
 
 
 def send(value, source, destination, resharding: Resharding):
-    """What the shards on the destination hold after all pieces have arrived, and after the gather."""
+    """Return the destination's shards after all pieces have arrived, and after the gather."""
     (source_mesh, source_spec), (mesh, spec) = source, destination
     held = [(tile, value[at(tile)]) for tile in tiles(value.shape, source_mesh, source_spec)]
     landing = tiles(value.shape, mesh, resharding.landing)
@@ -33,7 +35,7 @@ def send(value, source, destination, resharding: Resharding):
         into = at(piece.tile, [start for start, _ in landing[piece.destination]])
         arrived[piece.destination][into] = shard[at(piece.tile, [start for start, _ in tile])]
         filled[piece.destination][into] += 1
-    assert all((times == 1).all() for times in filled)  # every element exactly once
+    assert all((times == 1).all() for times in filled)  # Every element exactly once.
     extra = [
         axis
         for axes, final in zip(resharding.landing, spec, strict=True)
@@ -87,7 +89,7 @@ def test_any_meshes_and_specs_arrive_exactly(transfer):
         * destination[0].num_devices
         // destination[0].ways(a for axes in resharding.landing for a in axes)
     )
-    assert sum(resharding.traffic(1).values()) == copies  # nothing is sent that is not needed
+    assert sum(resharding.traffic(1).values()) == copies  # No piece is sent that is not needed.
 
 
 def test_the_axes_of_a_dim_count_major_first():

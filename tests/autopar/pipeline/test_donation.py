@@ -1,4 +1,4 @@
-"""Tasks take the memory of what nobody reads after them, where they make something like it."""
+"""Tasks donate operands at their last use, and results reuse their memory."""
 
 import warnings
 from functools import cache
@@ -22,7 +22,7 @@ from tests.autopar.pipeline.stack_steps import (
     stack_step,
 )
 
-ACTIVATION = 4 * WIDTH * 4  # bytes of 4 rows of a microbatch
+ACTIVATION = 4 * WIDTH * 4  # Bytes of 4 rows of a microbatch.
 WEIGHT = WIDTH * WIDTH * 4
 
 
@@ -31,14 +31,14 @@ def compiled(schedule: str = "1f1b", donate: bool = True) -> LocalExecutable:
     method = pipeline(pipeline_schedule=schedule)
     parallel = autopar.parallelize(stack_step, method=method, donate_argnums=(0,) if donate else ())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what is donated is used
+        warnings.simplefilter("error")  # Donated operands are used.
         executable = parallel.get_executable(stack_params(), stack_batch())
     assert isinstance(executable, LocalExecutable)
     return executable
 
 
 def aliased(executable: LocalExecutable, *task: Any) -> int:
-    """Bytes of results that are where an operand was."""
+    """Return the bytes of results in memory of an operand."""
     return memory_of(executable.tasks[Task(*task)].compiled).aliased
 
 
@@ -47,13 +47,13 @@ def test_sums_grow_where_they_are() -> None:
 
 
 def test_an_inner_stage_leaves_the_gradient_of_its_input_where_something_was() -> None:
-    """It reads the gradient of its output and what the forward pass kept, all of them last, and makes one such array and a sum."""
+    """It reads its output's gradient and saved values last, and returns one such array and a sum."""
     for stage in (1, 2):
         assert aliased(compiled(), stage, "B") == WEIGHT + ACTIVATION
 
 
 def test_an_update_uses_state_and_gradients_up() -> None:
-    """The new weights are where the old ones were, or, where these are the caller's, where the gradient was."""
+    """New weights replace the old ones, or the gradient if the old ones belong to the caller."""
     assert aliased(compiled(donate=True), 1, "U") == WEIGHT
     assert aliased(compiled(donate=False), 1, "U") == WEIGHT
     step = compiled(donate=False)
@@ -63,14 +63,14 @@ def test_an_update_uses_state_and_gradients_up() -> None:
 
 
 def test_what_a_forward_pass_keeps_is_not_used_up() -> None:
-    """Activations are read again in the backward pass, and inputs belong to the caller."""
+    """The backward pass reads activations again, and inputs belong to the caller."""
     assert all(
         aliased(compiled(), stage, "F") <= 4 for stage in range(4)
-    )  # the last one sums the loss, a float
+    )  # The last one sums the loss, a float.
 
 
 def test_inference_keeps_nothing() -> None:
-    """Every stage writes where the one before it wrote, but the first, which reads an input."""
+    """Every stage but the first, which reads an input, writes to its operand's memory."""
     method = pipeline(pipeline_schedule="inference", layer_option=autopar.ManualLayerOption())
     executable = autopar.parallelize(stack, method=method).get_executable(
         stack_params(), stack_batch()["x"]
@@ -86,7 +86,7 @@ def test_inference_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble_h1"])
 def test_what_is_used_up_is_freed_next(schedule: str) -> None:
-    """The last reads of a task are in the Free that follows each of its runs."""
+    """Values that a task reads last are in the Free after each of its runs."""
     instructions = compiled(schedule).planned.instructions
     names = compiled(schedule).planned.names
     for row in instructions.program.instructions:

@@ -1,4 +1,4 @@
-"""Pipelines on clusters whose hosts differ: each stage is planned, and compiled, for the devices of its own pool."""
+"""On heterogeneous clusters each stage is planned and compiled for the devices of its pool."""
 
 import re
 from dataclasses import replace
@@ -57,7 +57,7 @@ UNEVEN = load_cluster("a2_uneven")
 
 @pytest.fixture(scope="module")
 def mlp() -> StepGraph:
-    """Products large enough to take most of the time."""
+    """Return an MLP whose products take most of the time."""
     model = build_model("mlp", {"dim": 2048, "num_layers": LAYERS, "batch_size": 2048})
 
     def step(state, batch):
@@ -72,7 +72,7 @@ def planned(step: StepGraph, cluster: AnyCluster, option=None, **more) -> Plan:
 
 
 def layers_by_pool(plan: Plan, cluster: AnyCluster) -> list[int]:
-    """How many layers each pool has; every stage is in one."""
+    """Return the number of layers of each pool; every stage is in one pool."""
     layers = [0] * len(cluster.pools)
     for stage in plan.stages:
         layers[cluster.pool_of(stage.devices)] += len(stage.layers)
@@ -124,7 +124,7 @@ def test_hosts_of_unequal_size_all_get_work(mlp):
 
 @pytest.mark.slow
 def test_equal_pools_are_planned_like_the_hosts_of_one_cluster(mlp):
-    """But for stages over both hosts, which the slow network rules out, and even ones, which here may have a size for each pool."""
+    """The slow network rules out stages over both hosts; even stages may differ between pools."""
     two, hosts = beside(V100, V100), V100.with_size(hosts=2)
     assert planned(mlp, two).predicted_seconds == pytest.approx(
         planned(mlp, hosts).predicted_seconds, rel=0.02
@@ -152,7 +152,7 @@ def test_costs_of_a_stage_are_those_of_its_pool(mlp):
 
 
 def test_a_share_of_the_work_counts_by_what_devices_can_do(mlp):
-    """All of them together are even, so that half of the work is too much for the slower half."""
+    """All stages are even, so that half of the work is too much for the slower half."""
     planner = PipelinePlanner(mlp, MIXED)
     option = AutoStageOption(stage_imbalance_tolerance=0.3)
     problem = stage_problem(planner._stage_costs(AUTO, ONE_F_ONE_B), MIXED, option, "1f1b")
@@ -230,7 +230,7 @@ def test_a_plan_is_predicted_with_every_stage_compiled_for_its_own_gpus(monkeypa
     assert [name for name, _ in groupby(compiled_for)] == [
         A100.device.name,
         V100.device.name,
-    ]  # the first stage is on A100s
+    ]  # The first stage is on A100s.
     assert timeline.meshes == ((4, 5, 6, 7), (2, 3))
     assert timeline.fits(MIXED)
     assert 0 < timeline.makespan < 1
@@ -273,7 +273,7 @@ def trace_of_gpt() -> StepGraph:
     return trace(gpt_step, gpt().abstract_args(), (1,), 2, AutoLayerOption(2), marked=True)
 
 
-# What can't be done
+# Errors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Programs of pipelines: what is read is there, and what is there is freed, whatever the schedule."""
+"""Programs of pipelines define values before use and free them after, in every schedule."""
 
 from collections.abc import Callable
 from typing import Any

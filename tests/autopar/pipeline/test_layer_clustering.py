@@ -1,3 +1,5 @@
+"""Layer clustering cuts a step where few bytes cross, as golden cases and brute force do."""
+
 import json
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "layer_clusters.j
 
 
 def from_rows(rows):
-    """The golden file's `received`, [start][stop - start - 1], as columns by stop."""
+    """Return the golden file's `received`, [start][stop - start - 1], as columns by stop."""
     return lambda: (
         np.array([rows[start][stop - start - 1] for start in range(stop)])
         for stop in range(1, len(rows) + 1)
@@ -58,7 +60,7 @@ def received_by(values, start: int, stop: int) -> float:
 
 @st.composite
 def graphs(draw):
-    """Work of equations and values as (equation that makes it, bytes, users)."""
+    """Draw the work of equations, and values as (producing equation, bytes, users)."""
     size = draw(st.integers(1, 9))
     values = []
     for maker in range(size - 1):
@@ -103,7 +105,7 @@ def test_the_cut_is_the_best_of_all(graph, num_layers, eps):
 
 
 def test_equal_blocks_are_cut_between_blocks():
-    """Inside a block 10 bytes are alive, between blocks 1."""
+    """10 bytes are live inside a block, 1 byte between blocks."""
     blocks, size = 4, 6
     values = [(e, 1.0 if e % size == size - 1 else 10.0, [e + 1]) for e in range(blocks * size - 1)]
     layers = cluster_layers(

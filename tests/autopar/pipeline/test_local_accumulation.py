@@ -1,4 +1,4 @@
-"""Stages whose devices accumulate gradients apart, and complete them once per step, compute what one device computes."""
+"""Stages that accumulate gradients per device and sum them once per step equal one device."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ COUNT = 2
 
 @pytest.fixture(scope="module")
 def trained():
-    """A GPT with tied embeddings, traced in two layers and two microbatches, and what one device makes of its batch."""
+    """Return a traced GPT with two layers and two microbatches, and its results on one device."""
     model = replace(SMALL["gpt"], batch_size=32)
     args = sgd_args(model, optax.sgd(1.0))
 
@@ -68,7 +68,7 @@ def as_changes(options):
 def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(
     trained, first, second, ways
 ):
-    """A stage of one device sees whole microbatches: gradients of a mean are smaller there, and are scaled on their way."""
+    """Gradients of a mean are smaller in a stage of one device, which has whole microbatches."""
     step, args, expected = trained
     shapes = [(4,) if options is not None else (1,) for options in (first, second)]
     changes = [as_changes(options) if options is not None else {} for options in (first, second)]

@@ -1,4 +1,4 @@
-"""What "auto" stands for is tried and the fastest is taken."""
+"""Options that are "auto" become the fastest of all choices."""
 
 import jax
 import pytest
@@ -72,7 +72,7 @@ def test_the_fastest_of_all_that_was_tried_is_the_plan():
 
 
 def test_a_step_that_is_fastest_as_one_program_is_not_cut():
-    """On one host, where collectives are cheap and a pipeline of few microbatches waits."""
+    """On one host collectives are cheap, and a pipeline of few microbatches has a bubble."""
     options = {"num_micro_batches": 1, "pipeline_schedule": "auto"}
     plan = planned(**options)
     assert plan.schedule == WHOLE_STEP
@@ -125,7 +125,7 @@ def test_what_was_found_runs_and_equals_one_device():
 
 @pytest.mark.slow
 def test_memory_decides_for_more_microbatches():
-    """Fewer need more at once."""
+    """Fewer microbatches are larger and need more memory."""
     free = planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
     used = {
         n: planned(num_micro_batches=n, stage_option=UniformStageOption(2)).predicted_bytes

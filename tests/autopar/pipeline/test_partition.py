@@ -1,4 +1,4 @@
-"""Cutting a step into tasks: nothing is lost, nothing is done twice, nothing is read before it is made."""
+"""Tasks of a partitioned step have each equation once and read no value before its definition."""
 
 from functools import cache
 from typing import Any
@@ -39,7 +39,7 @@ def step(request: pytest.FixtureRequest) -> tuple[StepGraph, range]:
 
 
 def order(partition: Partition) -> list[Task]:
-    """The tasks as one microbatch goes through them, then the update."""
+    """Return the tasks in the order of one microbatch, then the update."""
     last = partition.num_stages - 1
     phases = {"F": 0, "B": 1, "I": 1, "W": 2, "U": 3}
 
@@ -68,11 +68,13 @@ def test_every_needed_equation_is_in_one_task_unless_it_is_computed_anywhere(
     assert set(tasks) <= needed
     made = {number: graph.jaxpr.eqns[number].outvars for number in needed}
     marked = {atom for _, mark in micro.marks for atom in mark.invars if isinstance(atom, Var)}
-    for number in needed - set(tasks):  # nothing reads it: what is left of a constant loss, say
+    for number in needed - set(
+        tasks
+    ):  # No equation reads it, for example the rest of a constant loss.
         assert not any(var in marked or var in graph.jaxpr.outvars for var in made[number])
     small = set(graph.jaxpr.invars) | set(graph.jaxpr.constvars)
     for number, places in tasks.items():
-        if len(places) > 1:  # depends on constants and small inputs alone
+        if len(places) > 1:  # Depends on constants and small inputs alone.
             reads = [a for a in graph.jaxpr.eqns[number].invars if isinstance(a, Var)]
             makers = [n for n in tasks if any(a in made[n] for a in reads)]
             assert all(a in small or any(a in made[n] for n in makers) for a in reads)
@@ -108,7 +110,7 @@ def test_splitting_the_backward_pass_keeps_all_of_it(step: Any) -> None:
         }
         assert awaited.isdisjoint(
             split.results[Task(stage, "W")]
-        )  # nobody waits for gradients of weights
+        )  # No task waits for gradients of weights.
 
 
 def test_a_total_is_kept_where_its_parts_are_made(step: Any) -> None:

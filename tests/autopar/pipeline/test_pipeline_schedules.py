@@ -1,3 +1,5 @@
+"""Pipeline schedules equal golden grids, and their makespans follow from formulas."""
+
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,12 +41,13 @@ def clock(
     seconds: Mapping[Phase, float] | Callable[[Run], float],
     transfer: Callable[[int, int], float] = lambda source, destination: 0.0,
 ) -> dict[Run, tuple[float, float]]:
-    """Return when each task starts and ends, in seconds: what `Schedule.makespan` is the end of, in the plainest code.
+    """Return when each task starts and ends, in seconds, by the plainest code.
 
     Args:
-        seconds: what a task takes, by phase or for every task.
-        transfer: from one mesh to another, how long it takes to send what a task made; the meshes go on meanwhile, and a mesh
-            sends one thing after the other.
+        schedule: the schedule whose `makespan` is the last end.
+        seconds: seconds of a task, by phase or for every task.
+        transfer: seconds to send a task's result from one mesh to another. Meshes compute
+            meanwhile, and a mesh sends one result after another.
 
     Raises:
         DeadlockError: the meshes wait for one another.
@@ -73,7 +76,7 @@ def clock(
 
 
 def held_by_meshes(schedule: Schedule) -> list[int]:
-    """Of how many (stage, microbatch) each mesh holds activations at most, by the tasks that it runs."""
+    """Return the most (stage, microbatch) whose activations each mesh stores at the same time."""
     release = "W" if "W" in schedule.phases else "B" if "B" in schedule.phases else "F"
     most = []
     for row in schedule.rows:
@@ -88,7 +91,7 @@ def held_by_meshes(schedule: Schedule) -> list[int]:
 
 
 def grid(schedule: Schedule, clocks: int) -> list[str]:
-    """What each mesh runs at each clock, in the words of the golden file; updates wait for the last clock."""
+    """Return the task of each mesh at each clock, as the golden file has them."""
     rows = [["."] * clocks for _ in schedule.rows]
     for task, (start, _) in clock(schedule, {"F": 1, "B": 1, "U": 0}).items():
         row = rows[schedule.mesh_of(task.stage)]
@@ -108,7 +111,7 @@ def test_clocks_and_memory_are_the_recorded_ones(golden):
     )
     assert (
         schedule.makespan({"F": 1, "B": 1, "U": 0}) + 1 == golden["clocks"]
-    )  # one more for the update, idle in inference
+    )  # One more for the update, idle in inference.
     if golden["in_flight"]:
         assert held_by_meshes(schedule) == schedule.in_flight() == golden["in_flight"]
     if "grid" in golden:
@@ -132,14 +135,14 @@ def test_the_bubble_is_what_the_papers_say(meshes, micro_batches, name, chunks, 
         make_schedule(name, Pipeline(meshes, micro_batches, chunks)).makespan(EQUAL_THIRDS)
         == makespan
     )
-    assert 3 * micro_batches * chunks == ideal  # forward 1, backward 2
+    assert 3 * micro_batches * chunks == ideal  # Forward 1, backward 2.
 
 
 pipelines = st.builds(Pipeline, st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 
 
 def schedules_of(pipeline: Pipeline) -> list[Schedule]:
-    """All schedules that the pipeline may have."""
+    """Return all schedules that the pipeline may have."""
     names = [
         name
         for name in schedule_names()
@@ -191,7 +194,8 @@ def test_activations_in_flight_are_those_announced(pipeline):
 def test_a_slow_stage_sets_the_pace():
     schedule = make_schedule("1f1b", Pipeline(3, 10))
     seconds = {0: 1.0, 1: 4.0, 2: 1.0}
-    # fill 1, then 10 times forward and backward of the slow stage with one round trip to stage 2 (2) in between, drain 1
+    # Fill 1, then 10 times forward and backward of the slow stage with one round trip to stage 2
+    # (2) in between, drain 1.
     makespan = schedule.makespan(lambda task: 0.0 if task.phase == "U" else seconds[task.stage])
     assert 10 * 8 <= makespan <= 1 + 10 * 8 + 2 + 1
 
@@ -203,7 +207,7 @@ def test_a_slow_stage_sets_the_pace():
     st.integers(0, 3),
 )
 def test_the_makespan_is_when_the_last_clock_stops(pipeline, scale, transfer, step):
-    """Stages of any speed, transfers that take longer the farther they go."""
+    """Stages have any speed, and transfers take longer over larger distances."""
 
     def seconds(task: Run) -> float:
         return float(scale[task.stage % 8] * (1 + "FBUIW".index(task.phase)))
@@ -266,7 +270,7 @@ def test_the_second_chunk_of_a_v_goes_back(name, expected):
 
 @given(st.integers(1, 8), st.integers(0, 20))
 def test_a_v_has_no_bubble_in_the_memory_of_1f1b(meshes, more):
-    """Qi et al.: where F, I and W take as long as each other, a mesh waits only before its first task and after its last."""
+    """Qi et al.: with equal F, I and W a mesh is idle only before its first and after its last task."""
     pipeline = Pipeline(meshes, 2 * meshes + more, 2)
     schedule = make_schedule("zero_bubble_v", pipeline)
     assert held_by_meshes(schedule) == [2 * meshes] * meshes
@@ -292,7 +296,7 @@ def test_dualpipe_v_needs_twice_as_many_microbatches_as_meshes():
 
 
 def forward_first(mesh, pipeline):
-    """A schedule of a user: gpipe, last microbatch first on the way back."""
+    """Return a user's schedule: gpipe with the last microbatch first in the backward pass."""
     yield from (Run(mesh, "F", batch) for batch in range(pipeline.num_micro_batches))
     yield from (Run(mesh, "B", batch) for batch in reversed(range(pipeline.num_micro_batches)))
     yield Run(mesh, "U")

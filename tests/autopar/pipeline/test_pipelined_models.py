@@ -1,6 +1,6 @@
-"""Models of the sweep, cut into layers by hand and by clustering, train in a pipeline as on one device.
+"""Models with manual or automatic layers train in a pipeline as on one device.
 
-Pipelines of the same stages share their executables whatever the schedule, so that few are compiled.
+Pipelines with equal stages share executables in all schedules, so that few are compiled.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def compiled_in_a_hurry() -> Iterator[None]:
 
 @contextmanager
 def boundaries(modules: tuple[str, ...]) -> Iterator[None]:
-    """While it lasts, each of the modules begins a layer."""
+    """Begin a layer at each of the modules within this context."""
 
     def mark(
         call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
@@ -58,7 +58,7 @@ def boundaries(modules: tuple[str, ...]) -> Iterator[None]:
 
 @cache
 def step_of(name: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """The training step of a model, and its arguments."""
+    """Return the training step of a model and its arguments."""
     model, _, modules = MODELS[name]
 
     def step(state: Any, batch: Any) -> Any:
@@ -71,7 +71,7 @@ def step_of(name: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
 
 @cache
 def expected(name: str) -> list[Any]:
-    """The states after some steps on one device, and what they return."""
+    """Return the results of some steps on one device, which begin with the states."""
     step, (state, batch) = step_of(name)
     serial, results = jax.jit(step), []
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Steps of every kind compute in a pipeline what one device computes, or are refused."""
+"""Steps of every kind equal one device in a pipeline, or are refused."""
 
 import functools
 from typing import Any
@@ -258,26 +258,26 @@ def test_inference_returns_rows_scalars_and_constants() -> None:
 
 
 def counter(params: Any, state: Any) -> tuple[Any, Any, Any]:
-    """A counter that the loss reads: the scale of each layer, of the loss and what is returned."""
+    """Scale the loss by a counter; returns scales of layers, scale of the loss, new state."""
     count = state + 1
     return [1.0, 1.0], 1 / count, count
 
 
 def split_key(params: Any, state: Any) -> tuple[Any, Any, Any]:
-    """A key of which one half draws a mask of features and the other is kept."""
+    """Scale layers by a mask that one half of a key draws; the other half is the new state."""
     key, sub = jax.random.split(jax.random.wrap_key_data(state))
     mask = jax.random.bernoulli(sub, 0.8, (WIDTH,)).astype(jnp.float32)
     return [mask, mask], 1.0, jax.random.key_data(key)
 
 
 def moving_average(params: Any, state: Any) -> tuple[Any, Any, Any]:
-    """An average of each weight that its own layer reads."""
+    """Scale each layer by a moving average of its weights."""
     average = [0.9 * old + 0.1 * params[f"w{i}"] for i, old in enumerate(state)]
     return [each.sum(0) for each in average], 1.0, average
 
 
 def spectral_norm(params: Any, state: Any) -> tuple[Any, Any, Any]:
-    """The largest singular value of each weight, by power iteration in a while_loop whose vectors are kept."""
+    """Scale each layer by its spectral norm, by power iteration whose vectors are the state."""
 
     def iterate(w: jax.Array, start: jax.Array) -> jax.Array:
         def body(carry: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Stages are measured where that is asked for: what is measured decides, is measured once, and is remembered in a file."""
+"""Profiled stages: measured seconds decide, and each is measured once and cached in a file."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def planned(
 
 
 def takes(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[TaskFunction]:
-    """Let tasks take what `seconds` says; returns the list of those that are asked for, which grows."""
+    """Make tasks take `seconds`, and return the growing list of tasks that are measured."""
     asked: list[TaskFunction] = []
 
     def measured(function: TaskFunction) -> float:
@@ -52,7 +52,7 @@ def test_a_pipeline_of_measured_stages_trains_as_on_one_device(tmp_path: Path) -
     method = pipeline(devices=2, stage_option=replace(PROFILE, cached_profile_result=file))
     assert_as_serial(stack_step, method, stack_params(2), stack_batch())
     stages = json.loads(file.read_text())["stages"].values()
-    # both layers, or either of them, on one device or two
+    # Both layers, or either of them, on one device or two.
     assert sorted(stage["mesh_shape"] for stage in stages) == [[1], [1], [1], [2], [2], [2]]
     assert all(set(stage["seconds"]) == {"F", "B", "U"} for stage in stages)
     assert all(0 < seconds < 10 for stage in stages for seconds in stage["seconds"].values())

@@ -1,4 +1,4 @@
-"""Memory of pipelines, instruction by instruction, in whatever order their tasks run."""
+"""Memory of pipelines after each instruction, in any order of their tasks."""
 
 from copy import copy
 from dataclasses import replace
@@ -38,7 +38,7 @@ SHAPES = [("1f1b", 2, 1), ("1f1b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleave
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> PlannedStep:
-    """A planned pipeline that runs its tasks in any order in which each comes after those that it needs."""
+    """Draw a planned pipeline whose tasks run in any order that respects dependencies."""
     whole = copy(planned(*draw(st.sampled_from(SHAPES)), draw(st.sampled_from([2, 4, 8]))))
     tasks = [task for row in whole.schedule.rows for task in row]
     waiting = {task: set(whole.schedule.needs(task)) for task in tasks}
@@ -76,7 +76,7 @@ def test_memory_is_never_negative_and_returns_to_the_baseline(whole: PlannedStep
         totals = [sum(level.values()) for level in held]
         baseline = {
             role: size for role, size in before.items() if role != "gradients"
-        }  # the sums, which the update takes
+        }  # The sums, which the update reads.
         assert held[-1] == baseline
         assert min(totals) >= sum(baseline.values())
         assert max(totals) == use.total

@@ -1,3 +1,5 @@
+"""Stage construction finds the best plan of small problems, by comparison with brute force."""
+
 import json
 from pathlib import Path
 
@@ -36,7 +38,7 @@ def test_the_recorded_optimum_is_found(golden):
 
     def costs(start, stop, mesh):
         at = start, stop - 1, meshes.index(mesh)
-        # one byte per microbatch in flight, `later` + 1 of which fit
+        # One byte per microbatch in flight, of which `later` + 1 fit.
         return [
             StageCost(t, 0.0, ROOM - (n + 1), 1.0)
             for t, n in zip(seconds[at], later[at], strict=True)
@@ -49,7 +51,7 @@ def test_the_recorded_optimum_is_found(golden):
 
 
 def every_plan(problem: StageProblem):
-    """All sequences of stages that use the devices, with the microbatches that each stage can hold in memory."""
+    """Yield all sequences of stages on the devices, with the microbatches that fit in memory."""
 
     def rest(start: int, left: tuple[int, ...]):
         if start == problem.num_layers:
@@ -101,7 +103,7 @@ pools = st.sampled_from(
 
 @st.composite
 def problems(draw):
-    """Small problems, with several GPU types, hosts that are no power of two, memory limits and transfers."""
+    """Draw small problems with several pools, any host sizes, memory limits and transfers."""
     offered = draw(pools)
     meshes = enumerate_submeshes(
         offered, draw(st.sampled_from(["powers_of_two", "whole_hosts", "all"]))
@@ -138,7 +140,7 @@ def problems(draw):
 
     def transfer(cut, source, destination, before):
         if source.pool == destination.pool and before is not None and before < source.num_devices:
-            return float("inf")  # no room
+            return float("inf")  # Not enough memory.
         meshes = (source.pool, source.num_devices, destination.pool, destination.num_devices)
         least = float(draws(cut, *meshes).integers(5))
         return least if before is None else least + float(draws(cut, *meshes, before).integers(3))
@@ -215,7 +217,7 @@ def test_devices_with_less_memory_get_fewer_layers():
 
     plan = construct_stages(StageProblem(8, pools, enumerate_submeshes(pools), 100, costs))
     layers = {stage.submesh.pool: stage.stop - stage.start for stage in plan.stages}
-    assert layers == {0: 3, 1: 5}  # 4 and 4 would be faster
+    assert layers == {0: 3, 1: 5}  # 4 and 4 would be faster.
 
 
 def test_too_little_memory_is_an_error_that_says_what_helps():
@@ -249,13 +251,14 @@ def test_transfers_depend_on_both_neighbours():
     plan = construct_stages(
         StageProblem(3, (pool,), enumerate_submeshes([pool]), 1, costs, transfer=transfer)
     )
-    # of 1x1 and 1x2, the cheaper order of the last two stages (1x2, 1x1: 0 rather than 3) needs the dearer cut before them
+    # Of 1x1 and 1x2, the cheaper order of the last two stages (1x2, 1x1: 0 rather than 3) needs the
+    # more expensive cut before them.
     assert [stage.submesh.num_devices for stage in plan.stages] == [1, 1, 2]
     assert plan.seconds == 3 * 1.0 + 3.0
 
 
 def estimate_and_schedule(name, seconds, transfers, once, micro_batches):
-    """The estimate for a stage a device, and what the schedule takes; a third of each stage is its forward pass."""
+    """Return the estimate and the schedule's makespan for one stage per device; F is a third."""
     one = Submesh(0, 1, 1)
     problem = StageProblem(
         num_layers=len(seconds),

@@ -1,3 +1,5 @@
+"""Submeshes are parts of a host or whole hosts, and their logical shapes use all devices."""
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st

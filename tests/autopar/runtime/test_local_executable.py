@@ -1,4 +1,4 @@
-"""What runs a pipeline: the program's instructions in order, nothing left behind, and clear errors."""
+"""A local executable runs a pipeline's instructions in order and leaves no arrays behind."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ from tests.autopar.pipeline.stack_steps import (
 
 @cache
 def compiled() -> tuple[autopar.ParallelizedFunction, LocalExecutable]:
-    """A pipeline of two stages, each on two devices."""
+    """Return a pipeline of two stages, each on two devices."""
     method = pipeline(stage_option=UniformStageOption(2, submesh_logical_shape=(2,)))
     parallel = autopar.parallelize(stack_step, method=method, donate_argnums=(0,))
     executable = parallel.get_executable(stack_params(), stack_batch())
@@ -82,7 +82,7 @@ def test_nothing_is_alive_after_steps_that_they_did_not_return(donate: tuple[int
     )
     batch = stack_batch()
     result = parallel(stack_params(), batch)
-    before = jax.live_arrays()  # kept, so that no other array gets the identity of one of them
+    before = jax.live_arrays()  # Kept, so that no other array gets the identity of one of them.
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(result))
     result = parallel(result[0], batch)
     result = parallel(result[0], batch)
@@ -174,7 +174,8 @@ def test_stage_execution_info_tells_tasks_devices_and_work() -> None:
         (2, 3),
     )
     assert [task.name for task in first.tasks] == ["0F", "0B", "0U0"]
-    # two products of (4, 16) by (16, 16) for a microbatch, tanh aside; backwards twice that, without the gradient of x
+    # Two products of (4, 16) by (16, 16) per microbatch, without tanh; the backward pass has twice
+    # as many, less the gradient of x.
     assert first.tasks[0].flops == pytest.approx(2 * 2 * 4 * 16 * 16, rel=0.1)
     assert first.tasks[1].flops == pytest.approx(3 * 2 * 4 * 16 * 16, rel=0.2)
     assert all(task.bytes > 0 for stage in (first, last) for task in stage.tasks)
@@ -184,7 +185,7 @@ def test_allocation_is_at_least_what_the_state_takes() -> None:
     _, executable = compiled()
     state = (
         sum(leaf.nbytes for leaf in jax.tree.leaves(stack_params())) // 2
-    )  # a stage's half, whole on each device
+    )  # A stage's half, whole on each device.
     assert executable.get_total_allocation_size() == max(use.total for use in executable.memory)
     assert executable.get_total_allocation_size() >= state // 2
 
@@ -212,14 +213,12 @@ def test_the_memory_of_a_predicted_pipeline_grows_and_returns_to_where_it_was() 
     of_first = timeline.memory[0].roles
     assert (
         of_first["parameters"] == of_first["gradients"] == 4 * 256 * 256 // 2
-    )  # of one layer, on two devices
-    # the earlier a mesh comes, the more microbatches wait on it for their backward pass
+    )  # Of one layer, on two devices.
+    # The earlier the mesh, the more microbatches wait on it for their backward pass.
     in_flight = [
         max(level.get("activations", 0) for _, level in levels) for levels in timeline.levels
     ]
-    assert in_flight[1:] == sorted(
-        in_flight[1:], reverse=True
-    )  # the first has the batch in their place
+    assert in_flight[1:] == sorted(in_flight[1:], reverse=True)  # The first has the batch instead.
     assert {(arrow.source, arrow.to) for arrow in timeline.arrows} == {
         (0, 1),
         (1, 0),
@@ -303,7 +302,7 @@ def test_pipelined_plans_are_compared() -> None:
     )
 
 
-# --- what can't be done says so
+# Errors
 
 
 def run(step: Any = stack_step, batch: int = 16, **options: Any) -> None:
@@ -316,7 +315,7 @@ def run(step: Any = stack_step, batch: int = 16, **options: Any) -> None:
     "layers", [autopar.AutoLayerOption(2), autopar.ManualLayerOption(remat_layer=True)]
 )
 def test_a_loss_may_take_functions_numbers_and_constants(layers: Any) -> None:
-    """What is no traced array keeps its value in layers, as it does under `jax.value_and_grad`."""
+    """Values that are not traced keep their value in layers, as under `jax.value_and_grad`."""
     constant = np.linspace(0, 1, 16, dtype=np.float32)
 
     def loss(

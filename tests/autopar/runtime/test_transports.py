@@ -1,4 +1,4 @@
-"""Values get from any mesh and spec to any other, whatever carries them."""
+"""Every transport moves values from any mesh and spec to any other."""
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,8 @@ def test_sends_and_receives_count_what_the_resharding_moves() -> None:
         assert send.num_bytes == sum(plan.traffic(4).values())
         gather = receives[send.value, send.to].gather
         assert (gather is not None) == plan.gathers
-        # each example's activation or gradient, once: microbatches of 4 rows of 16 numbers are divided by all devices
+        # Each example's activation or gradient is sent once: all devices divide microbatches of
+        # 4 rows of 16 numbers.
         assert send.num_bytes == 4 * 16 * 4
         if gather is not None:
             assert gather.num_bytes == 4 * np.prod(
@@ -131,7 +132,7 @@ def test_sends_and_receives_count_what_the_resharding_moves() -> None:
 
 
 def test_copies_on_the_destination_are_gathered_there() -> None:
-    """From one device to whole copies on two: each gets half of the 64 numbers, and the other half from its neighbour."""
+    """One device sends copies to two: each receives half of the 64 numbers and gathers the rest."""
     one, two = LogicalMesh((1,), ("x",)), LogicalMesh((2,), ("x",))
     plan = reshard((8, 8), (one, ((), ())), (two, ((), ())))
     assert (plan.sent_bytes(4), plan.gathered_bytes(4), plan.gather_groups) == (

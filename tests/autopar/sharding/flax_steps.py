@@ -29,7 +29,7 @@ _tokens = {"x": (np.arange(16 * 8).reshape(16, 8) * 7) % 32, "y": np.arange(16) 
 def _linen(
     model: nn.Module, batch: Any, optimizer: optax.GradientTransformation, **rngs: int
 ) -> Step:
-    """A step of `model` as a classifier: cross-entropy, all variable collections carried, dropout from a key in the state."""
+    """Return a step of a classifier that carries all variable collections and draws dropout."""
 
     def init() -> Any:
         keys = {name: jax.random.key(seed) for name, seed in {"params": 0, **rngs}.items()}
@@ -94,7 +94,7 @@ def nnx_mlp() -> Step:
 
 
 def mixed_precision() -> Step:
-    """bfloat16 compute, a dynamic loss scale and a step that is skipped when a gradient is not finite."""
+    """Return a step in bfloat16 with a dynamic loss scale, which skips gradients that overflow."""
     model = nn.Dense(8, dtype=jnp.bfloat16)
     batch = {"x": _random.normal(size=(16, 8)).astype(np.float32), "y": np.arange(16) % 8}
     optimizer = optax.apply_if_finite(optax.lamb(1e-2), 3)

@@ -1,4 +1,4 @@
-"""Runs an equation under every sharding that its rule allows, shard by shard, and compares with the whole.
+"""Compare an equation on every sharding that its rule allows, shard by shard, with the whole.
 
 Each device slices its shards of the operands, binds the primitive to them (`autopar.primitives.shards`) and takes part in the
 collectives that the candidate claims.
@@ -28,7 +28,7 @@ FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes"
 
 
 def candidates(eqn: JaxprEqn, factors: OpFactors, mesh: LogicalMesh) -> list[Option]:
-    """Every assignment of the equation with every way to complete its results that XLA can compile."""
+    """Return every assignment of the equation with every completion that XLA can compile."""
     results = tuple((v.aval.shape, v.aval.dtype.itemsize) for v in eqn.outvars)
     options = [
         o for a in factors.assignments(mesh) for o in completions(factors, a, results, True, mesh)
@@ -39,7 +39,7 @@ def candidates(eqn: JaxprEqn, factors: OpFactors, mesh: LogicalMesh) -> list[Opt
 def equations(
     name: str, fun: Callable[..., Any], args: Sequence[Any]
 ) -> list[tuple[JaxprEqn, list[Any]]]:
-    """The equations of primitive `name` in `fun`, each with the values of its operands."""
+    """Return the equations of primitive `name` in `fun`, each with its operands' values."""
     jaxpr = flatten(jax.make_jaxpr(fun)(*args))
     found: list[tuple[JaxprEqn, list[Any]]] = []
 
@@ -61,7 +61,7 @@ def device_mesh(mesh: LogicalMesh) -> Mesh:
 
 
 def check(eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh) -> int:
-    """Assert that every candidate of `eqn` on `mesh` gives what the equation gives on one device; their number."""
+    """Assert that every candidate of `eqn` on `mesh` equals one device, and return their number."""
     factors = op_factors(eqn)
     options = candidates(eqn, factors, mesh)
 
@@ -110,7 +110,7 @@ def _partial_results(
     mesh: LogicalMesh,
     shard: Callable[[int, Spec], Any],
 ) -> list[Any]:
-    """What one device computes of its shards under `assignment`."""
+    """Return what one device computes from its shards under `assignment`."""
     specs = [factors.operand_spec(k, assignment) for k in range(len(eqn.invars))]
     shards = [shard(k, spec) for k, spec in enumerate(specs)]
     if partial := factors.partial_axes(assignment):

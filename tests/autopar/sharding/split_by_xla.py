@@ -1,4 +1,4 @@
-"""Runs an equation under a candidate as plans do: lowered with the plan's constraints, and divided by XLA's partitioner."""
+"""Run an equation under a candidate as plans do: with constraints, by XLA's partitioner."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -75,7 +75,7 @@ def differing(
     expected: Sequence[np.ndarray],
     mesh: LogicalMesh,
 ) -> str:
-    """Which result of a step of one equation differs from `expected`, and by how much; "" if none does."""
+    """Describe the first result that differs from `expected` and by how much; "" if none does."""
     planned = PlannedStep(step, plan_of(step, factors, option, mesh))
     (function,) = lower_stage(planned, 0, device_mesh(mesh))
     found = function.jitted(*operands)
@@ -93,7 +93,7 @@ def differing(
 def wrong_splits(
     eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh
 ) -> Iterator[tuple[Option, str]]:
-    """Each candidate of an equation on `mesh`, and what `differing` says of it."""
+    """Yield each candidate of an equation on `mesh` with the description of `differing`."""
     factors = op_factors(eqn)
     step = step_of(eqn, operands)
     expected = [_plain(result) for result in bind(eqn, operands)]

@@ -76,7 +76,7 @@ def lstm():
 
 
 def branch_and_while():
-    """A step that is skipped when the gradient is too large, and a loop that stops when a norm is small enough."""
+    """Skip a step whose gradient is too large, and loop until a norm is small enough."""
 
     def step(state, x):
         def loss(w):
@@ -154,7 +154,7 @@ def plan_of(build, mesh=(8,), options=AUTO):
 
 
 def test_a_layer_in_a_scan_is_planned_as_it_would_be_alone():
-    """Column, then row, as for unrolled layers; the leading dim, over which the loop runs, stays whole."""
+    """Kernels are split as in unrolled layers; the leading dim, that of the loop, stays whole."""
     _, plan = plan_of(layers_in_a_scan)
     specs = {value.path: value.spec for value in plan.stages[0].inputs}
     assert specs["0/up"] == ((), (), ("x",))

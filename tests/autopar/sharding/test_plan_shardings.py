@@ -1,4 +1,4 @@
-"""What the planner finds on small steps where the answer is known (the costs are bandwidth alone)."""
+"""The planner finds the known optimum of small steps; costs are bandwidth alone."""
 
 import jax
 import jax.numpy as jnp

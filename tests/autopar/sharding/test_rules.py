@@ -1,4 +1,4 @@
-"""The rule table proves itself: whatever sharding a rule allows gives what the unsharded equation gives."""
+"""Every sharding that a rule allows gives the results of the unsharded equation."""
 
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Candidate searches find the fastest valid candidate that fits, in few evaluations."""
+
 from collections.abc import Callable
 
 import pytest
@@ -45,7 +47,7 @@ def test_where_knobs_do_not_interfere_one_after_the_other_is_enough(
 
 
 def test_a_search_goes_from_what_is_invalid_over_what_does_not_fit_to_what_does() -> None:
-    """Memory is 12 - 2a - b, of which there is 8; a=0 is invalid, and what fits takes a + b seconds."""
+    """Memory is 12 - 2a - b of 8; a=0 is invalid; candidates that fit take a + b seconds."""
 
     def evaluate(candidate: Candidate) -> Trial:
         a, b = candidate["a"], candidate["b"]

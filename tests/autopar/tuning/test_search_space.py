@@ -1,3 +1,5 @@
+"""Search spaces are products of knobs, whose values may depend on earlier knobs."""
+
 from itertools import product
 
 import pytest

@@ -1,4 +1,4 @@
-"""Tuning by the plan's own estimate and measuring on virtual devices, and by compiling for GPUs that are not here."""
+"""Tuning by the plan's estimate, by measuring on virtual devices, and by deviceless compilation."""
 
 from functools import cache
 from typing import Any
@@ -67,7 +67,7 @@ def test_candidates_that_can_not_be_are_kept_with_the_reason() -> None:
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_what_is_larger_than_a_device_does_not_fit(planned: bool) -> None:
-    """As it is compiled, or, with a plan to be found, as no plan is."""
+    """The compiled program exceeds the memory, or no plan fits."""
 
     def made(candidate: Candidate, mesh: Any) -> Any:
         return make(candidate, mesh) if not planned else (step, ARGS, autopar.DataParallel((2,)))
