@@ -1,8 +1,8 @@
 """XLA's CUDA 12 plugin as a compiler for absent GPUs, and disabled as a backend without GPUs.
 
-autopar depends on the `jax-cuda12-pjrt` wheel because it contains the compiler. JAX starts every
-such wheel as a backend, which prints a traceback on a machine without a GPU. All private names of
-JAX that autopar uses are in this module (seen in 0.11.2).
+The wheel `jax-cuda12-pjrt`, which the extra `autopar[compile]` installs, contains the compiler. JAX
+starts every such wheel as a backend, which prints a traceback on a machine without a GPU. All
+private names of JAX that autopar uses are in this module (seen in 0.11.2).
 """
 
 import functools
@@ -61,7 +61,7 @@ def compile_only_devices(
         `hosts` x `devices_per_host` devices in the order of their ids.
 
     Raises:
-        ImportError: the compiler is not installed.
+        ImportError: the extra `autopar[compile]` is not installed.
     """
     # imported late because the import is slow
     from jax.experimental import topologies
@@ -80,8 +80,9 @@ def _compiler() -> object:
 
     if missing := [wheel for module, wheel in _NEEDED.items() if not _installed(module)]:
         raise ImportError(
-            f"compiling for GPUs that are not here needs {' and '.join(missing)} (Linux only),"
-            f" not installed; reinstall autopar, or: pip install {' '.join(missing)}"
+            f"compiling for absent GPUs needs {' and '.join(missing)}, not installed;"
+            " pip install 'autopar[compile]' (Linux only), or predict with fidelity='analytic',"
+            " which compiles nothing"
         )
     # a real "cuda" backend keeps its name
     library = Path(_plugin().__file__ or "").with_name("xla_cuda_plugin.so")

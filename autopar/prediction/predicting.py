@@ -146,7 +146,7 @@ def compile_step(
     Raises:
         PlanError: the plan is for another step; or it leaves decisions to XLA, and `fidelity` is
             "analytic".
-        ImportError: the compiler for absent GPUs is not installed.
+        ImportError: `fidelity` is "compiled", and `autopar[compile]` is not installed.
         OptionError: an option has a type or a value that is not allowed.
     """
     planned = planned_step(fun, args, plan, batch_argnums=batch_argnums)

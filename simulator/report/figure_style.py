@@ -10,13 +10,13 @@ def pyplot() -> Any:
     """Return `matplotlib.pyplot` with the project's style.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed; only the experiments' environment has it.
+        ModuleNotFoundError: matplotlib, of the extra `autopar[figures]`, is not installed.
     """
     try:
         import matplotlib
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "figures need matplotlib: install the dependency group `experiments`"
+            "figures need matplotlib, not installed; pip install 'autopar[figures]'"
         ) from None
     matplotlib.use("Agg")
     # The salt makes the file the same each time.

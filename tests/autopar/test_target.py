@@ -187,9 +187,9 @@ def test_a_step_for_the_devices_present_is_refused():
         )
 
 
-def test_missing_packages_are_named(monkeypatch):
+def test_without_the_compiler_the_error_names_the_missing_wheel_and_the_extra(monkeypatch):
     monkeypatch.setattr(_plugins, "_installed", lambda module: module != "nvidia.cuda_nvcc")
-    with pytest.raises(ImportError, match="pip install nvidia-cuda-nvcc-cu12"):
+    with pytest.raises(ImportError, match=r"needs nvidia-cuda-nvcc-cu12,.*'autopar\[compile\]'"):
         _plugins._compiler.__wrapped__()
 
 
