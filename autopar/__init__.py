@@ -86,8 +86,8 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.first_step import FirstStepError
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.plan_shardings import MemoryBudgetError
 from autopar.sharding.selection_problem import InfeasibleError
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import TraceError
 from autopar.training import train
 from autopar.tuning import TuningResult, tune

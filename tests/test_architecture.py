@@ -121,13 +121,9 @@ def test_only_one_module_uses_private_jax():
     assert private == ["_plugins.py"]
 
 
-# there are two command lines
-TWICE = {"cli"}
-
-
 def test_a_module_has_a_name_of_its_own():
     names = Counter(path.stem for path in FILES)
-    assert {name for name, count in names.items() if count > 1} - {"__init__"} == TWICE
+    assert {name for name, count in names.items() if count > 1} == {"__init__"}
 
 
 def test_a_class_of_experiments_has_a_name_of_its_own():

@@ -40,7 +40,7 @@ from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCo
 from autopar.planning.step_planner import coverage_warnings, stage_of
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
-from autopar.sharding.plan_shardings import MemoryBudgetError
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from simulator.costs.cost_model import CostModel, costs_of
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster

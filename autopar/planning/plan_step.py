@@ -16,7 +16,7 @@ from autopar.methods import PLAN, PipeshardParallel, PlanningMethod, ShardParall
 from autopar.plan import Plan
 from autopar.planning.method_planning import Target, any_cluster, plan_by_method, trace_for
 from autopar.planning.stage_problem import NoStagesError
-from autopar.sharding.plan_shardings import MemoryBudgetError
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.arguments import ARGNUMS, DEFAULT_BATCH, batch_arguments, check_arrays
 from autopar.tracing.trace import abstract
 from simulator.hardware.heterogeneous import AnyCluster

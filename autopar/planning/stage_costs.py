@@ -21,8 +21,9 @@ from autopar.sharding.deferred_sync import candidates, check_parts
 from autopar.sharding.lagrangian import values_of
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.plan_shardings import MemoryBudgetError, Shardings, Start, plan_shardings
+from autopar.sharding.plan_shardings import Shardings, plan_shardings
 from autopar.sharding.selection_problem import InfeasibleError
+from autopar.sharding.solve_within_memory import MemoryBudgetError, Start
 from simulator.costs.cost_model import CostModel
 from simulator.program import Phase
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from autopar.lowering.planned import PlannedStep
 from autopar.planning.stage_problem import NoStagesError
 from autopar.runtime.executable import Executable
-from autopar.sharding.plan_shardings import MemoryBudgetError
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import MemoryUse

@@ -18,7 +18,7 @@ from autopar.methods import ManualShardParallel, PlanningMethod
 from autopar.planning.plan_step import plan_step
 from autopar.prediction.predicting import simulate
 from autopar.progress import log_progress
-from autopar.sharding.plan_shardings import MemoryBudgetError
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tuning.candidate_search import Search, search
 from autopar.tuning.search_space import Candidate, Domain, SearchSpace
 from autopar.tuning.trials import Trial, TuningResult

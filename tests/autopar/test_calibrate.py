@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import autopar.calibrate
 from autopar import microbenchmarks
 from autopar.calibrate import Effort, calibrate, spread
-from autopar.cli import app
+from autopar.command_line import app
 from autopar.devices import device_mesh
 from autopar.microbenchmarks import Benchmark
 from simulator.calibration.fit_cluster import Convolution

@@ -27,7 +27,7 @@ from autopar.plan import PipelineSchedule, Plan
 from autopar.planning.pipeline_planner import PipelinePlanner, make_pipeline_plan
 from autopar.planning.stage_construction import stage_problem
 from autopar.sharding.options import AUTO
-from autopar.sharding.plan_shardings import MemoryBudgetError
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import trace
 from experiments.models import build_model
 from experiments.models.model import Model

@@ -24,7 +24,7 @@ from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCo
 from autopar.planning.stage_problem import NoStagesError, PlacedStage, StageProblem, step_seconds
 from autopar.sharding.options import AUTO
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.plan_shardings import MemoryBudgetError
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import trace
 from experiments.models import build_model
 from simulator.costs.cost_model import BandwidthOnly, ClusterCosts

@@ -17,9 +17,10 @@ from autopar.primitives import op_factors
 from autopar.primitives.factors import OpFactors
 from autopar.primitives.local_forms import bind
 from autopar.sharding.candidates import Option
+from autopar.sharding.imposed_constraints import Constraint
 from autopar.sharding.mesh_costs import Seconds
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.plan_shardings import Constraint, Shardings
+from autopar.sharding.plan_shardings import Shardings
 from autopar.tracing.trace import trace
 from tests.autopar.sharding.shard_by_shard import candidates, device_mesh
 

@@ -9,7 +9,8 @@ import autopar
 from autopar.ir.spec import LogicalMesh
 from autopar.sharding.deferred_sync import candidates, fits, leads, synchronisations
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ShardingOptions
-from autopar.sharding.plan_shardings import MemoryBudgetError, plan_shardings
+from autopar.sharding.plan_shardings import plan_shardings
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import trace
 
 LINE = LogicalMesh((4,), ("x",))

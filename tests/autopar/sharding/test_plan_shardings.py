@@ -10,7 +10,8 @@ from autopar.ir.spec import LogicalMesh
 from autopar.planning.step_planner import make_plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.plan_shardings import MemoryBudgetError, plan_shardings
+from autopar.sharding.plan_shardings import plan_shardings
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import trace
 from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster

@@ -8,8 +8,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from autopar.ir.spec import LogicalMesh
+from autopar.sharding.imposed_constraints import Constraint
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.plan_shardings import Constraint, plan_shardings
+from autopar.sharding.plan_shardings import plan_shardings
 from autopar.sharding.reshard_hoisting import moved_bytes, passes_moves
 from autopar.tracing.trace import trace
 from simulator.costs.cost_model import BandwidthOnly

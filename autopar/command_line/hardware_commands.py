@@ -1,4 +1,4 @@
-"""The command line: print plans and clusters, calibrate the cost model for this machine."""
+"""Subcommands about hardware: the list of clusters, and the calibration of this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,59 +8,50 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from autopar.plan import Plan, PlanError
-from simulator.files import FileError, check_writable
+from autopar.command_line.usage import Json, print_json, print_table, usage_errors
+from simulator.files import check_writable
 from simulator.hardware.cluster import Cluster, cluster_names, heterogeneous_cluster_names
 from simulator.hardware.heterogeneous import load_cluster
 
-app = typer.Typer(
-    help="Plans, runs and predicts parallel training of JAX steps.", no_args_is_help=True
-)
 
-
-@app.command()
-def show(
-    plan: Annotated[
-        Path, typer.Argument(help="A file that Plan.save wrote.", exists=True, dir_okay=False)
-    ],
-) -> None:
-    """Print a saved plan as a table."""
-    try:
-        Console().print(Plan.load(plan).table())
-    except PlanError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-@app.command()
-def clusters() -> None:
+def clusters(as_json: Json = False) -> None:
     """List the clusters that come with the package."""
-    table = Table("name", "devices", "description")
-    for name in cluster_names() + heterogeneous_cluster_names():
-        cluster = load_cluster(name)
-        pools = [
-            f"{pool.hosts} x {pool.devices_per_host} {pool.device.name}" for pool in cluster.pools
-        ]
-        table.add_row(name, " + ".join(pools), cluster.description)
-    Console().print(table)
+    rows = [
+        {
+            "name": name,
+            "devices": " + ".join(
+                f"{pool.hosts} x {pool.devices_per_host} {pool.device.name}"
+                for pool in cluster.pools
+            ),
+            "description": cluster.description,
+        }
+        for name in cluster_names() + heterogeneous_cluster_names()
+        for cluster in (load_cluster(name),)
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*row.values())
+    print_table(table)
 
 
-@app.command()
 def calibrate(
     output: Annotated[
         Path, typer.Argument(help="The cluster file to write, .yaml.", dir_okay=False)
     ],
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds in which to measure.")] = 240.0,
+    as_json: Json = False,
 ) -> None:
     """Measure the devices of this machine and write a cluster file for `cluster=`."""
     if output.suffix not in (".yaml", ".yml"):
         raise typer.BadParameter(
             f"{output}: expected a path that ends in .yaml, as cluster files do"
         )
-    try:
+    with usage_errors():
         check_writable(output)
-    except FileError as error:
-        raise typer.BadParameter(str(error)) from None
-    # imports JAX, which the other commands do without
+    # imported late because it runs programs, and the other commands start faster without it
     from autopar.calibrate import calibrate
     from simulator.calibration.shipped_profiles import write_profile
 
@@ -73,7 +64,10 @@ def calibrate(
             budget=budget,
         )
     write_profile(output, cluster)
-    Console().print(_errors_table(cluster))
+    if as_json:
+        print_json(cluster.model_dump(mode="json"))
+        return
+    print_table(_errors_table(cluster))
     typer.echo(f"{output}: {cluster.description}; {cluster.source}")
 
 

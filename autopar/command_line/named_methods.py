@@ -1,0 +1,135 @@
+"""The planning methods of `--method`, and planning with them."""
+
+from enum import StrEnum
+from math import prod
+from typing import Any
+
+from autopar.command_line.user_step import UserStep
+from autopar.layering.layer_clustering import NoLayersError
+from autopar.layering.layers import AutoLayerOption, LayerError
+from autopar.methods import (
+    DataParallel,
+    PipeshardParallel,
+    PlanningMethod,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+)
+from autopar.pipeline.stage_options import StageError
+from autopar.plan import Plan
+from autopar.planning.plan_step import plan_step
+from autopar.planning.stage_problem import NoStagesError
+from autopar.sharding.selection_problem import InfeasibleError
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.description import ClusterError
+from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
+
+
+class MethodName(StrEnum):
+    """A method, or "auto": the method of the step, or the faster of "shard" and "pipeline"."""
+
+    AUTO = "auto"
+    SHARD = "shard"
+    DATA = "data"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    PIPELINE = "pipeline"
+
+
+_WHOLE_STEP: dict[MethodName, type[PlanningMethod]] = {
+    MethodName.SHARD: ShardParallel,
+    MethodName.DATA: DataParallel,
+    MethodName.ZERO2: Zero2Parallel,
+    MethodName.ZERO3: Zero3Parallel,
+}
+
+_LAYER_OPTIONS = (None, AutoLayerOption(8), AutoLayerOption(4), AutoLayerOption(2))
+"""Layers of pipelines, in the order in which they are tried: first those of the step itself."""
+
+NoFitError = (InfeasibleError, NoStagesError, StageError, LayerError, NoLayersError, ClusterError)
+"""Errors of a method that has no plan for a step which other methods may have a plan for."""
+
+
+def cluster_of_hosts(name: str, hosts: int | None) -> AnyCluster:
+    """Return a cluster by its name or file, with another number of hosts if one is given.
+
+    Raises:
+        ClusterError: there is no such cluster, or it can't have as many hosts.
+    """
+    cluster = load_cluster(name)
+    if hosts is None:
+        return cluster
+    if isinstance(cluster, HeterogeneousCluster):
+        raise ClusterError(
+            f"{name!r} has pools of unlike hosts, whose number is fixed; leave --hosts out"
+        )
+    if hosts > 1 and cluster.inter_host is None:
+        raise ClusterError(
+            f"{name!r} has no inter_host, the link between hosts; take another cluster, or --hosts"
+            " 1"
+        )
+    return cluster.with_size(hosts=hosts)
+
+
+def plan_with(
+    name: MethodName, step: UserStep, cluster: AnyCluster, micro_batches: int | None
+) -> Plan:
+    """Plan a step with a method.
+
+    A step that is not cut into stages has a mesh of hosts x devices per host; one host is a mesh of
+    one axis.
+
+    Args:
+        name: the method.
+        step: the step.
+        cluster: the cluster.
+        micro_batches: number of microbatches; if None, the fastest for pipelines, else one.
+    """
+    match name:
+        case MethodName.AUTO:
+            if step.method is not None:
+                return _plan(step, step.method, cluster)
+            return _fastest(step, cluster, micro_batches)
+        case MethodName.PIPELINE:
+            return _plan_pipeline(step, cluster, micro_batches)
+        case _:
+            method = _WHOLE_STEP[name](num_micro_batches=micro_batches or 1)
+            return _plan(step, method, cluster)
+
+
+def _fastest(step: UserStep, cluster: AnyCluster, micro_batches: int | None) -> Plan:
+    plans: list[Plan] = []
+    errors: list[Exception] = []
+    names = [MethodName.SHARD]
+    if cluster.num_devices > 1:
+        names.append(MethodName.PIPELINE)
+    for name in names:
+        try:
+            plans.append(plan_with(name, step, cluster, micro_batches))
+        except NoFitError as error:
+            errors.append(error)
+    if not plans:
+        raise errors[0]
+    return min(plans, key=lambda plan: plan.predicted_seconds)
+
+
+def _plan_pipeline(step: UserStep, cluster: AnyCluster, micro_batches: int | None) -> Plan:
+    for option in _LAYER_OPTIONS:
+        method = PipeshardParallel(
+            num_micro_batches=micro_batches or "auto", layer_option=option, stage_option="auto"
+        )
+        try:
+            return _plan(step, method, cluster)
+        except (StageError, LayerError, NoLayersError):
+            if option == _LAYER_OPTIONS[-1]:
+                raise
+    raise AssertionError("the last option returns or raises")
+
+
+def _plan(step: UserStep, method: PlanningMethod, cluster: AnyCluster) -> Plan:
+    options: dict[str, Any] = step.batch_options
+    is_pipeline = isinstance(method, PipeshardParallel)
+    if isinstance(cluster, Cluster) and method.devices is None and not is_pipeline:
+        shape = (cluster.hosts, cluster.devices_per_host)
+        options["mesh_shape"] = shape if cluster.hosts > 1 else (prod(shape),)
+    return plan_step(step.fun, step.args, method=method, cluster=cluster, **options)

@@ -1,0 +1,194 @@
+"""A user's step, given as MODULE:FUNCTION: importing it, checking it, and locating its errors."""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import typer
+
+from autopar.checks import short_repr
+from autopar.methods import PlanningMethod
+from autopar.plan import PlanError
+from autopar.tracing.trace import TraceError
+from simulator.files import one_line
+
+OPTIONS = ("batch_argnums", "donate_argnums", "tokens", "method")
+"""The options that FUNCTION may return after step and arguments.
+
+`method` is the planning method of `--method auto`; the others are those of `autopar.predict`.
+"""
+
+_EXAMPLE = "MODULE:FUNCTION, such as my_step:make_step; `autopar new my_step.py` writes one"
+
+
+@dataclass(frozen=True)
+class UserStep:
+    """A step with its arguments.
+
+    Attributes:
+        place: where it comes from, MODULE:FUNCTION.
+        file: the file of the module; "" if it has none.
+        fun: the step.
+        args: its arguments, arrays or ShapeDtypeStructs.
+        options: options by name, some of `OPTIONS`.
+    """
+
+    place: str
+    file: str
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    @property
+    def batch_options(self) -> dict[str, Any]:
+        """The option of every function that traces the step."""
+        return {k: v for k, v in self.options.items() if k == "batch_argnums"}
+
+    @property
+    def method(self) -> PlanningMethod | None:
+        """The planning method that comes with the step, if any."""
+        return self.options.get("method")
+
+    def check_runs(self) -> None:
+        """Raise a usage error if the step itself raises when JAX traces it."""
+        try:
+            jax.eval_shape(self.fun, *self.args)
+        except Exception as error:
+            raise typer.BadParameter(_raised(f"the step of {self.place}", error, self.file)) from (
+                None
+            )
+
+    @contextmanager
+    def usage_errors(self) -> Iterator[None]:
+        """Turn errors of the step, and errors for users, into usage errors."""
+        try:
+            yield
+        except (TraceError, PlanError) as error:
+            raise typer.BadParameter(one_line(error)) from None
+        except Exception as error:
+            self.check_runs()
+            if isinstance(error, ValueError | TypeError | ImportError | NotImplementedError):
+                raise typer.BadParameter(one_line(error)) from None
+            raise
+
+
+def load_step(place: str) -> UserStep:
+    """Return the step of MODULE:FUNCTION.
+
+    Args:
+        place: a module, or a path that ends in .py, and a function in it. The function returns
+            (step, args) or (step, args, options).
+
+    Raises:
+        typer.BadParameter: there is no such module or function, it raises, or it returns something
+            else.
+    """
+    module_name, _, function_name = place.rpartition(":")
+    if not module_name or not function_name:
+        raise typer.BadParameter(f"{place!r}: expected {_EXAMPLE}")
+    module = _module(module_name)
+    make = getattr(module, function_name, None)
+    if not callable(make):
+        raise typer.BadParameter(_no_function(module_name, module, function_name))
+    file = str(getattr(module, "__file__", None) or "")
+    try:
+        made = make()
+    except Exception as error:
+        raise typer.BadParameter(_raised(place, error, file)) from None
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise typer.BadParameter(
+            f"{place} returns {short_repr(made)}; expected (step, args) or (step, args, options)"
+        )
+    step, args, *rest = made
+    options = rest[0] if rest else {}
+    if not callable(step) or not isinstance(args, tuple | list):
+        raise typer.BadParameter(
+            f"{place} returns a {type(step).__name__} and a {type(args).__name__}; expected a"
+            " function and a tuple of its arguments"
+        )
+    _check_options(place, options)
+    return UserStep(place, file, getattr(step, "fun", step), tuple(args), options)
+
+
+def _check_options(place: str, options: object) -> None:
+    if not isinstance(options, dict):
+        raise typer.BadParameter(
+            f"{place} returns options {short_repr(options)}; expected a dict of some of"
+            f" {', '.join(OPTIONS)}"
+        )
+    if unknown := [name for name in options if name not in OPTIONS]:
+        raise typer.BadParameter(
+            f"{place} returns the option {short_repr(unknown[0])}; expected some of"
+            f" {', '.join(OPTIONS)}"
+        )
+    method = options.get("method")
+    if method is not None and not isinstance(method, PlanningMethod):
+        raise typer.BadParameter(
+            f"{place} returns method {short_repr(method)}; expected a planning method, such as"
+            " autopar.ShardParallel()"
+        )
+
+
+def _module(name: str) -> ModuleType:
+    """Import a module by its name, or from its path, and return it."""
+    path = Path(name)
+    from_path = path.suffix == ".py"
+    if from_path and not path.is_file():
+        raise typer.BadParameter(f"{name}: there is no such file; expected {_EXAMPLE}")
+    folder = str(path.absolute().parent if from_path else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return _from_path(path) if from_path else import_module(name)
+    except (Exception, SystemExit) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name
+        if missing and not from_path and f"{name}.".startswith(f"{missing}."):
+            raise typer.BadParameter(
+                f"there is no module {missing!r} in {folder} or among the installed packages;"
+                f" expected {_EXAMPLE}"
+            ) from None
+        file = str(path.absolute()) if from_path else f"{folder}/{name.replace('.', '/')}.py"
+        raise typer.BadParameter(_raised(f"importing {name}", error, file)) from None
+
+
+def _from_path(path: Path) -> ModuleType:
+    """Import a file under a name that hides no other module."""
+    name = f"_autopar_step_{path.stem}"
+    spec = spec_from_file_location(name, path.absolute())
+    assert spec is not None, "the suffix is .py"
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _no_function(module_name: str, module: ModuleType, name: str) -> str:
+    functions = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    close = get_close_matches(name, functions, 1) or functions
+    has = f"it has {', '.join(close[:6])}" if close else "it has no functions"
+    return f"{module_name} has no function {name!r}; {has}"
+
+
+def _raised(what: str, error: BaseException, file: str) -> str:
+    """Return a line with an error of a user's code, and the place in that code's file."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if file and frame.filename == file
+    ]
+    where = f" (line {lines[-1]} of {Path(file).name})" if lines else ""
+    return f"{what} raises {type(error).__name__}{where}: {one_line(error, 400)}"

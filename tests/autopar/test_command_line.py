@@ -1,0 +1,269 @@
+"""The command line: JSON output equals the API's values, and bad input is one message."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import autopar
+from autopar.command_line import app
+from autopar.command_line.user_step import load_step
+from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
+
+MODULE = """
+import jax
+import jax.numpy as jnp
+import autopar
+
+def step(params, batch):
+    loss = lambda w: jnp.mean((jax.nn.relu(batch @ w["a"]) @ w["b"]) ** 2)
+    value, gradients = autopar.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+def shapes(features=64):
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    return {"a": array(features, 128), "b": array(128, 64)}, array(32, 64)
+
+def make_step():
+    return step, shapes()
+
+def make_other():
+    return lambda params, batch: step(params, batch * 2), shapes()
+
+def with_method():
+    method = autopar.Zero3Parallel(num_micro_batches=2)
+    return step, shapes(), {"batch_argnums": (1,), "method": method, "tokens": 32}
+
+def with_wrong_option():
+    return step, shapes(), {"batch_argnum": 1}
+
+def with_wrong_method():
+    return step, shapes(), {"method": "shard"}
+
+def with_options_in_a_list():
+    return step, shapes(), [1]
+
+def raises_in_make():
+    raise RuntimeError("no data")
+
+def raises_in_step():
+    return step, shapes(features=63)
+
+def depends_on_a_value():
+    return lambda params, batch: (params, 1.0 if batch.sum() > 0 else 0.0), shapes()
+
+def returns_nothing():
+    pass
+
+def returns_no_arguments():
+    return step, 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with steps, and plans of one of them on one and two axes."""
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "steps_of_a_user.py").write_text(MODULE)
+    (folder / "exits.py").write_text("raise SystemExit(3)")
+    (folder / "needs.py").write_text("import a_package_that_is_absent")
+    (folder / "broken.py").write_text("def make_step(:")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        patch.chdir(folder)
+        for method, name in (("shard", "plan.json"), ("data", "data.json")):
+            result = run("plan", STEP, "--cluster", "dgx_h100", "--method", method, "-o", name)
+            assert "1/" not in result.stderr
+        (folder / "truncated.json").write_text((folder / "plan.json").read_text()[:1000])
+        yield folder
+
+
+STEP = "steps_of_a_user:make_step"
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "300"})
+    assert result.exit_code == code, result.output
+    assert isinstance(result.exception, SystemExit | None)
+    return result
+
+
+def values(*args):
+    """Return the JSON that a command prints."""
+    return json.loads(run(*args, "--json").stdout)
+
+
+def api():
+    """Return the function and the arguments of the step, for the API."""
+    step = load_step(STEP)
+    return step.fun, step.args
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("shard", autopar.ShardParallel(num_micro_batches=2)),
+        ("data", autopar.DataParallel(num_micro_batches=2)),
+        ("zero2", autopar.Zero2Parallel(num_micro_batches=2)),
+        ("zero3", autopar.Zero3Parallel(num_micro_batches=2)),
+        (
+            "pipeline",
+            autopar.PipeshardParallel(
+                num_micro_batches=2, layer_option=autopar.AutoLayerOption(2), stage_option="auto"
+            ),
+        ),
+    ],
+)
+def test_a_plan_is_that_of_the_method_with_the_name(folder, tmp_path, name, method):
+    path = tmp_path / "plan.json"
+    options = ["--cluster", "dgx_h100", "--method", name, "--micro-batches", 2, "-o", path]
+    printed = autopar.Plan.from_json(run("plan", STEP, *options, "--json").stdout)
+    assert printed == autopar.Plan.load(path)
+    assert not autopar.report.diff(
+        printed, autopar.plan_step(*api(), method=method, cluster="dgx_h100")
+    )
+
+
+def test_the_automatic_method_is_the_faster_of_shard_and_pipeline(folder, tmp_path):
+    def seconds(method):
+        return values(
+            *("plan", STEP, "--cluster", "dgx_h100", "--method", method, "--micro-batches", 1),
+            *("-o", tmp_path / "plan.json"),
+        )["predicted_seconds"]
+
+    assert seconds("auto") == min(seconds("shard"), seconds("pipeline"))
+
+
+def test_hosts_are_an_axis_of_the_mesh(folder, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ["--method", "shard", "--hosts", 2, "-o", path]
+    run("plan", STEP, "--cluster", "dgx_h100", *options)
+    assert autopar.Plan.load(path).stages[0].mesh_shape == (2, 8)
+
+
+def test_a_function_may_return_options(folder, tmp_path):
+    path = tmp_path / "plan.json"
+    place = f"{folder / 'steps_of_a_user.py'}:with_method"
+    plan = values("plan", place, "--cluster", "dgx_h100", "-o", path)
+    assert (plan["method"], plan["num_micro_batches"]) == ("Zero3Parallel", 2)
+    row = values("predict", path, place, "--cluster", "dgx_h100")["dgx_h100"]
+    assert row["tokens_per_s"] == pytest.approx(32 / row["seconds"])
+
+
+def test_a_saved_plan_is_shown(folder):
+    assert autopar.Plan.from_json(run("show", "plan.json", "--json").stdout) == autopar.Plan.load(
+        "plan.json"
+    )
+    assert "0/a" in run("show", "plan.json").stdout
+
+
+@pytest.mark.parametrize("fidelity", ["analytic", "compiled"])
+def test_a_prediction_is_that_of_the_api(folder, fidelity):
+    clusters = ["dgx_h100", "dgx_a100_80"]
+    options = ["--compiled"] if fidelity == "compiled" else []
+    rows = values(
+        *("predict", "plan.json", STEP, "--cluster", clusters[0], "--cluster", clusters[1]),
+        *options,
+    )
+    plan = autopar.Plan.load("plan.json")
+    for name in clusters:
+        expected = autopar.predict(*api(), plan, name, fidelity=fidelity)
+        assert rows[name]["seconds"] == expected.seconds
+        assert rows[name]["allocated"] == expected.memory.total
+
+
+def test_a_small_cluster_is_extended_by_whole_hosts(folder):
+    rows = values("predict", "plan.json", STEP, "--cluster", "a100_pcie_4")
+    assert rows["a100_pcie_4"]["devices"] == 8
+
+
+def test_a_prediction_is_a_column_of_a_table(folder):
+    table = run("predict", "plan.json", STEP, "--cluster", "dgx_h100").stdout
+    assert "dgx_h100" in table
+    assert "memory, GB" in table
+
+
+def test_the_difference_of_plans_is_that_of_the_api(folder):
+    expected = autopar.report.diff(*map(autopar.Plan.load, ("plan.json", "data.json")))
+    assert values("diff", "plan.json", "data.json")["lines"] == list(expected.lines)
+    assert run("diff", "plan.json", "data.json").stdout == f"{expected}\n"
+    assert run("diff", "plan.json", "plan.json").stdout == "the plans are the same\n"
+
+
+def test_a_new_step_plans_as_it_is(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = run("new", "my_first_step.py").stdout
+    assert printed == "next: autopar plan my_first_step:make_step --cluster dgx_h100\n"
+    command = printed.split()[2:]
+    run(*command, "--method", "zero2")
+    assert autopar.Plan.load("plan.json").step == "train_step"
+    assert "--force" in run("new", "my_first_step.py", code=2).output
+    run("new", "my_first_step.py", "--force")
+
+
+def test_clusters_are_listed():
+    names = [*cluster_names(), *heterogeneous_cluster_names()]
+    assert [row["name"] for row in values("clusters")] == names
+    table = run("clusters").stdout
+    assert all(name in table for name in names)
+    assert "1 x 8 Tesla V100-SXM2-16GB + 1 x 8 NVIDIA A100-SXM4-40GB" in table
+
+
+PLAN = ("plan", "--cluster", "dgx_h100")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*PLAN, "nowhere:make_step"), "there is no module 'nowhere' in"),
+        ((*PLAN, "nowhere.inside:make_step"), "there is no module 'nowhere' in"),
+        ((*PLAN, "nowhere.py:make_step"), "nowhere.py: there is no such file"),
+        ((*PLAN, "make_step"), "'make_step': expected MODULE:FUNCTION"),
+        ((*PLAN, "steps_of_a_user:make_steps"), "has no function 'make_steps'; it has make_step"),
+        ((*PLAN, "exits:make_step"), "importing exits raises SystemExit (line 1 of exits.py): 3"),
+        (
+            (*PLAN, "exits.py:make_step"),
+            "importing exits.py raises SystemExit (line 1 of exits.py)",
+        ),
+        ((*PLAN, "needs:make_step"), "importing needs raises ModuleNotFoundError (line 1"),
+        ((*PLAN, "broken:make_step"), "importing broken raises SyntaxError"),
+        ((*PLAN, "steps_of_a_user:raises_in_make"), "RuntimeError (line 35 of steps_of_a_user.py)"),
+        ((*PLAN, "steps_of_a_user:raises_in_step"), "raises_in_step raises TypeError (line 7 of"),
+        ((*PLAN, "steps_of_a_user:depends_on_a_value"), "It depends on the value of an argument"),
+        ((*PLAN, "steps_of_a_user:returns_nothing"), "returns None; expected (step, args)"),
+        ((*PLAN, "steps_of_a_user:returns_no_arguments"), "returns a function and a int"),
+        ((*PLAN, "steps_of_a_user:with_wrong_option"), "the option 'batch_argnum'; expected some"),
+        (
+            (*PLAN, "steps_of_a_user:with_wrong_method"),
+            "method 'shard'; expected a planning method",
+        ),
+        ((*PLAN, "steps_of_a_user:with_options_in_a_list"), "returns options [1]; expected a dict"),
+        (("plan", STEP, "--cluster", "dgx_h1000"), "unknown cluster 'dgx_h1000'; expected one of"),
+        (("plan", STEP, "--cluster", "nowhere.yaml"), "nowhere.yaml: can't be read"),
+        (("plan", STEP), "Missing option '--cluster'"),
+        ((*PLAN, STEP, "--method", "zero4"), "'zero4' is not one of"),
+        ((*PLAN, STEP, "--micro-batch", "2"), "No such option: --micro-batch"),
+        ((*PLAN, STEP, "--method", "data", "--micro-batches", "3"), "can't be cut into 3"),
+        ((*PLAN, STEP, "-o", "nowhere/plan.json"), "nowhere/plan.json: can't be written"),
+        (("plan", STEP, "--cluster", "h200", "--hosts", "2"), "'h200' has no inter_host"),
+        (("plan", STEP, "--cluster", "p3_beside_p4d", "--hosts", "3"), "pools of unlike hosts"),
+        (("show", "truncated.json"), "truncated.json: not a plan: is not JSON"),
+        (("show", "nowhere.json"), "nowhere.json: can't be read"),
+        (("show", "exits.py"), "exits.py: not a plan"),
+        (("diff", "plan.json", "truncated.json"), "truncated.json: not a plan"),
+        (
+            ("predict", "plan.json", "steps_of_a_user:make_other", "--cluster", "dgx_h100"),
+            "this plan is for step with fingerprint",
+        ),
+        (("predict", "plan.json", STEP, "--cluster", "dgx"), "unknown cluster 'dgx'"),
+        (("new", "my-step.py"), "expected the name of a Python module"),
+        (("new", "nowhere/my_step.py"), "can't be written"),
+    ],
+)
+def test_bad_input_is_one_message(folder, arguments, message):
+    output = run(*arguments, code=2).output
+    assert message in " ".join(output.split())
+    assert "Traceback" not in output
+    assert not Path("nowhere").exists()
