@@ -1,4 +1,4 @@
-"""The simulator's command lines in the README run."""
+"""The simulator's command lines in README.md and in the documentation run."""
 
 import json
 import re
@@ -19,14 +19,19 @@ from simulator.validation.published import PUBLISHED_SETS
 from simulator.work import Collective, Done, Gemm, Kernel, Start
 
 ROOT = Path(simulator.__file__).parent.parent
-COMMANDS = re.findall(
-    r"^    python -m simulator (.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE
-)
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+COMMANDS = sorted({
+    command
+    for page in PAGES
+    for command in re.findall(
+        r"^ *(?:uv run )?python -m simulator (.*?)(?: +#.*)?$", page.read_text(), re.MULTILINE
+    )
+})  # fmt: skip
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with the files that the README names; long fits are replaced."""
+    """Return a folder with the files that the commands name; long fits are replaced."""
     (tmp_path / "simulator").symlink_to(ROOT / "simulator")
     product = Kernel("", "gemm", 2 * 4096**3, 1e8, "bf16", Gemm(4096, 4096, 4096))
     body = (product, Start(Collective("c", "all_reduce", 2**28, (tuple(range(8)),))), Done("c"))
@@ -57,12 +62,12 @@ def test_there_are_some() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_readme_works(workplace: Path, command: str) -> None:
+def test_a_documented_command_works(workplace: Path, command: str) -> None:
     run(command)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "--what-if" in command])
-def test_a_what_if_of_the_readme_makes_a_difference(workplace: Path, command: str) -> None:
+def test_a_documented_what_if_makes_a_difference(workplace: Path, command: str) -> None:
     without = re.sub(r" --what-if \S+", "", command)
     before, after = (
         json.loads(run(f"{each.replace(' --json', '')} --json")) for each in (without, command)

@@ -1,0 +1,104 @@
+"""A MkDocs hook that replaces markers in pages with generated Markdown tables.
+
+- `{{ table PATH | pivot: NAME | columns: a, b | where: EXPRESSION }}` includes a CSV file of the
+  repository. The pivot is a column whose values become columns, filled with those of the column
+  `value`. The expression is one of `pandas.DataFrame.query`. All three may be left out.
+- `{{ fields }}` lists the fields of the files that describe hardware, from their JSON schemas.
+- `{{ backends }}` lists the software backends of the simulator and their costs.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from simulator import BACKENDS
+from simulator.hardware.schema import SCHEMAS
+
+ROOT = Path(__file__).parent.parent
+MARKER = re.compile(r"^\{\{ (table|fields|backends)(.*?) \}\}$", re.MULTILINE)
+
+UNITS = {
+    "gb_per_s": "GB/s",
+    "gb_per_s_per_core": "GB/s",
+    "tflop_per_s": "TFLOP/s",
+    "gb": "GB",
+    "mb": "MB",
+    "us": "µs",
+    "ns": "ns",
+}
+"""Units by the suffix of a field's name."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace all markers of a page; MkDocs calls this for each page."""
+    return MARKER.sub(_generated, markdown)
+
+
+def _generated(marker: re.Match[str]) -> str:
+    match marker[1]:
+        case "fields":
+            return hardware_fields()
+        case "backends":
+            return backends()
+        case _:
+            path, *parts = (part.strip() for part in marker[2].split(" | "))
+            options = dict(part.split(": ", 1) for part in parts)
+            return csv_table(path, **options)
+
+
+def csv_table(path: str, pivot: str = "", columns: str = "", where: str = "") -> str:
+    """Return rows and columns of a CSV file of the repository as a Markdown table."""
+    frame = pd.read_csv(ROOT / path)
+    if pivot:
+        keys = [name for name in frame.columns if name not in (pivot, "value")]
+        frame = frame.pivot(index=keys, columns=pivot, values="value").reset_index()
+    if where:
+        frame = frame.query(where)
+    frame = frame[columns.split(", ")] if columns else frame
+    if frame.empty:
+        raise ValueError(f"no row of {path} fulfils {where!r}")
+    rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
+    return _markdown([*frame.columns], rows)
+
+
+def hardware_fields() -> str:
+    """Return a section with a table of fields for each part of a file that describes hardware."""
+    schema = SCHEMAS["cluster"]()
+    sections = []
+    for name, part in {"Cluster": schema, **schema["$defs"]}.items():
+        rows = [
+            [f"`{field}`", _unit(field), _cell(value.get("default", "")), value["description"]]
+            for field, value in part.get("properties", {}).items()
+            if "description" in value
+        ]
+        if rows:
+            table = _markdown(["field", "unit", "default", "meaning"], rows)
+            title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).capitalize()
+            sections.append(f"## {title}\n\n{part['description'].split('\n\n')[0]}\n\n{table}")
+    return "\n\n".join(sections)
+
+
+def backends() -> str:
+    """Return a table of the software backends: microseconds per kernel, instruction and step."""
+    rows = [
+        [f"`{each.name}`", *map(_cell, (each.kernel_us, each.instruction_us, each.step_us))]
+        for each in BACKENDS.values()
+    ]
+    return _markdown(["backend", "kernel (µs)", "instruction (µs)", "step (µs)"], rows)
+
+
+def _unit(field: str) -> str:
+    return next((unit for suffix, unit in UNITS.items() if field.endswith(f"_{suffix}")), "")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if pd.isna(value) else f"{value:.4g}"
+    return "" if value is None else str(value).replace("|", "\\|")
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,93 @@
+"""The Python blocks of the documentation run, and print what the pages claim.
+
+The blocks of a page are one script. A `text` block after a Python block claims some of the lines
+that the script prints, in order; `...` stands for anything, and runs of spaces and of table borders
+count as one space.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+FAST = ("docs/guides/what-if.md", "docs/concepts/simulator.md")
+"""Pages whose scripts take seconds; the others start several processes or compile many programs."""
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+SCRIPTS = [
+    pytest.param(page, id=name(page), marks=() if name(page) in FAST else (pytest.mark.slow,))
+    for page in PAGES
+    if blocks(page, "python")
+]
+
+
+def words(line: str) -> str:
+    """Return a printed line with one space for each run of spaces and table borders."""
+    return re.sub(r"[\s│┃]+", " ", line).strip()
+
+
+def missing(claims: list[str], printed: list[str]) -> list[str]:
+    """Return the claimed lines that are not printed, or not in this order."""
+    absent, lines = [], iter(printed)
+    for claim in claims:
+        pattern = re.compile(".*".join(map(re.escape, claim.split("..."))))
+        rest = list(lines)
+        position = next((n for n, line in enumerate(rest) if pattern.fullmatch(line)), None)
+        if position is None:
+            absent.append(claim)
+        lines = iter(rest[0 if position is None else position + 1 :])
+    return absent
+
+
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_a_page_runs_and_prints_what_it_claims(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks(page, "python")))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "MPLBACKEND": "agg"}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert not done.returncode, done.stderr[-4000:]
+    claims = [words(line) for text in blocks(page, "text") for line in text.splitlines()]
+    printed = [words(line) for line in done.stdout.splitlines()]
+    assert missing([claim for claim in claims if claim], printed) == [], done.stdout[-4000:]
+
+
+def test_a_link_to_a_page_exists() -> None:
+    """README.md links to files of the repository; MkDocs checks the links of the other pages."""
+    links = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", (ROOT / "README.md").read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_a_line_that_is_not_printed_is_missing() -> None:
+    assert missing(["a ... c", "d"], ["a b c", "x", "d"]) == []
+    assert missing(["d", "a b"], ["a b", "d"]) == ["a b"]
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """MkDocs finds every page, link, anchor and API name, and every table has rows."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert not done.returncode, done.stderr[-4000:]
+    left = [page for page in (tmp_path / "site").rglob("*.html") if "{{" in page.read_text()]
+    assert left == []

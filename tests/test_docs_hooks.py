@@ -1,0 +1,55 @@
+"""The tables of the documentation are those of the results and of the code."""
+
+import re
+
+import pytest
+
+from docs.hooks import on_page_markdown
+from simulator import BACKENDS
+from simulator.hardware.schema import SCHEMAS
+
+
+def rows(marker: str) -> list[list[str]]:
+    """Return the cells of the table that a marker makes, without the line below its header."""
+    lines = on_page_markdown(f"before\n\n{marker}\n\nafter").splitlines()[2:-2]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [cells[0], *cells[2:]]
+
+
+def test_a_table_has_the_columns_and_rows_of_its_file(tmp_path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("name,seconds,note\na,0.123456,x|y\nb,2,\n")
+    assert rows(f"{{{{ table {path} }}}}") == [
+        ["name", "seconds", "note"],
+        ["a", "0.1235", "x\\|y"],
+        ["b", "2", ""],
+    ]
+    selected = rows(f"{{{{ table {path} | columns: seconds, name | where: seconds > 1 }}}}")
+    assert selected == [["seconds", "name"], ["2", "b"]]
+    with pytest.raises(ValueError, match=r"no row of .* fulfils"):
+        rows(f"{{{{ table {path} | where: seconds > 9 }}}}")
+
+
+def test_a_pivot_makes_columns_of_values(tmp_path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("case,quantity,value\na,seconds,1.5\na,bytes,8.5\nb,seconds,2.5\n")
+    assert rows(f"{{{{ table {path} | pivot: quantity }}}}") == [
+        ["case", "bytes", "seconds"],
+        ["a", "8.5", "1.5"],
+        ["b", "", "2.5"],
+    ]
+
+
+def test_every_field_of_a_hardware_file_has_a_row() -> None:
+    text = on_page_markdown("{{ fields }}")
+    schema = SCHEMAS["cluster"]()
+    named = set(re.findall(r"^\| `(\w+)`", text, re.MULTILINE))
+    for part in ("Device", "Link", "Processes", "SizeCurve", "KernelProfile"):
+        assert named >= {*schema["$defs"][part]["properties"]}
+    assert named >= {*schema["properties"]}
+    assert "| `bandwidth_gb_per_s` | GB/s |" in text
+    assert "| `half_size_mb` | MB | 0 |" in text
+
+
+def test_every_backend_has_a_row() -> None:
+    assert [row[0] for row in rows("{{ backends }}")[1:]] == [f"`{name}`" for name in BACKENDS]
