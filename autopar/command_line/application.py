@@ -2,6 +2,8 @@
 
 import typer
 
+from autopar.command_line.compare_command import compare
+from autopar.command_line.explain_command import explain
 from autopar.command_line.hardware_commands import calibrate, clusters
 from autopar.command_line.new_command import new
 from autopar.command_line.plan_commands import diff, plan, predict, show
@@ -9,5 +11,5 @@ from autopar.command_line.plan_commands import diff, plan, predict, show
 app = typer.Typer(
     help="Plans, runs and predicts parallel training of JAX steps.", no_args_is_help=True
 )
-for command in (new, plan, show, predict, diff, clusters, calibrate):
+for command in (new, plan, show, predict, diff, explain, compare, clusters, calibrate):
     app.command()(command)

@@ -112,14 +112,13 @@ def predict(
 def predict_step(step: UserStep, plan: Plan, cluster: str, fidelity: Fidelity) -> Prediction:
     """Return the prediction of a planned step on a cluster with enough hosts for the plan."""
     devices = 1 + max(device for stage in plan.stages for device in stage.devices)
-    options = {name: value for name, value in step.options.items() if name != "method"}
     return predicting.predict(
         step.fun,
         step.args,
         plan,
         load_for_program(cluster, devices),
         fidelity=fidelity,
-        **options,
+        **step.prediction_options,
     )
 
 

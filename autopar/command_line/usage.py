@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from autopar.plan import Plan
 from simulator.files import one_line
@@ -42,7 +41,7 @@ def load_plan(path: Path) -> Plan:
         return Plan.load(path)
 
 
-def print_table(table: Table) -> None:
+def print_table(table: RenderableType) -> None:
     """Print a table, with room for its columns where stdout is not a terminal."""
     console = Console()
     console.width = max(console.width, _MIN_WIDTH)

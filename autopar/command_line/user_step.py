@@ -54,6 +54,11 @@ class UserStep:
         return {k: v for k, v in self.options.items() if k == "batch_argnums"}
 
     @property
+    def prediction_options(self) -> dict[str, Any]:
+        """The options of predictions of the step."""
+        return {k: v for k, v in self.options.items() if k != "method"}
+
+    @property
     def method(self) -> PlanningMethod | None:
         """The planning method that comes with the step, if any."""
         return self.options.get("method")

@@ -54,14 +54,18 @@ def prediction_table(predictions: Mapping[str, Prediction]) -> Table:
 
 def prediction_json(predictions: Mapping[str, Prediction]) -> str:
     """Return the rows of the predictions by name as JSON, with null for unknown values."""
-    rows = {
+    return json.dumps(prediction_rows(predictions), indent=1)
+
+
+def prediction_rows(predictions: Mapping[str, Prediction]) -> dict[str, dict[str, object]]:
+    """Return the rows of the predictions by name, with None for unknown values."""
+    return {
         name: {
             key: None if isinstance(value, float) and isnan(value) else value
             for key, value in prediction.row().items()
         }
         for name, prediction in predictions.items()
     }
-    return json.dumps(rows, indent=1)
 
 
 def _keys(mappings: Iterable[Mapping[str, object]]) -> list[str]:

@@ -36,6 +36,10 @@ def with_method():
     method = autopar.Zero3Parallel(num_micro_batches=2)
     return step, shapes(), {"batch_argnums": (1,), "method": method, "tokens": 32}
 
+def in_stages():
+    layers = autopar.AutoLayerOption(2)
+    return step, shapes(), {"method": autopar.PipeshardParallel(8, 4, layer_option=layers)}
+
 def with_wrong_option():
     return step, shapes(), {"batch_argnum": 1}
 
@@ -192,6 +196,69 @@ def test_the_difference_of_plans_is_that_of_the_api(folder):
     assert run("diff", "plan.json", "plan.json").stdout == "the plans are the same\n"
 
 
+def test_an_explanation_is_the_decision_of_the_api(folder):
+    planned = autopar.planned_step(*api(), autopar.Plan.load("plan.json"))
+    table = autopar.report.decisions(planned, runners_up=2)
+    expected = table[table["name"] == "0/a"].iloc[0]
+    (row,) = values("explain", "plan.json", STEP, "0/a", "--runners-up", 2)
+    assert [row["choice"], row["result"], row["why"], row["memory_bytes"]] == [
+        *(expected["choice"], expected["result"], expected["why"], expected["memory_bytes"])
+    ]
+    assert [(other["choice"], other["extra_seconds"]) for other in row["runners_up"]] == [
+        (other.choice, other.extra_seconds) for other in expected["runners_up"]
+    ]
+    seconds = [
+        row[f"{part}_seconds"] or 0.0
+        for row in values("explain", "plan.json", STEP, "*")
+        for part in ("compute", "communication", "resharding")
+    ]
+    assert sum(seconds) == pytest.approx(planned.plan.predicted_seconds)
+
+
+def test_an_equation_is_explained_by_its_number(folder):
+    rows = values("explain", "plan.json", STEP, "*dot_general")
+    (row,) = values("explain", "plan.json", STEP, f"#{rows[0]['eqn']}", "--cluster", "dgx_h100")
+    assert row == rows[0]
+    text = run("explain", "plan.json", STEP, f"#{row['eqn']}").stdout
+    assert f"#{row['eqn']} {row['name']}" in text
+    assert "selected" in text
+
+
+def test_every_stage_of_a_pipeline_is_explained(folder, tmp_path):
+    path = tmp_path / "plan.json"
+    place = "steps_of_a_user:in_stages"
+    plan = values("plan", place, "--cluster", "dgx_h100", "-o", path)
+    numbers = range(len(plan["stages"]))
+    assert len(numbers) > 1
+    assert {row["stage"] for row in values("explain", path, place, "*")} == {*numbers}
+    last = values("explain", path, place, "*", "--stage", numbers[-1])
+    assert {row["stage"] for row in last} == {numbers[-1]}
+    assert "stage" in run("explain", path, place, "*", "--stage", len(numbers), code=2).output
+
+
+def test_methods_are_compared_by_the_predictions_of_their_plans(folder):
+    names = ["shard", "zero3"]
+    options = [text for name in names for text in ("--method", name)]
+    rows = values("compare", STEP, "--cluster", "dgx_h100", *options)
+    methods = [autopar.ShardParallel(), autopar.Zero3Parallel()]
+    for name, method in zip(names, methods, strict=True):
+        plan = autopar.plan_step(*api(), method=method, cluster="dgx_h100")
+        expected = autopar.predict(*api(), plan, "dgx_h100", fidelity="analytic")
+        assert rows[name]["seconds"] == expected.seconds
+    assert "zero2" in run("compare", STEP, "--cluster", "dgx_h100").stdout
+
+
+def test_a_method_without_a_plan_has_its_reason_instead(folder):
+    clusters = ["--cluster", "p3_beside_p4d", "--cluster", "dgx_h100"]
+    rows = values("compare", STEP, *clusters, "--method", "data")
+    assert "error" in rows["data, p3_beside_p4d"]
+    assert rows["data, dgx_h100"]["seconds"] > 0
+    text = run("compare", STEP, *clusters, "--method", "data").stdout
+    assert "data, p3_beside_p4d: no plan: " in text
+    alone = run("compare", STEP, "--cluster", "p3_beside_p4d", "--method", "data", code=2)
+    assert "data: " in alone.output
+
+
 def test_a_new_step_plans_as_it_is(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed = run("new", "my_first_step.py").stdout
@@ -229,7 +296,7 @@ PLAN = ("plan", "--cluster", "dgx_h100")
         ),
         ((*PLAN, "needs:make_step"), "importing needs raises ModuleNotFoundError (line 1"),
         ((*PLAN, "broken:make_step"), "importing broken raises SyntaxError"),
-        ((*PLAN, "steps_of_a_user:raises_in_make"), "RuntimeError (line 35 of steps_of_a_user.py)"),
+        ((*PLAN, "steps_of_a_user:raises_in_make"), "RuntimeError (line 39 of steps_of_a_user.py)"),
         ((*PLAN, "steps_of_a_user:raises_in_step"), "raises_in_step raises TypeError (line 7 of"),
         ((*PLAN, "steps_of_a_user:depends_on_a_value"), "It depends on the value of an argument"),
         ((*PLAN, "steps_of_a_user:returns_nothing"), "returns None; expected (step, args)"),
@@ -258,6 +325,13 @@ PLAN = ("plan", "--cluster", "dgx_h100")
             "this plan is for step with fingerprint",
         ),
         (("predict", "plan.json", STEP, "--cluster", "dgx"), "unknown cluster 'dgx'"),
+        (("explain", "plan.json", STEP, "0/c"), "no such value; expected an input"),
+        (("explain", "data.json", "steps_of_a_user:make_other", "0/a"), "this plan is for step"),
+        (("compare", STEP, "--cluster", "dgx"), "unknown cluster 'dgx'"),
+        (
+            ("compare", "steps_of_a_user:raises_in_step", "--cluster", "dgx_h100"),
+            "raises_in_step raises TypeError",
+        ),
         (("new", "my-step.py"), "expected the name of a Python module"),
         (("new", "nowhere/my_step.py"), "can't be written"),
     ],

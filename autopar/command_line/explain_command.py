@@ -1,0 +1,140 @@
+"""The subcommand `explain`: why a value has its sharding."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import isnan
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.command_line.usage import (
+    Json,
+    PlanFile,
+    StepPlace,
+    load_plan,
+    print_json,
+    print_table,
+)
+from autopar.command_line.user_step import load_step
+from autopar.plan import Plan
+from autopar.planning.plan_step import planned_step
+from autopar.report import PlannedStep, decisions
+from simulator.costs.cost_model import ClusterCosts, CostModel
+from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
+from simulator.hardware.heterogeneous import HeterogeneousCluster
+from simulator.transformer.scenario_files import load_for_program
+
+_SECONDS = ("compute_seconds", "communication_seconds", "resharding_seconds")
+
+
+def explain(
+    plan: PlanFile,
+    step: StepPlace,
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="An input such as 0/params/w, a part of the model, or an equation such as #12; *"
+            " matches any text."
+        ),
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_FILE",
+            help="The cluster that the plan was made for; needed if it is not a shipped one.",
+        ),
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="A stage of a pipeline; all by default.")
+    ] = None,
+    runners_up: Annotated[
+        int, typer.Option(min=0, help="Maximum number of other candidates to print.")
+    ] = 3,
+    as_json: Json = False,
+) -> None:
+    """Explain why a value has its sharding: its costs, and the candidates that cost more."""
+    loaded = load_plan(plan)
+    stages = range(len(loaded.stages)) if stage is None else (stage,)
+    user_step = load_step(step)
+    with user_step.usage_errors():
+        planned = planned_step(user_step.fun, user_step.args, loaded, **user_step.batch_options)
+        costs = _costs(loaded, cluster)
+        rows = [row for number in stages for row in _rows(planned, number, costs, runners_up)]
+    selected = [row for row in rows if _matches(row, path)]
+    if not selected:
+        names = list(dict.fromkeys(row["name"] for row in rows))
+        close = get_close_matches(path, names, 3, 0.3) or names[:3]
+        raise typer.BadParameter(
+            f"{path!r}: the step has no such value; expected an input, a part of the model or an"
+            f" equation, such as {', '.join(close)}"
+        )
+    if as_json:
+        print_json(selected)
+    else:
+        print_table(Group(*map(_explanation, selected)))
+
+
+def _costs(plan: Plan, cluster: str | None) -> CostModel | None:
+    """Return the costs of a cluster; None, for those of the plan's own, if it is a shipped one."""
+    if cluster is None:
+        if plan.cluster in cluster_names() + heterogeneous_cluster_names():
+            return None
+        raise ValueError(
+            f"the plan is for cluster {plan.cluster!r}, which is not a shipped one; give its file"
+            " with --cluster"
+        )
+    devices = [device for stage in plan.stages for device in stage.devices]
+    hardware = load_for_program(cluster, 1 + max(devices))
+    if isinstance(hardware, HeterogeneousCluster):
+        hardware = hardware.pools[hardware.pool_of(plan.stages[0].devices)]
+    return ClusterCosts(hardware)
+
+
+def _rows(
+    planned: PlannedStep, stage: int, costs: CostModel | None, runners_up: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the decisions of a stage as JSON values."""
+    is_pipeline = not planned.plan.schedule.is_whole_step
+    table = decisions(
+        planned, stage=stage if is_pipeline else None, costs=costs, runners_up=runners_up
+    )
+    for row in table.astype(object).to_dict("records"):
+        others = [
+            {"choice": other.choice, "extra_seconds": other.extra_seconds}
+            for other in row["runners_up"]
+        ]
+        costs_of_row = {name: None if isnan(row[name]) else row[name] for name in _SECONDS}
+        eqn = int(row["eqn"]) if isinstance(row["eqn"], int) else None
+        yield {"stage": stage, **row, "eqn": eqn, **costs_of_row, "runners_up": others}
+
+
+def _matches(row: Mapping[str, Any], path: str) -> bool:
+    return path == f"#{row['eqn']}" or fnmatchcase(row["name"], path)
+
+
+def _explanation(row: Mapping[str, Any]) -> Table:
+    """Return a decision as a table of its candidates, under its reason and its costs."""
+    number = "" if row["eqn"] is None else f"#{row['eqn']} "
+    follows = f"follows {row['follows']}: " if row["kind"] == "follows" else ""
+    costs = [
+        f"{name.removesuffix('_seconds')} {row[name] * 1e6:.4g} us"
+        for name in _SECONDS
+        if row[name] is not None
+    ]
+    title = f"{number}{row['name']} {row['array']} is {row['result']} ({follows}{row['why']})"
+    table = Table(
+        "candidate",
+        title=escape(title),
+        title_justify="left",
+        caption=", ".join([*costs, f"{row['memory_bytes']:,} bytes per device"]),
+        caption_justify="left",
+    )
+    table.add_column("costs more by", justify="right")
+    table.add_row(row["choice"], "selected")
+    for other in row["runners_up"]:
+        table.add_row(other["choice"], f"{other['extra_seconds'] * 1e6:.4g} us")
+    return table
