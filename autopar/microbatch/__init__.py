@@ -1,1 +1,1 @@
-"""Running a step in microbatches: how values scale with the batch, and accumulating gradients and losses over microbatches."""
+"""Microbatches: how values scale with the batch, and the accumulation of gradients and losses."""

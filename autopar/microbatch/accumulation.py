@@ -1,8 +1,8 @@
-"""Run a step in microbatches: its body in a loop, and the sums that the loop accumulates.
+"""Run the body of a step in a loop over microbatches, and accumulate gradients and losses.
 
-Along *deferred* mesh axes each device runs the loop on its own examples, as if devices were more microbatches, and what they
-accumulated is completed once, after the loop. Along the other axes the compiler partitions the body, and completes in it
-whatever it must.
+Along *deferred* mesh axes each device accumulates locally: it runs the loop on its own examples, as
+if they were further microbatches, and one synchronization after the loop completes the sums. Along
+the other axes the compiler partitions the body and synchronizes within it.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,18 @@ from autopar.ir.step_graph import Combine, Loop, StepGraph
 from autopar.microbatch.batch_rows import cut_rows
 
 type Env = dict[Var, Any]
+"""Values by variable."""
 
 
 def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Hook) -> None:
-    """Run the body for one microbatch after the other and add to `env` what they accumulate."""
+    """Run the body for one microbatch after the other.
+
+    Args:
+        step: a step with microbatches.
+        env: values of the step. The accumulated values are added.
+        evaluate: evaluates numbered equations and adds their results to an env.
+        pin: constrains the shardings of the operands or totals of a numbered equation.
+    """
     assert step.microbatching is not None
     count, combine = step.num_micro_batches, _combine(step)
     for loop in step.microbatching.loops:
@@ -35,13 +43,17 @@ def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Ho
 
 @dataclass(frozen=True, slots=True)
 class LocalAccumulation:
-    """How each device accumulates over examples of its own.
+    """Local accumulation: each device accumulates over its own examples.
 
     Attributes:
-        parts: the step for one device's examples of a microbatch, `StepGraph.cut`.
-        axes: the mesh axes along which devices do so.
-        inputs: where the inputs of the step are. What is sharded along `axes` is gathered for each microbatch.
-        results: where the accumulated values go; a reduce_scatter completes them along the axes that they have there.
+        parts: the step for one device's examples of a microbatch, by
+            `StepGraph.split_microbatches`.
+        mesh: the mesh of the step.
+        axes: the deferred mesh axes.
+        inputs: specs of the inputs of the step. Inputs that are sharded along `axes` are gathered
+            for each microbatch.
+        results: specs of the accumulated values. A reduce_scatter completes those that are sharded
+            along `axes`, an all_reduce the others.
     """
 
     parts: StepGraph
@@ -58,10 +70,17 @@ def accumulate_locally(
     evaluate: Callable[..., None],
     pin: Hook,
 ) -> None:
-    """As `accumulate`, with one synchronisation along `accumulation.axes`, after the last microbatch.
+    """Accumulate with one synchronization along `accumulation.axes`, after the last microbatch.
 
-    Right whatever the shardings are: each device computes with plain arrays along `accumulation.axes`, and how their results are put
-    together was proved by `microbatch.split` for as many microbatches.
+    The result doesn't depend on shardings: each device computes on unsharded arrays along these
+    axes, and `split` has derived how to combine the results of that many microbatches.
+
+    Args:
+        step: a step with microbatches.
+        accumulation: the local accumulation.
+        env: values of the step. The accumulated values are added.
+        evaluate: evaluates numbered equations and adds their results to an env.
+        pin: constrains the shardings of the operands or totals of a numbered equation.
     """
     parts = accumulation.parts
     micro = parts.microbatching
@@ -80,24 +99,24 @@ def accumulate_locally(
         if i not in step.batch and axes_of(spec)
     }
 
-    def one(eqns: Any, inner: Env) -> None:
+    def evaluate_gathered(eqns: Any, inner: Env) -> None:
         inner.update((var, gather(inner[var], spec)) for var, spec in sharded.items())
         evaluate(eqns, inner)
 
     accumulated = _accumulated(parts)
-    places = dict(zip(accumulated, results, strict=True))
+    spec_of = dict(zip(accumulated, results, strict=True))
 
     def local(*shards: jax.Array) -> list[jax.Array]:
         inner = dict(zip(parts.jaxpr.invars, shards, strict=True))
         inner.update(zip(parts.jaxpr.constvars, parts.jaxpr.consts, strict=True))
         count = step.num_micro_batches
         for loop in micro.loops:
-            for var, total in _loop(parts, loop, count, inner, one, pin).items():
+            for var, total in _loop(parts, loop, count, inner, evaluate_gathered, pin).items():
                 value = finish_total(combine[var], total, count, parts.num_micro_batches)
                 inner[var] = (
                     value
                     if combine[var] == "same"
-                    else complete_sum(value, places[var], accumulation.axes)
+                    else complete_sum(value, spec_of[var], accumulation.axes)
                 )
         return [inner[var] for var in accumulated]
 
@@ -108,7 +127,8 @@ def accumulate_locally(
         in_specs=tuple(map(partition_spec, inputs)),
         out_specs=list(map(partition_spec, results)),
         axis_names={*accumulation.axes, *ones},
-        check_vma=False,  # the equations were traced without a mesh, and nothing is differentiated through this
+        # The equations are traced without a mesh, and the shard_map is not differentiated.
+        check_vma=False,
     )
     values = run(*(env[var] for var in step.jaxpr.invars))
     env.update(zip(_accumulated(step), values, strict=True))
@@ -117,9 +137,9 @@ def accumulate_locally(
 def _loop(
     step: StepGraph, loop: Loop, count: int, env: Env, evaluate: Callable[..., None], pin: Hook
 ) -> dict[Var, jax.Array]:
-    """Return what `count` microbatches, each like the batch of `step`, add up to.
+    """Return the totals of a loop over `count` microbatches, each of the size of `step`'s batch.
 
-    Every device finds its part of each microbatch in its own shard (`autopar.microbatch.batch_rows`).
+    Every device has its part of each microbatch in its own shard (`autopar.microbatch.batch_rows`).
     """
     micro = step.microbatching
     assert micro is not None
@@ -160,25 +180,35 @@ def _combine(step: StepGraph) -> dict[Var, Combine]:
 
 
 def add_to_total(how: Combine, total: jax.Array, value: jax.Array, count: int) -> jax.Array:
-    """Return the running total of `count` microbatches after one more.
+    """Return the running total after one more microbatch.
 
-    Of a mean in float16 each microbatch adds its share, so that the total overflows only if the mean does.
+    A microbatch adds `1 / count` of its value to a mean in float16, so that the total overflows
+    only if the mean does.
+
+    Args:
+        how: how the values of microbatches are combined.
+        total: the running total.
+        value: the value of the microbatch.
+        count: number of microbatches.
     """
     if how == "same":
         return value.astype(total.dtype)
     if not _adds_shares(how, total):
         return total + value
-    wide = jnp.promote_types(total.dtype, jnp.float32)  # one rounding for both operations
+    # Division and addition in a wider dtype round once.
+    wide = jnp.promote_types(total.dtype, jnp.float32)
     return (total.astype(wide) + value.astype(wide) / count).astype(total.dtype)
 
 
 def finish_total(how: Combine, total: jax.Array, count: int, parts: int) -> jax.Array:
-    """Return what a complete total contributes to the whole batch's value.
+    """Return the contribution of a complete total to the whole batch's value.
 
     Args:
-        how: how microbatches are put together.
-        total: what `count` microbatches added up to.
-        parts: microbatches of this size in the whole batch; more than `count` where devices accumulate apart.
+        how: how the values of microbatches are combined.
+        total: the total of `count` microbatches.
+        count: number of microbatches in the total.
+        parts: number of such microbatches in the whole batch; more than `count` if devices
+            accumulate locally.
     """
     if how != "mean":
         return total
@@ -186,18 +216,26 @@ def finish_total(how: Combine, total: jax.Array, count: int, parts: int) -> jax.
 
 
 def _adds_shares(how: Combine, total: jax.Array) -> bool:
-    """Return whether to add up shares of a mean rather than divide a sum: in float16, where the sum may overflow. In other dtypes the
-    sum costs less, since XLA adds a product to it in place."""
+    """Return whether to add shares of a mean instead of dividing the sum by the count.
+
+    In float16 the sum may overflow. In other dtypes the sum is cheaper, because XLA adds products
+    to it in place.
+    """
     return how == "mean" and total.dtype == jnp.float16
 
 
 def spec_along(spec: Spec, axes: tuple[str, ...]) -> Spec:
-    """The part of `spec` that concerns `axes`."""
+    """Return `spec` without the axes that are not in `axes`."""
     return tuple(tuple(axis for axis in dim if axis in axes) for dim in spec)
 
 
 def gather(shard: jax.Array, spec: Spec) -> jax.Array:
-    """The whole of what is sharded as `spec` says, inside of `jax.shard_map`."""
+    """Return the unsharded array of a shard inside of `jax.shard_map`.
+
+    Args:
+        shard: this device's shard.
+        spec: the axes along which each dim is sharded.
+    """
     for dim, axes in enumerate(spec):
         if axes:
             shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
@@ -205,7 +243,13 @@ def gather(shard: jax.Array, spec: Spec) -> jax.Array:
 
 
 def complete_sum(partial: jax.Array, spec: Spec, axes: tuple[str, ...]) -> jax.Array:
-    """The sum over devices along `axes`, left where `spec` wants it."""
+    """Return the sum over the devices along `axes`, inside of `jax.shard_map`.
+
+    Args:
+        partial: this device's summand.
+        spec: the axes along which each dim of the sum is sharded.
+        axes: the axes to sum over.
+    """
     for dim, scattered in enumerate(spec):
         if scattered:
             partial = jax.lax.psum_scatter(partial, scattered, scatter_dimension=dim, tiled=True)

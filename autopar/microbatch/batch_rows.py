@@ -1,7 +1,8 @@
-"""Cut a batch into microbatches by its rows, and put rows back together.
+"""Cut a batch into microbatches by its rows, and join their rows again.
 
-Microbatch k of n has the examples k, k + n, k + 2 n ..., so that each device finds a part of every microbatch among its own examples.
-Where a step puts neighbouring examples together, as the pairs of a preference loss, runs of them take the place of single examples.
+Microbatch k of n has the examples k, k + n, k + 2n, ... So the shard of the batch on every device
+has examples of every microbatch. Where a step combines neighbouring examples, as the pairs of a
+preference loss, runs of neighbouring examples take the place of single examples.
 """
 
 from typing import Any, cast
@@ -17,7 +18,7 @@ def cut_rows[Array: (jax.Array, np.ndarray)](whole: Array, count: int, chunks: i
     Args:
         whole: an array of shape `(count * rows, ...)`.
         count: number of microbatches.
-        chunks: runs of rows that each microbatch consists of; divides `rows`.
+        chunks: number of runs of rows in each microbatch; divides `rows`.
 
     Returns:
         An array of shape `(count, rows, ...)`.
@@ -30,7 +31,12 @@ def cut_rows[Array: (jax.Array, np.ndarray)](whole: Array, count: int, chunks: i
 
 
 def join_rows(chunks: int, *parts: jax.Array) -> jax.Array:
-    """Invert `cut_rows`; the microbatches may have more or fewer rows than it gave them."""
+    """Return the rows of microbatches in the order that they have before `cut_rows`.
+
+    Args:
+        chunks: number of runs of rows in each microbatch.
+        *parts: the microbatches, of any number of rows that `chunks` divides.
+    """
     rows, rest = parts[0].shape[0], parts[0].shape[1:]
     if chunks == rows:
         return jnp.stack(parts, axis=1).reshape(-1, *rest)

@@ -1,8 +1,8 @@
-"""Dividing by a sum over the batch after the last microbatch instead of in each.
+"""Deferred division: divide by a statistic of the batch after the last microbatch.
 
-The weights of a microbatch are not those of the batch: a masked mean of the batch is no mean of masked means. But all that comes of
-the division up to what is accumulated is linear in it, so the numerators can be accumulated undivided, the weights with them, and
-divided when both are complete.
+A masked mean of the batch is not the mean of the masked means of its microbatches, because these
+have different weights. But accumulated values are linear in the quotient. So numerators are
+accumulated undivided, weights are accumulated too, and the division follows when both are complete.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,32 +16,38 @@ from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, aval_of
 
 type Weights = Mapping[int, Sequence[Var | None]]
-"""For each `accumulate` equation, by number, the scalars by which each of its operands is to be divided."""
+"""Maps the number of an `accumulate` equation to the divisor of each of its operands, or None."""
 
 type Functions = Mapping[Var, JaxprEqn]
-"""The equation that makes each scalar that is a function of statistics of the batch."""
+"""Maps each scalar that is a function of statistics of the batch to its equation."""
 
 
 def defer_divisions(
     jaxpr: Jaxpr, divided: Collection[int], weights: Weights, functions: Functions
 ) -> tuple[Jaxpr, list[int]]:
-    """Leave divisions by sums over the batch until everything is accumulated.
+    """Move divisions by statistics of the batch after their accumulation.
 
-    In the result the divisions with the numbers `divided` divide by 1. What they divide by is accumulated after the other operands of an
-    `accumulate` equation: a statistic itself, or those that a function is computed of (`statistics`). When they are complete,
-    functions are computed and what was accumulated is divided.
+    In the result the equations `divided` divide by 1. The `accumulate` equations get further
+    operands: the statistics that they are divided by, or that their divisors are computed from.
+    After each of them, functions of these statistics are computed, and its results are divided.
+
+    Args:
+        jaxpr: flat jaxpr of the step.
+        divided: numbers of the divisions to defer.
+        weights: divisors of the accumulated values.
+        functions: the scalars that are functions of statistics.
 
     Returns:
-        The jaxpr, and for each equation its number there.
+        The new jaxpr, and for each equation of `jaxpr` its number in it.
     """
     eqns: list[JaxprEqn] = []
     numbers: list[int] = []
     for number, eqn in enumerate(jaxpr.eqns):
         numbers.append(len(eqns))
         if number in divided:
-            top, by = eqn.invars
-            one = Literal(np.ones((), aval_of(by).dtype), aval_of(by))
-            eqns.append(eqn.replace(invars=[top, one]))
+            numerator, divisor = eqn.invars
+            one = Literal(np.ones((), aval_of(divisor).dtype), aval_of(divisor))
+            eqns.append(eqn.replace(invars=[numerator, one]))
         elif number in weights:
             eqns.extend(_accumulated(eqn, weights[number], functions))
         else:
@@ -50,20 +56,21 @@ def defer_divisions(
 
 
 def statistics(operands: Iterable[Atom | None], functions: Functions) -> list[Var]:
-    """Return the statistics that `operands` are, or are computed of; None and literals have none."""
-    found: dict[Var, None] = {}
+    """Return the statistics that `operands` are or depend on; None and literals have none."""
+    result: dict[Var, None] = {}
     for atom in operands:
         if isinstance(atom, Var):
             if atom in functions:
-                found.update(dict.fromkeys(statistics(functions[atom].invars, functions)))
+                result.update(dict.fromkeys(statistics(functions[atom].invars, functions)))
             else:
-                found[atom] = None
-    return list(found)
+                result[atom] = None
+    return list(result)
 
 
 def _accumulated(
     mark: JaxprEqn, weights: Sequence[Var | None], functions: Functions
 ) -> list[JaxprEqn]:
+    """Return the equations that accumulate statistics with the operands of `mark` and divide."""
     late = [atom if isinstance(atom, Var) and atom in functions else None for atom in mark.invars]
     totals: dict[Var, Var] = {
         var: Var(var.aval) for var in statistics([*late, *weights], functions)
@@ -74,15 +81,16 @@ def _accumulated(
     eqns = [mark.replace(invars=invars, outvars=[*sums.values(), *totals.values()])]
 
     def complete(atom: Atom) -> Atom:
-        """The value of `atom` for the whole batch."""
+        """Return the value of `atom` for the whole batch."""
         if isinstance(atom, Var) and atom not in totals:
             eqn = functions[atom]
             operands = [complete(operand) for operand in eqn.invars]
-            totals[atom] = made = Var(atom.aval)
-            eqns.append(eqn.replace(invars=operands, outvars=[made], source_info=mark.source_info))
+            total = Var(atom.aval)
+            totals[atom] = total
+            eqns.append(eqn.replace(invars=operands, outvars=[total], source_info=mark.source_info))
         return totals[atom] if isinstance(atom, Var) else atom
 
-    for k, (function, by) in enumerate(zip(late, weights, strict=True)):
+    for k, (function, divisor) in enumerate(zip(late, weights, strict=True)):
         result = mark.outvars[k]
         if function is not None:
             eqn = functions[function]
@@ -90,16 +98,24 @@ def _accumulated(
             eqns.append(
                 eqn.replace(invars=operands, outvars=[result], source_info=mark.source_info)
             )
-        elif by is not None:
-            eqns += equations(_quotient, [sums[k], complete(by)], result, mark.source_info)
+        elif divisor is not None:
+            eqns += equations(_quotient, [sums[k], complete(divisor)], result, mark.source_info)
     return eqns
 
 
 def equations(
     fun: Callable[..., jax.Array], operands: Sequence[Atom], result: Var, source_info: Any
 ) -> list[JaxprEqn]:
-    """Return equations that make `result` of `operands` as `fun` does."""
-    shapes = [jax.ShapeDtypeStruct(aval_of(each).shape, aval_of(each).dtype) for each in operands]
+    """Return equations that compute `result` from `operands` as `fun` does.
+
+    Args:
+        fun: a function of arrays with one result.
+        operands: the atoms that `fun` is applied to.
+        result: the variable that the last equation assigns.
+        source_info: source and name stack of the equations.
+    """
+    avals = [aval_of(atom) for atom in operands]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     traced = flatten(jax.make_jaxpr(fun)(*shapes))
     names: dict[Atom, Atom] = dict(zip(traced.invars, operands, strict=True))
     names[traced.outvars[0]] = result
@@ -118,5 +134,5 @@ def equations(
     ]
 
 
-def _quotient(total: jax.Array, by: jax.Array) -> jax.Array:
-    return (total / by).astype(total.dtype)
+def _quotient(total: jax.Array, divisor: jax.Array) -> jax.Array:
+    return (total / divisor).astype(total.dtype)

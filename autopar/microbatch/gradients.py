@@ -1,4 +1,7 @@
-"""`grad` and `value_and_grad` that say where gradients are complete, so that a step can accumulate them over microbatches."""
+"""`grad` and `value_and_grad` that mark their results.
+
+The marks are the values that a step accumulates over microbatches.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +16,10 @@ from autopar.layering.layers import layered_by_context
 from autopar.primitives import PrimitiveRecord, register
 
 accumulate_p = Primitive("accumulate")
-"""Identity on values that a microbatch contributes to. Only in traced steps, between `marking` and lowering."""
+"""Identity on values that are accumulated over microbatches.
+
+It is in steps that are traced under `marking`, until they are lowered.
+"""
 accumulate_p.multiple_results = True
 accumulate_p.def_abstract_eval(lambda *avals: avals)
 register(accumulate_p, PrimitiveRecord(movement="identity", algebra="linear"))
@@ -23,7 +29,7 @@ _marking: ContextVar[bool] = ContextVar("marking", default=False)
 
 @contextmanager
 def marking() -> Iterator[None]:
-    """While it lasts, `value_and_grad` marks its results with `accumulate_p`."""
+    """Make `value_and_grad` mark its results with `accumulate_p`."""
     token = _marking.set(True)
     try:
         yield
@@ -45,7 +51,7 @@ def tracing_whole_arrays() -> Iterator[None]:
 
 
 def traces_whole_arrays() -> bool:
-    """Return whether parts of a step that run on shards are to be traced as functions of whole arrays.
+    """Return whether code on shards is to be traced as a function of whole arrays.
 
     The body of a `shard_map` hides which results depend on which examples.
     """
@@ -53,23 +59,32 @@ def traces_whole_arrays() -> bool:
 
 
 def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """`jax.value_and_grad`, with the same arguments, for steps that may run in microbatches.
+    """Differentiate `fun` as `jax.value_and_grad` does, in steps that may run in microbatches.
 
-    In a step parallelized with `num_micro_batches` > 1 the value, the auxiliary values and the gradients that it returns are
-    those of the whole batch: sums and means over examples are put together from the microbatches' own. Anywhere else it
-    is `jax.value_and_grad`.
+    In a step that is parallelized with `num_micro_batches` > 1, the value, the auxiliary values and
+    the gradients are those of the whole batch: sums and means over its examples are computed from
+    those of the microbatches. Elsewhere it is `jax.value_and_grad`.
+
+    Args:
+        fun: the function to differentiate.
+        *args: further arguments of `jax.value_and_grad`.
+        **kwargs: keyword arguments of `jax.value_and_grad`.
+
+    Returns:
+        The function that `jax.value_and_grad` returns for these arguments.
     """
-    given = args, kwargs
+    options = args, kwargs
 
     @wraps(fun)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        result = jax.value_and_grad(layered_by_context(fun), *given[0], **given[1])(*args, **kwargs)
+        differentiated = jax.value_and_grad(layered_by_context(fun), *options[0], **options[1])
+        result = differentiated(*args, **kwargs)
         if not _marking.get():
             return result
         leaves, tree = jax.tree.flatten(result)
         arrays = [k for k, leaf in enumerate(leaves) if not isinstance(leaf, int | float | complex)]
-        made = accumulate_p.bind(*(jax.numpy.asarray(leaves[k]) for k in arrays))
-        for k, value in zip(arrays, made, strict=True):
+        values = accumulate_p.bind(*(jax.numpy.asarray(leaves[k]) for k in arrays))
+        for k, value in zip(arrays, values, strict=True):
             leaves[k] = value
         return jax.tree.unflatten(tree, leaves)
 
@@ -77,16 +92,15 @@ def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callab
 
 
 def mark_results(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, a step that takes no gradients, with everything that it returns marked."""
+    """Return `fun`, a step without gradients, with all its results marked."""
 
     @wraps(fun)
     def marked(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(fun(*args))
-        given = {id(leaf) for leaf in jax.tree.leaves(args)}
-        made = [
-            jax.numpy.array(leaf, copy=id(leaf) in given) for leaf in leaves
-        ]  # a result is made by some equation
-        return jax.tree.unflatten(tree, accumulate_p.bind(*made) if made else [])
+        inputs = {id(leaf) for leaf in jax.tree.leaves(args)}
+        # Inputs are copied, because a mark reads the result of an equation.
+        results = [jax.numpy.array(leaf, copy=id(leaf) in inputs) for leaf in leaves]
+        return jax.tree.unflatten(tree, accumulate_p.bind(*results) if results else [])
 
     return marked
 
@@ -94,7 +108,18 @@ def mark_results(fun: Callable[..., Any]) -> Callable[..., Any]:
 def grad(
     fun: Callable[..., Any], *args: Any, has_aux: bool = False, **kwargs: Any
 ) -> Callable[..., Any]:
-    """`jax.grad`, with the same arguments, for steps that may run in microbatches; see `value_and_grad`."""
+    """Differentiate `fun` as `jax.grad` does, in steps that may run in microbatches.
+
+    Args:
+        fun: the function to differentiate.
+        *args: further arguments of `jax.grad`.
+        has_aux: whether `fun` returns a pair of its value and auxiliary values.
+        **kwargs: further keyword arguments of `jax.grad`.
+
+    Returns:
+        The function that `jax.grad` returns for these arguments. Its results are those of the whole
+        batch, as for `value_and_grad`.
+    """
     differentiated = value_and_grad(fun, *args, has_aux=has_aux, **kwargs)
 
     @wraps(fun)

@@ -1,8 +1,9 @@
-"""Join two traces of a step: what runs for a microbatch, and what runs once, for the whole batch.
+"""Join two traces of a step, one for a microbatch and one for the whole batch.
 
-The size of the batch is a number of the trace. In `g / batch.shape[0]` after the gradient it is the size of the whole batch, and so
-are the shape of `jnp.arange(batch.shape[0])` and a counter of examples. So the equations up to the accumulated values come from a
-trace for one microbatch, and those after them from a trace for the whole batch.
+A trace contains the size of the batch as a number. After the gradient, it has to be the size of the
+whole batch: in `g / batch.shape[0]`, in `jnp.arange(batch.shape[0])` or in a counter of examples.
+So the equations up to the accumulated values come from a trace for one microbatch, and the
+equations after them come from a trace for the whole batch.
 """
 
 from collections.abc import Collection, Iterable
@@ -17,7 +18,7 @@ from autopar.ir.graph import Atom
 from autopar.microbatch.gradients import accumulate_p
 
 type Names = dict[Var, Atom]
-"""Maps variables of the whole batch's trace to those of the joined one."""
+"""Maps variables of the whole batch's trace to atoms of the joined jaxpr."""
 
 
 def join_traces(
@@ -29,23 +30,25 @@ def join_traces(
 ) -> tuple[Jaxpr, dict[int, int]]:
     """Join the equations `body` of a microbatch and `tail` of the whole batch.
 
-    An equation that is needed in both and is the same in both stands in the result once.
+    An equation that both need, and that is the same in both traces, occurs once in the result.
 
     Args:
-        micro, whole: flat jaxprs of the step, with the same `accumulate` equations.
+        micro: flat jaxpr of the step for one microbatch.
+        whole: flat jaxpr of the step for the whole batch, with the same `accumulate` equations.
         body: numbers of equations of `micro`, without the `accumulate` equations.
-        tail: numbers of equations of `whole`, likewise.
-        computed: operands of `accumulate` equations, by the positions of both, that the tail computes for the whole batch instead.
+        tail: numbers of equations of `whole`, without the `accumulate` equations.
+        computed: operands of `accumulate` equations that the tail computes for the whole batch
+            instead, each as the positions of the equation and of the operand.
 
     Returns:
-        The jaxpr, and for each equation of `micro` that is in it the number there.
+        The joined jaxpr, and a map from the numbers of equations of `micro` to theirs in it.
     """
     names: Names = dict(zip(whole.invars, micro.invars, strict=True))
     constants = dict(zip(micro.constvars, micro.consts, strict=True))
     same = {id(value): var for var, value in constants.items()}
     for var, value in zip(whole.constvars, whole.consts, strict=True):
         twin = same.get(id(value)) or next(
-            (mine for mine, known in constants.items() if _equal(known, value)), None
+            (mine for mine, constant in constants.items() if _equal(constant, value)), None
         )
         if twin is None:
             constants[var] = value
@@ -62,14 +65,16 @@ def join_traces(
     eqns: list[JaxprEqn] = []
     numbers: dict[int, int] = {}
     for mine, other in pairs:
-        once = [each for each in other.eqns if each[0] in tail] if other else []
-        repeated = [each for each in mine.eqns if each[0] in body] if mine else []
+        once = [(n, eqn) for n, eqn in other.eqns if n in tail] if other else []
+        repeated = [(n, eqn) for n, eqn in mine.eqns if n in body] if mine else []
         if mine is not None and mine.number in marks:
-            repeated, once = [(mine.number, marks[mine.number])], []
+            repeated = [(mine.number, marks[mine.number])]
+            once = []
         shared = aligned and bool(once) and bool(repeated)
         if shared and mine is not None and other is not None and _same(mine, other, names):
             kept = {number for number, _ in (*once, *repeated)}
-            repeated, once = [each for each in mine.eqns if each[0] in kept], []
+            repeated = [(n, eqn) for n, eqn in mine.eqns if n in kept]
+            once = []
         for number, eqn in repeated:
             numbers[number] = len(eqns)
             eqns.append(eqn)
@@ -84,7 +89,12 @@ def join_traces(
 
 
 def substitute_operands(whole: Jaxpr, computed: Collection[tuple[int, int]]) -> Jaxpr:
-    """Return `whole` with results of its `accumulate` equations replaced by their operands, at the positions `computed`."""
+    """Return `whole` with results of its `accumulate` equations replaced by their operands.
+
+    Args:
+        whole: flat jaxpr of the step for the whole batch.
+        computed: the results, as the positions of the equation and of the result.
+    """
     names: Names = {}
     for position, eqn in enumerate(eqn for eqn in whole.eqns if eqn.primitive is accumulate_p):
         names.update(
@@ -104,21 +114,27 @@ def substitute_operands(whole: Jaxpr, computed: Collection[tuple[int, int]]) -> 
 def _marks(
     micro: Jaxpr, whole: Jaxpr, computed: Collection[tuple[int, int]], names: Names
 ) -> dict[int, JaxprEqn]:
-    """Return the `accumulate` equations of `micro` without the operands that are `computed`; enter their results in `names`."""
+    """Return the `accumulate` equations of `micro`, by number, without the `computed` operands.
+
+    Adds their results to `names`.
+    """
     ours = [(number, eqn) for number, eqn in enumerate(micro.eqns) if eqn.primitive is accumulate_p]
     theirs = [eqn for eqn in whole.eqns if eqn.primitive is accumulate_p]
-    found: dict[int, JaxprEqn] = {}
+    marks: dict[int, JaxprEqn] = {}
     for position, ((number, mine), other) in enumerate(zip(ours, theirs, strict=True)):
         names.update(zip(other.outvars, mine.outvars, strict=True))
         kept = [k for k in range(len(mine.outvars)) if (position, k) not in computed]
-        found[number] = mine.replace(
+        marks[number] = mine.replace(
             invars=[mine.invars[k] for k in kept], outvars=[mine.outvars[k] for k in kept]
         )
-    return found
+    return marks
 
 
 def _same(mine: Unit, other: Unit, names: Names) -> bool:
-    """Return whether two units apply the same primitive to the same operands; if so, enter the results of `other` in `names`."""
+    """Return whether two units apply the same primitives to the same operands.
+
+    If they do, adds the results of `other` to `names`.
+    """
     local: Names = {}
 
     def named(atom: Atom) -> Atom:
