@@ -1,10 +1,11 @@
-"""How values of the whole batch come from those of its microbatches.
+"""Batch scaling: how values of the whole batch follow from those of its microbatches.
 
-That follows from two traces of a step, one for each batch size, read side by side. Every value is told by a `BatchScaling`: the same for
-all examples, one row per example, or linear in such rows; and by the power of the number of microbatches by which its whole-batch
-value is larger. A sum over examples is linear with power one; divided by the number of examples, a literal that differs between
-the traces, it is linear with power zero, a mean. What is divided by a statistic of the batch, as in a masked mean, is as what is
-divided, `per` that statistic. Whatever does not fit has no kind.
+An abstract interpretation reads two traces of a step side by side, one for each of two batch sizes.
+It gives every value a `BatchScaling`: same, rows or linear, and the power of the number of
+microbatches by which its value is larger for the whole batch. A sum over examples is linear with
+power one. Divided by the number of examples, a literal that differs between the traces, it is
+linear with power zero: a mean. A quotient by a statistic of the batch, as in a masked mean, scales
+as its numerator, `per` that statistic. Other values are not separable.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,11 +31,12 @@ from autopar.primitives.linearity import adds, data_operands, is_exact, is_linea
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What an equation reads instead of its operands.
+    """Replacements of an equation's operands that make it separable.
 
     Attributes:
-        totals: operands that are replaced by the same statistic of the whole batch.
-        scaled: for operands that are divided by a power of the number of microbatches, that power.
+        totals: positions of operands that are replaced by the same statistic of the whole batch.
+        scaled: maps positions of operands to the power of the number of microbatches by which they
+            are divided.
     """
 
     totals: tuple[int, ...]
@@ -42,14 +44,17 @@ class Repair:
 
 
 class BatchScalings:
-    """The kinds of all values of a step.
+    """The batch scalings of all values of a step.
 
     Attributes:
-        kinds: by variable of the smaller trace; what keeps a value from having one, for others.
-        divided: the numbers of equations that divide by a statistic of the batch, or by a function of statistics.
-        functions: the equation that makes each scalar that is a function of statistics.
-        repairs: the equations, by number, that fit only with other operands.
-        copies: for values that repeat a block per example or group of examples, the number of blocks.
+        kinds: scaling of each variable of the smaller trace, or why it is not separable.
+        divided: numbers of the equations that divide by a statistic of the batch or by a function
+            of statistics.
+        functions: maps each scalar that is a function of statistics to its equation.
+        repairs: replacements of operands, by the number of the equation.
+        copies: maps values that repeat a block per example or group of examples to the number of
+            blocks.
+        carries: scalings of loop carries that differ from those of their initial values.
     """
 
     def __init__(
@@ -62,17 +67,22 @@ class BatchScalings:
         totals: bool = False,
         functions: bool = True,
     ) -> None:
-        """Follow a step from top to bottom.
+        """Derive the scalings from the first equation to the last.
 
         Args:
-            micro, full: its flat jaxprs for two batch sizes, the second `count` times the first.
+            micro: flat jaxpr of the step for the smaller batch.
+            full: flat jaxpr of the step for a batch `count` times as large.
             batch: inputs whose first dim is the batch.
+            count: number of microbatches.
             body: numbers of equations whose operands may be replaced (`Repair`).
-            totals: whether they may be replaced by statistics of the whole batch, which a loop of their own accumulates before.
-            functions: whether scalars may be functions of statistics, computed when these are complete.
+            totals: whether operands may be replaced by statistics of the whole batch, which an
+                earlier loop accumulates.
+            functions: whether scalars may be functions of statistics, computed when these are
+                complete.
 
         Raises:
-            MicrobatchError: the step does different things for batches of different size.
+            MicrobatchError: the equations or constants of the step depend on the batch size, or a
+                while_loop depends on the batch.
         """
         self.count = count
         self._body = frozenset(body)
@@ -86,7 +96,8 @@ class BatchScalings:
         self.kinds.update((micro.invars[i], BatchScaling("rows")) for i in batch)
         if len(micro.consts) != len(full.consts):
             raise MicrobatchError(
-                "the step has other constants for batches of different size; use num_micro_batches=1"
+                "the step has other constants for batches of different size; use"
+                " num_micro_batches=1"
             )
         for var, value, whole in zip(micro.constvars, micro.consts, full.consts, strict=True):
             try:
@@ -96,45 +107,47 @@ class BatchScalings:
         self.copies: dict[Var, int] = {}
         if [eqn.primitive for eqn in micro.eqns] != [eqn.primitive for eqn in full.eqns]:
             raise MicrobatchError(
-                "the step does different things for batches of different size; that can't run in microbatches"
+                "the step does different things for batches of different size; that can't run in"
+                " microbatches"
             )
         self.carries: dict[Var, BatchScaling | NotSeparable] = {}
+        # A loop whose carry scales otherwise than its initial value needs another pass.
         while not self._follow(micro.eqns, full.eqns):
-            pass  # what a loop hands on was found to be something else than what it starts with
+            pass
 
     def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
-        """Find the kinds from top to bottom; False when a loop contradicts what was assumed of its carry."""
+        """Derive the scalings in order; return False if a loop contradicts that of its carry."""
         self.divided: set[int] = set()
         self.functions: dict[Var, JaxprEqn] = {}
         self.repairs: dict[int, Repair] = {}
         for number, (eqn, whole) in enumerate(zip(eqns, wholes, strict=True)):
             try:
                 if eqn.primitive in control_flow.MARKERS:
-                    found = self._of_marker(eqn, whole)
+                    results = self._of_marker(eqn, whole)
                 else:
                     repaired = self._repaired(number, eqn, whole) if number in self._body else None
-                    found = repaired or self._results(eqn, whole)
+                    results = repaired or self._results(eqn, whole)
                 if (
                     eqn.primitive is div_p
-                    and isinstance(found[0], BatchScaling)
-                    and found[0].per is eqn.invars[1]
+                    and isinstance(results[0], BatchScaling)
+                    and results[0].per is eqn.invars[1]
                 ):
                     self.divided.add(number)
             except NotSeparable as unfit:
-                found = [unfit] * len(eqn.outvars)
-            self.kinds.update(zip(eqn.outvars, found, strict=True))
+                results = [unfit] * len(eqn.outvars)
+            self.kinds.update(zip(eqn.outvars, results, strict=True))
             if eqn.primitive is control_flow.loop_result_p:
                 carry = eqn.invars[0]
                 assert isinstance(carry, Var)
-                if found[0] != self.kinds[carry] and not isinstance(
+                if results[0] != self.kinds[carry] and not isinstance(
                     self.kinds[carry], NotSeparable
                 ):
-                    self.carries[carry] = found[0]
+                    self.carries[carry] = results[0]
                     return False
         return True
 
     def _of_marker(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling | NotSeparable]:
-        """Loops and branches: what goes in, what is handed on, what comes out."""
+        """Return the scalings of the results of a marker of a loop or branch."""
         match eqn.primitive:
             case control_flow.loop_p | control_flow.switch_p:
                 if eqn.params != whole.params:
@@ -178,13 +191,14 @@ class BatchScalings:
                 kind = self._operand(eqn.invars[0], whole.invars[0])
                 if kind.form != "same" or kind.power or kind.per:
                     raise MicrobatchError(
-                        f"a while_loop at {source_line(eqn)} runs until the batch meets a condition, so microbatches would"
-                        " run it for different times; use num_micro_batches=1"
+                        f"a while_loop at {source_line(eqn)} runs until the batch meets a"
+                        " condition, so microbatches would run it for different times; use"
+                        " num_micro_batches=1"
                     )
         return []
 
     def _joined(self, eqn: JaxprEqn, whole: JaxprEqn, count: int) -> BatchScaling:
-        """The kind that the first `count` operands, of which the result is one, have in common."""
+        """Return the common scaling of the first `count` operands, one of which is the result."""
         kinds = [
             self._operand(a, b)
             for a, b in zip(eqn.invars[:count], whole.invars[:count], strict=True)
@@ -200,29 +214,35 @@ class BatchScalings:
         return replace(forms[0] if forms else kinds[0], power=power, per=per)
 
     def of(self, atom: Atom, whole: Atom) -> BatchScaling:
-        """Return the kind of what is accumulated over microbatches. Raises MicrobatchError if it has none."""
+        """Return the scaling of an accumulated value.
+
+        Args:
+            atom: the value in the smaller trace.
+            whole: the same value in the larger trace.
+
+        Raises:
+            MicrobatchError: the value is not separable.
+        """
         try:
             return self._operand(atom, whole)
         except NotSeparable as unfit:
             raise MicrobatchError(
-                f"can't accumulate over microbatches: {unfit}. Write the loss as a sum, a mean or one weighted mean over the examples of"
-                " the batch; or return the sums that it is made of, with has_aux=True, and divide after autopar.value_and_grad:"
-                " (total, weights), gradients = autopar.value_and_grad(sums, has_aux=True)(params), then gradients / weights; or use"
-                " num_micro_batches=1"
+                f"can't accumulate over microbatches: {unfit}. Write the loss as a sum, a mean or"
+                " one weighted mean over the examples of the batch; or return the sums that it is"
+                " made of, with has_aux=True, and divide after autopar.value_and_grad:"
+                " (total, weights), gradients = autopar.value_and_grad(sums, has_aux=True)(params),"
+                " then gradients / weights; or use num_micro_batches=1"
             ) from None
 
     def powers_of_rows(self, eqns: Sequence[JaxprEqn]) -> dict[tuple[int, int], int]:
-        """The powers of results that have a row per example."""
-        found = {
-            (n, r): self.kinds[var]
-            for n, eqn in enumerate(eqns)
-            for r, var in enumerate(eqn.outvars)
-        }
-        return {
-            at: kind.power or 0
-            for at, kind in found.items()
-            if isinstance(kind, BatchScaling) and kind.form == "rows"
-        }
+        """Return the powers of results with a row per example, by equation and result."""
+        powers: dict[tuple[int, int], int] = {}
+        for n, eqn in enumerate(eqns):
+            for r, var in enumerate(eqn.outvars):
+                scaling = self.kinds[var]
+                if isinstance(scaling, BatchScaling) and scaling.form == "rows":
+                    powers[n, r] = scaling.power or 0
+        return powers
 
     def _operand(self, atom: Atom, whole: Atom) -> BatchScaling:
         if isinstance(atom, Var):
@@ -234,7 +254,7 @@ class BatchScalings:
         return self._constant(atom.val, whole.val)
 
     def _constant(self, value: Any, whole: Any) -> BatchScaling:
-        """Return the kind of a constant of the step, an array or a number."""
+        """Return the scaling of a constant of the step, an array or a number."""
         if value is whole:
             return BatchScaling("same")
         small, full = _numbers(value), _numbers(whole)
@@ -246,21 +266,23 @@ class BatchScalings:
         form = BatchScaling("same")
         if small.ndim != full.ndim or len(grown) > 1:
             raise NotSeparable(
-                f"a constant of the step has shape {small.shape} for a microbatch and {full.shape} for the batch"
+                f"a constant of the step has shape {small.shape} for a microbatch and {full.shape}"
+                " for the batch"
             )
         if grown:
             form = BatchScaling("rows", dim=grown[0])
             rows, small = small, small.take([0], grown[0])
             if full.shape[grown[0]] != self.count * rows.shape[grown[0]] or not _close(rows, small):
                 raise NotSeparable(
-                    f"a constant of the step, of shape {rows.shape} for a microbatch and {full.shape} for the batch, differs"
-                    " between examples"
+                    f"a constant of the step, of shape {rows.shape} for a microbatch and"
+                    f" {full.shape} for the batch, differs between examples"
                 )
         power = power_of_constant(small, full, self.count)
         if power != "none":
             return replace(form, power=power)
         raise NotSeparable(
-            f"a constant of the step is {_shown(value)} for a microbatch and {_shown(whole)} for the batch"
+            f"a constant of the step is {_shown(value)} for a microbatch and {_shown(whole)} for"
+            " the batch"
         )
 
     def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling | NotSeparable]:
@@ -286,9 +308,10 @@ class BatchScalings:
     def _repaired(
         self, number: int, eqn: JaxprEqn, whole: JaxprEqn
     ) -> list[BatchScaling | NotSeparable] | None:
-        """Return the kinds of the results if operands that don't fit are replaced; None where that is of no use.
+        """Return the scalings of the results if operands are replaced; None if that doesn't help.
 
-        A statistic is replaced by that of the whole batch. What is added to a sum over the batch, and does not grow with it, is scaled.
+        A statistic is replaced by that of the whole batch. A summand that does not grow with the
+        batch, added to a sum over the batch, is divided by the number of microbatches.
         """
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
         where = Where(eqn)
@@ -317,7 +340,7 @@ class BatchScalings:
         return None
 
     def _scaled(self, eqn: JaxprEqn, kinds: list[BatchScaling]) -> dict[int, int]:
-        """Return the powers of `count` by which operands are to be divided so that they can be added; changes their `kinds`."""
+        """Return the powers of `count` by which to divide operands of a sum; update `kinds`."""
         if not adds(eqn) or is_exact(eqn.outvars[0]):
             return {}
         known = {k: power for k in data_operands(eqn) if (power := kinds[k].power) is not None}
@@ -328,7 +351,7 @@ class BatchScalings:
         return found
 
     def _is_ratio(self, eqn: JaxprEqn, whole: JaxprEqn) -> bool:
-        """Whether a division is by a statistic of the batch that is there for all to see."""
+        """Return whether a division is by a statistic of the batch, outside of loops."""
         by = self._operand(eqn.invars[1], whole.invars[1])
         statistic = by.form == "function" or (
             by.form == "linear" and by.power is not None and not by.per
@@ -341,7 +364,7 @@ class BatchScalings:
         )
 
     def _is_function(self, eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
-        """Whether a scalar is a function of statistics of the batch, and not itself one that can be accumulated."""
+        """Return whether a scalar is a function of statistics that can't itself be accumulated."""
         statistics = [kind for kind in operands if kind.form != "same"]
         linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
         if (
@@ -368,13 +391,14 @@ class BatchScalings:
     def _of_ratios(
         self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], where: Where
     ) -> list[BatchScaling | NotSeparable]:
-        """The kinds of what is linear in operands that are divided by a statistic of the batch."""
+        """Return the scalings of results that are linear in quotients by one statistic."""
         divided = [k for k, kind in enumerate(operands) if kind.per]
         together = data_operands(eqn) if adds(eqn) else divided
         pers = {operands[k].per for k in {*divided, *together} if operands[k].power is not None}
         if len(pers) > 1 or not is_linear(eqn, divided):
             raise NotSeparable(
-                f"{where} puts what is divided by a sum over the batch together with something else (a masked mean and a mean?)"
+                f"{where} puts what is divided by a sum over the batch together with something"
+                " else (a masked mean and a mean?)"
             )
         per = pers.pop() if pers else operands[divided[0]].per
         plain = self._plain(eqn, whole, [replace(kind, per=None) for kind in operands], where)
@@ -385,17 +409,20 @@ class BatchScalings:
     def _plain(
         self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], where: Where
     ) -> list[BatchScaling | NotSeparable]:
+        """Return the scalings of results whose operands are not quotients by statistics."""
         power = power_of(eqn, operands, where)
         linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
         rows = [k for k, kind in enumerate(operands) if kind.form == "rows"]
         if linear and rows:
             raise NotSeparable(
-                f"{where} mixes single examples with a statistic of the whole batch (batch normalisation?)"
+                f"{where} mixes single examples with a statistic of the whole batch (batch"
+                " normalisation?)"
             )
         if linear:
             if not is_linear(eqn, linear):
                 raise NotSeparable(
-                    f"{where} is not linear in a statistic of the batch (a masked mean? a ratio of sums?)"
+                    f"{where} is not linear in a statistic of the batch (a masked mean? a ratio of"
+                    " sums?)"
                 )
             return [BatchScaling("linear", power)] * len(eqn.outvars)
         if not rows:
@@ -423,13 +450,10 @@ class BatchScalings:
                     [d for d, of in enumerate(result) if of and of[0] == factor]
                     for result in factors.results
                 ]
-                if not all(
-                    dims
-                ):  # a shard_map keeps values for its backward pass as its devices have them
-                    raise NotSeparable(
-                        f"{where} makes something in which the examples of the batch are not told apart"
-                    )
-                kinds = [BatchScaling("rows", power, found[0]) for found in dims]
+                # A shard_map saves values for its backward pass without a dim of examples.
+                if not all(dims):
+                    raise NotSeparable(f"{where} has a result without a dim of examples")
+                kinds = [BatchScaling("rows", power, result_dims[0]) for result_dims in dims]
                 for kind, var, big in zip(kinds, eqn.outvars, whole.outvars, strict=True):
                     self._check_rows(kind.dim, aval_of(var).shape, aval_of(big).shape, where)
                 return list(kinds)
@@ -439,17 +463,18 @@ class BatchScalings:
     def _check_rows(
         self, dim: int, micro: tuple[int, ...], whole: tuple[int, ...], where: Where
     ) -> None:
-        """Raise NotSeparable unless a value of the whole batch has `count` times as many rows as that of a microbatch."""
+        """Raise NotSeparable unless only `dim` is larger in `whole`, by the factor `count`."""
         if (*micro[:dim], self.count * micro[dim], *micro[dim + 1 :]) != whole:
             raise NotSeparable(
-                f"{where} has a result of shape {micro} for a microbatch and of shape {whole} for the batch: the dims that grow with"
-                " the batch are not one row, or so many rows, per example"
+                f"{where} has a result of shape {micro} for a microbatch and of shape {whole} for"
+                " the batch: the dims that grow with the batch don't have a fixed number of rows"
+                " per example"
             )
 
     def _created(
         self, eqn: JaxprEqn, whole: JaxprEqn, kind: BatchScaling, where: Where
     ) -> BatchScaling:
-        """Return the kind of something made of what is the same for all: repeated per example when its shape says so."""
+        """Return the scaling of a result of operands without examples: rows if its shape grows."""
         shape, full = aval_of(eqn.outvars[0]).shape, aval_of(whole.outvars[0]).shape
         grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
         if not grown:
@@ -467,10 +492,14 @@ class BatchScalings:
         return replace(kind, form="rows", dim=grown[0])
 
     def chunks(self, eqns: Iterable[JaxprEqn], batch: Sequence[Var]) -> int:
-        """Return into how many runs of neighbouring examples a microbatch of the smaller trace may be cut.
+        """Return the number of runs of neighbouring examples in the batch of the smaller trace.
 
-        A run is whole wherever `eqns` put examples together: with pairs of neighbouring examples in the rows of a value there are
-        half as many runs as examples.
+        Examples that `eqns` combine are in one run. If a row of some value holds a pair of
+        neighbouring examples, there are half as many runs as examples.
+
+        Args:
+            eqns: equations of the smaller trace.
+            batch: its inputs whose first dim is the batch.
         """
         sizes = [aval_of(var).shape[0] for var in batch]
         for var in (var for eqn in eqns for var in eqn.outvars):
@@ -481,7 +510,16 @@ class BatchScalings:
 
 
 def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"] | None:
-    """Return the power of `count` by which `large` is larger than `small`; None for zeros, which fit any, "none" if there is none."""
+    """Return the power of `count` that is the ratio of two constants.
+
+    Args:
+        small: the constant for the smaller batch.
+        large: the constant for the larger batch.
+        count: ratio of the batch sizes.
+
+    Returns:
+        0, 1 or -1; None for zeros, which fit any power; "none" if no power fits.
+    """
     a, b = _numbers(small), _numbers(large)
     if not a.any() and not b.any():
         return None
@@ -493,8 +531,8 @@ def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"]
 
 def _numbers(value: Any) -> np.ndarray:
     """Return a constant as an array of float64 or complex128; random keys as their data."""
-    found = constant(value)
-    return found.astype(np.complex128 if np.iscomplexobj(found) else np.float64)
+    array = constant(value)
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:
@@ -506,7 +544,7 @@ def _shown(value: Any) -> str:
 
 
 def _adds_alike(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
-    """Whether all that an equation adds up grows alike with the batch: a sum plus a constant does not."""
+    """Return whether all summands of an equation have the same power."""
     powers = {operands[k].power for k in data_operands(eqn)} if adds(eqn) else set()
     return len(powers - {None}) <= 1
 
@@ -518,19 +556,19 @@ def _is_costly(eqn: JaxprEqn) -> bool:
 
 
 def _costly(jaxpr: Jaxpr) -> set[Var]:
-    """Values that take more to compute than a pass over the batch."""
+    """Return the values that cost more than an elementwise pass over the batch."""
     numbered = list(enumerate(jaxpr.eqns))
     costly = [unit for unit in units(numbered) if any(_is_costly(eqn) for _, eqn in unit.eqns)]
     return dependents(numbered, [var for unit in costly for var in unit.makes])
 
 
 def _inside_of_loops(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """Values that are not there outside of a loop or branch."""
-    found: set[Var] = set()
+    """Return the values that exist only inside a loop or branch."""
+    inside: set[Var] = set()
     depth = 0
     for eqn in eqns:
         depth -= eqn.primitive is control_flow.end_p
         if depth > (eqn.primitive in control_flow.LEAVING):
-            found.update(eqn.outvars)
+            inside.update(eqn.outvars)
         depth += eqn.primitive in control_flow.OPENING
-    return found
+    return inside
