@@ -1,8 +1,9 @@
-"""Splitting a step into microbatches, without ever changing what it computes.
+"""Split a step into microbatches without changing what it computes.
 
-How a value of the whole batch comes from those of its microbatches is told by its kind (`autopar.microbatch.batch_scaling`): they are added up,
-averaged, or all the same; what is divided by a sum of weights, as a masked mean, is divided by the weights of the whole batch,
-after the last microbatch (`autopar.microbatch.deferred_division`). Whatever does not fit is refused.
+The batch scaling of a value (`autopar.microbatch.batch_scaling`) says whether the values of
+microbatches are added, averaged or all the same. Division by a statistic of the batch, as in a
+masked mean, is deferred until after the last microbatch (`autopar.microbatch.deferred_division`).
+Steps that are not separable raise MicrobatchError.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,30 +41,33 @@ def split(
     Args:
         micro: the step traced for one microbatch.
         whole: the step traced for the whole batch.
-        sizes: the same step traced for two batch sizes above one, the second `count` times the first. (A microbatch of a
-            single example won't do: tracing simplifies dims of size one away.)
+        sizes: the same step traced for two batch sizes above one, the second `count` times the
+            first. A microbatch of a single example won't do, because tracing simplifies dims of
+            size one away.
         batch: inputs whose first dim is the batch.
         count: number of microbatches.
-        out_paths: what the user calls each output.
+        out_paths: the user's name of each output.
         rows: whether marked values may have a row per example, in dim 0.
-        stages: whether the step is to be cut into stages of a pipeline, which go over the microbatches once.
+        stages: whether the step is cut into pipeline stages, which run each microbatch only once.
 
     Returns:
-        The jaxpr as it runs, the equations after the marked values from `whole`, and which of its equations run when.
+        The jaxpr to run, with the equations after the marked values from `whole`, and the
+        microbatching, which says which of its equations run when.
 
     Raises:
-        MicrobatchError: nothing is marked, an output depends on the batch other than through marked values, or a marked value
-            can't be put together from microbatches.
+        MicrobatchError: nothing is marked, an output depends on the batch other than through marked
+            values, or a marked value is not separable.
     """
     marks, body, tail = _parts(micro, batch)
     if not marks:
         raise MicrobatchError(
-            "the step takes no gradient with autopar.grad or autopar.value_and_grad; use one of them in place of jax's, so that"
-            " it is known what to accumulate over microbatches"
+            "the step takes no gradient with autopar.grad or autopar.value_and_grad; use one of"
+            " them in place of jax's, so that it is known what to accumulate over microbatches"
         )
     if any(eqn.primitive is accumulate_p for _, eqn in body):
         raise MicrobatchError(
-            "a loss depends on the gradients of another autopar.grad; that can't run in microbatches"
+            "a loss depends on the gradients of another autopar.grad; that can't run in"
+            " microbatches"
         )
     if count == 1:
         same: tuple[Combine, ...] = ("same",) * sum(len(eqn.outvars) for _, eqn in marks)
@@ -81,7 +85,8 @@ def split(
         > 1
     ):
         raise MicrobatchError(
-            "the step takes other gradients when a microbatch has a single example; use fewer microbatches"
+            "the step takes other gradients when a microbatch has a single example; use fewer"
+            " microbatches"
         )
     aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
     if aligned:
@@ -92,7 +97,8 @@ def split(
     except MicrobatchError as refused:
         if not aligned:
             raise MicrobatchError(
-                f"{refused}. The step is computed otherwise when a microbatch has a single example: fewer microbatches may do"
+                f"{refused}. The step is computed otherwise when a microbatch has a single example:"
+                " fewer microbatches may do"
             ) from None
         found = BatchScalings(
             *sizes,
@@ -153,11 +159,14 @@ def _repaired(
 
     Args:
         micro: the step for one microbatch, with the equations of `traced`.
-        traced: the trace that `found` is of.
-        jaxpr: the step as it runs, with equations of `micro` at `numbers`.
+        traced: the trace that `found` describes.
+        jaxpr: the step as it runs.
+        numbers: maps the numbers of equations of `micro` to theirs in `jaxpr`.
+        found: the batch scalings of `traced`.
 
     Returns:
-        The jaxpr, for each equation its number there, and for each statistic of the whole batch how it is put together.
+        The new jaxpr, for each equation its number in it, and for each statistic of the whole batch
+        how the values of microbatches are combined.
     """
     totals: dict[Var, Var] = {}
     combine: dict[Var, Combine] = {}
@@ -205,7 +214,10 @@ def _divided(by: int, value: jax.Array) -> jax.Array:
 def _loops(
     jaxpr: Jaxpr, batch: frozenset[int], marks: Sequence[Numbered], before: Collection[Var]
 ) -> list[Loop]:
-    """Return the loops over the microbatches, in order; `before` are the statistics that a later loop reads."""
+    """Return the loops over the microbatches, in order.
+
+    `before` are the statistics that a later loop reads.
+    """
     level: dict[Var, int] = {}
     for eqn in jaxpr.eqns:
         turn = max((level.get(atom, 0) for atom in eqn.invars if isinstance(atom, Var)), default=0)
@@ -218,19 +230,28 @@ def _loops(
 
 
 def check_computation(micro: Jaxpr, larger: Jaxpr, batch: frozenset[int]) -> None:
-    """Raise MicrobatchError if the step is another for one microbatch, `micro`, than for a `larger` one."""
+    """Check that a step computes the same for batches of different sizes.
+
+    Args:
+        micro: flat jaxpr of the step for one microbatch.
+        larger: flat jaxpr of the step for a larger batch.
+        batch: inputs whose first dim is the batch.
+
+    Raises:
+        MicrobatchError: the two apply different primitives for each microbatch.
+    """
     if _computation(micro, batch) != _computation(larger, batch):
         rows, more = (aval_of(each.invars[min(batch)]).shape[0] for each in (micro, larger))
         raise MicrobatchError(
-            f"the step computes something else for a microbatch of {rows} than for {more} examples; make it compute the same for"
-            " batches of any size, or use another num_micro_batches"
+            f"the step computes something else for a microbatch of {rows} than for {more} examples;"
+            " make it compute the same for batches of any size, or use another num_micro_batches"
         )
 
 
 def _computation(jaxpr: Jaxpr, batch: frozenset[int]) -> list[Primitive]:
     """Return the primitives that run for each microbatch.
 
-    Left out are those that tracing adds or omits for dims of size one: sums over such a dim, and changes of shape.
+    Sums and changes of shape are left out, because tracing adds or omits them for dims of size one.
     """
     _, body, _ = _parts(jaxpr, batch)
     return [
@@ -241,7 +262,7 @@ def _computation(jaxpr: Jaxpr, batch: frozenset[int]) -> list[Primitive]:
 
 
 def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: int) -> None:
-    """Raise MicrobatchError if constants of `micro` and `whole` are related otherwise than those of `sizes`."""
+    """Raise MicrobatchError if constants of `micro` and `whole` scale otherwise than `sizes`."""
     traces = (micro, whole, *sizes)
     if micro is sizes[0] or len({len(each.eqns) for each in traces}) > 1:
         return
@@ -254,17 +275,19 @@ def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: 
                     smaller, larger, count
                 ):
                     raise MicrobatchError(
-                        f"a constant at {source_line(eqns[0])} is {small} for a microbatch and {large} for the batch, and depends"
-                        " otherwise on the sizes of larger ones; use fewer microbatches"
+                        f"a constant at {source_line(eqns[0])} is {small} for a microbatch and"
+                        f" {large} for the batch, and depends otherwise on the sizes of larger"
+                        " ones; use fewer microbatches"
                     )
 
 
 def _contributions(
     micro: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], found: BatchScalings, batch: frozenset[int]
 ) -> dict[tuple[int, int], BatchScaling | None]:
-    """Return the kind of each operand of the `accumulate` equations, by the positions of both.
+    """Return the scaling of each operand of the `accumulate` equations, by the positions of both.
 
-    None stands for what depends on the size of the batch and not on its values: it is computed for the whole batch.
+    None stands for an operand that depends on the size of the batch but not on its values. It is
+    computed for the whole batch.
     """
     depending = dependents(enumerate(micro.eqns), (micro.invars[i] for i in batch))
     contributions: dict[tuple[int, int], BatchScaling | None] = {}
@@ -300,16 +323,16 @@ def _check_outputs(
     ):
         if reads_batch(needed(tail, [atom], given=accumulated), [atom]):
             raise MicrobatchError(
-                f"output {path or 'of the step'} depends on the batch outside autopar.grad / value_and_grad, so it can't be put"
-                " together from microbatches; return it from the loss function with has_aux=True"
+                f"output {path or 'of the step'} depends on the batch outside autopar.grad /"
+                " value_and_grad, so it can't be put together from microbatches; return it from"
+                " the loss function with has_aux=True"
             )
 
 
 def _chunks(micro: Jaxpr, traced: Jaxpr, found: BatchScalings, batch: frozenset[int]) -> int:
-    """Return into how many runs of neighbouring examples, which must stay together, a microbatch can be cut.
+    """Return the number of runs of neighbouring examples in a microbatch.
 
-    Args:
-        traced: the trace that `found` tells the kinds of; it may be larger than `micro`.
+    `traced` is the trace that `found` describes; its batch may be larger than that of `micro`.
     """
     if not batch:
         return 1
@@ -319,7 +342,8 @@ def _chunks(micro: Jaxpr, traced: Jaxpr, found: BatchScalings, batch: frozenset[
     rows, larger = (aval_of(each.invars[first]).shape[0] for each in (micro, traced))
     if chunks * rows % larger:
         raise MicrobatchError(
-            f"the step puts {larger // chunks} neighbouring examples together, and a microbatch has {rows}; use fewer microbatches"
+            f"the step puts {larger // chunks} neighbouring examples together, and a microbatch has"
+            f" {rows}; use fewer microbatches"
         )
     return chunks * rows // larger
 
@@ -332,14 +356,17 @@ def _divided_afterwards(
     found: BatchScalings,
     weights: Sequence[Sequence[Var | None]],
 ) -> tuple[Jaxpr, list[int]]:
-    """Leave divisions until everything is accumulated; which ones, and by what, is told of another trace of the step.
+    """Defer the divisions of `micro` that correspond to those that `found` has in another trace.
 
-    The two have the same divisions, if not the same equations: fewer of these are needed for a single example.
+    Both traces have the same divisions, but a single example may need fewer other equations.
 
     Args:
         micro: the step for one microbatch.
-        traced: the trace that `found` and `weights` are of.
-        jaxpr: the step as it runs, with equations of `micro` at `numbers`.
+        traced: the trace that `found` and `weights` describe.
+        jaxpr: the step as it runs.
+        numbers: maps the numbers of equations of `micro` to theirs in `jaxpr`.
+        found: the batch scalings of `traced`.
+        weights: the divisors of the operands of each `accumulate` equation, or None.
     """
     ours, theirs = _named(micro, div_p), _named(traced, div_p)
     scalars = [[not aval_of(eqn.invars[1]).shape for _, eqn in each] for each in (ours, theirs)]
@@ -348,7 +375,7 @@ def _divided_afterwards(
     functions: dict[Var, JaxprEqn] = {}
 
     def pair(other: Atom, mine: Atom) -> None:
-        """Find what `micro` calls a statistic, or a function of statistics and these."""
+        """Map a statistic or a function of statistics to its variable in `micro`."""
         if not isinstance(other, Var) or other in own:
             return
         if not isinstance(mine, Var):
@@ -382,8 +409,9 @@ def _divided_afterwards(
 
 def _other_divisions() -> MicrobatchError:
     return MicrobatchError(
-        "a masked mean is computed otherwise when a microbatch has a single example, or a model runs on shards; use fewer"
-        " microbatches, or for a scheduled model another backend than 'manual'"
+        "a masked mean is computed otherwise when a microbatch has a single example, or a model"
+        " runs on shards; use fewer microbatches, or for a scheduled model another backend than"
+        " 'manual'"
     )
 
 
@@ -393,16 +421,16 @@ def _parts(
     ends: Sequence[Numbered] | None = None,
     given: Collection[Var] = (),
 ) -> tuple[list[Numbered], list[Numbered], list[Numbered]]:
-    """Return the marks, and what is needed before and after them.
+    """Return the marks, and the equations that are needed before and after them.
 
-    What has an effect and no result, such as `jax.debug.print`, comes before them if it depends on the batch otherwise than through
-    them, and runs for each microbatch; else it comes after them, and runs once.
+    An equation with an effect and no result, such as `jax.debug.print`, runs for each microbatch if
+    it depends on the batch but not on marked values. Otherwise it runs once, after the marks.
 
     Args:
         jaxpr: a flat jaxpr with marks, which are its `accumulate` equations.
         batch: inputs whose first dim is the batch.
-        ends: those of the marks before which the body ends, by default all.
-        given: values that the body need not make.
+        ends: the marks that the body computes the operands of; all by default.
+        given: values that the body need not compute.
     """
     numbered, marks = list(enumerate(jaxpr.eqns)), _named(jaxpr, accumulate_p)
     accumulated = tuple(var for _, eqn in marks for var in eqn.outvars)
@@ -428,24 +456,24 @@ def _vars(eqn: JaxprEqn) -> list[Var]:
 
 
 def _named(jaxpr: Jaxpr, primitive: Primitive) -> list[Numbered]:
-    """The equations of one primitive."""
+    """Return the numbered equations of one primitive."""
     return [(number, eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive is primitive]
 
 
 def _combine(kind: BatchScaling, atom: Atom, rows: bool) -> Combine:
-    """How values of that kind are put together. Raises MicrobatchError if they can't be."""
+    """Return how values of that scaling are combined; raise MicrobatchError if they can't be."""
     if kind.form == "rows" and rows:
         if kind.dim or kind.power or kind.per:
             raise MicrobatchError(
-                f"a result has a row per example in dim {kind.dim}, or rows that grow with the batch size, of shape"
-                f" {aval_of(atom).shape} for a microbatch; return it with the batch as its first dim, or use"
-                " num_micro_batches=1"
+                f"a result has a row per example in dim {kind.dim}, or rows that grow with the"
+                f" batch size, of shape {aval_of(atom).shape} for a microbatch; return it with"
+                " the batch as its first dim, or use num_micro_batches=1"
             )
         return "rows"
     if kind.form == "rows":
         raise MicrobatchError(
-            f"autopar.grad returns a value with one row per example, of shape {aval_of(atom).shape} for a microbatch;"
-            " return sums or means over the batch, or use num_micro_batches=1"
+            f"autopar.grad returns a value with one row per example, of shape {aval_of(atom).shape}"
+            " for a microbatch; return sums or means over the batch, or use num_micro_batches=1"
         )
     match kind.power:
         case 0 | None:
@@ -454,6 +482,7 @@ def _combine(kind: BatchScaling, atom: Atom, rows: bool) -> Combine:
             return "sum"
         case power:
             raise MicrobatchError(
-                f"a loss or gradient that grows with the batch size to the power {power} can't be accumulated over"
-                " microbatches; write the loss as a sum or a mean over the examples"
+                f"a loss or gradient that grows with the batch size to the power {power} can't"
+                " be accumulated over microbatches; write the loss as a sum or a mean over the"
+                " examples"
             )
