@@ -1,4 +1,4 @@
-"""The Python blocks of the documentation run, and print what the pages claim.
+"""The Python blocks of README.md and of the documentation run, and print what the pages claim.
 
 The blocks of a page are one script. A `text` block after a Python block claims some of the lines
 that the script prints, in order; `...` stands for anything, and runs of spaces and of table borders
@@ -11,12 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from typer.testing import CliRunner
+
+from autopar.command_line import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-FAST = ("docs/guides/what-if.md", "docs/concepts/simulator.md")
+FAST = ("README.md", "docs/guides/what-if.md", "docs/concepts/simulator.md")
 """Pages whose scripts take seconds; the others start several processes or compile many programs."""
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -67,6 +71,41 @@ def test_a_page_runs_and_prints_what_it_claims(page: Path, tmp_path: Path) -> No
     claims = [words(line) for text in blocks(page, "text") for line in text.splitlines()]
     printed = [words(line) for line in done.stdout.splitlines()]
     assert missing([claim for claim in claims if claim], printed) == [], done.stdout[-4000:]
+
+
+def test_the_claims_of_the_readme_are_those_of_the_tables() -> None:
+    """The README names a table beside each number."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    quickstart = pd.read_csv(ROOT / "results/tables/quickstart.csv")
+    assert f"within {quickstart.step_time_error_percent.abs().max():.1f} % of" in text
+    summary = pd.read_csv(ROOT / "results/validation/summary.csv", index_col="set")
+    assert summary["fitted"]["vtrain-multi-node"] == 0
+    assert f"A100s is {100 * summary['mape']['vtrain-multi-node']:.1f} %, and no" in text
+    ahead = pd.read_csv(ROOT / "results/tables/pipeline_quality.csv").ahead
+    assert ahead.min() > -5e-4
+    assert f"up to {100 * ahead.max():.1f} % faster" in text
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page))
+        for page in PAGES
+        if any(re.search("^autopar ", text, re.MULTILINE) for text in blocks(page, "sh"))
+    ],
+)
+def test_the_commands_of_a_page_run_in_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in blocks(page, "sh"):
+        for command in re.findall("^autopar (.*)", text, re.MULTILINE):
+            result = CliRunner().invoke(app, command.split())
+            assert result.exit_code == 0, f"{command}: {result.output}"
 
 
 def test_a_link_to_a_page_exists() -> None:

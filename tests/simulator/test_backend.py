@@ -163,13 +163,3 @@ def test_the_command_line_takes_a_backend(tmp_path: Path) -> None:
         "unknown backend 'lazy'; expected one of eager, jitted, cuda-graph, zero-2021"
         in unknown.output
     )
-
-
-def test_the_readme_says_what_they_cost() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    for backend in BACKENDS.values():
-        row = (
-            f"| `{backend.name}` | {backend.kernel_us:g} µs | {backend.instruction_us:g} µs "
-            f"| {backend.step_us / 1e3:g} ms |"
-        )
-        assert row in text

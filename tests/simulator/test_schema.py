@@ -11,15 +11,11 @@ from typer.testing import CliRunner
 
 import simulator
 from simulator.cli import app
-from simulator.hardware.cluster import Cluster, Device, Link, Processes
-from simulator.hardware.collective_profile import SizeCurve
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import load_cluster
-from simulator.hardware.kernel_profile import KernelProfile
 from simulator.hardware.schema import SCHEMAS
 
 SHIPPED = Path(simulator.__file__).parent / "hardware"
-README = Path(simulator.__file__).parent.parent / "README.md"
 
 
 def fields_of(path: Path) -> Any:
@@ -101,11 +97,3 @@ def test_it_is_printed() -> None:
         "unknown kind of file 'rack'; expected one of cluster, device, heterogeneous"
         in " ".join(unknown.output.split())
     )
-
-
-@pytest.mark.parametrize("kind", [Cluster, Device, Link, Processes, SizeCurve, KernelProfile])
-def test_the_readme_has_a_row_for_each_field(kind: type[Any]) -> None:
-    text = README.read_text()
-    table = text[text.index("| field | unit | meaning |") :].split("\n\n")[0]
-    own = [field for field in kind.model_fields if field not in ("held_out_error",)]
-    assert [field for field in own if f"`{field}`" not in table] == []
