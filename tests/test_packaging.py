@@ -1,5 +1,6 @@
 """The distribution: licences, metadata, what a base install does without JAX and without CUDA."""
 
+import json
 import os
 import re
 import subprocess
@@ -190,7 +191,7 @@ except ImportError as error:
 def wheel(tmp_path_factory) -> Path:
     """Return a wheel of the checkout, built from its source distribution."""
     folder = tmp_path_factory.mktemp("dist")
-    run("uv", "build", "--quiet", "--out-dir", folder, ROOT, folder=folder)
+    run("uv", "build", "--quiet", "--out-dir", folder, folder=ROOT)
     [path] = folder.glob("*.whl")
     return path
 
@@ -210,15 +211,26 @@ def test_a_wheel_contains_licences_types_and_data_and_no_tests(wheel):
     assert set(fields.get_all("Provides-Extra", [])) == set(EXTRAS)
 
 
-@pytest.mark.slow
-def test_a_wheel_without_extras_plans_predicts_and_prints_in_a_fresh_environment(wheel, tmp_path):
-    python = tmp_path / "venv" / "bin" / "python"
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """Return the interpreter of a fresh environment with the wheel, without extras."""
+    environment = tmp_path_factory.mktemp("environment") / "venv"
     # uv reads the pinned versions of dependencies from the checkout's pyproject.toml
-    run("uv", "venv", "--quiet", "--python", sys.executable, tmp_path / "venv", folder=ROOT)
-    run("uv", "pip", "install", "--quiet", "--python", python, wheel, folder=ROOT)
+    run("uv", "venv", "--quiet", "--python", sys.executable, environment, folder=ROOT)
+    path = environment / "bin" / "python"
+    run("uv", "pip", "install", "--quiet", "--python", path, wheel, folder=ROOT)
+    return path
+
+
+@pytest.mark.slow
+def test_a_wheel_without_extras_installs_no_package_for_gpus(python):
     packages = run("uv", "pip", "list", "--quiet", "--python", python, folder=ROOT)
+    assert "jaxlib" in packages
     assert not re.search("cuda|nvidia", packages)
 
+
+@pytest.mark.slow
+def test_a_wheel_without_extras_plans_and_predicts_and_names_the_extra_to_compile(python, tmp_path):
     (tmp_path / "step.py").write_text(STEP)
     seconds, error = run(python, "step.py", folder=tmp_path).splitlines()
     assert 0 < float(seconds) < 1
@@ -226,4 +238,17 @@ def test_a_wheel_without_extras_plans_predicts_and_prints_in_a_fresh_environment
     shown = run(python.with_name("autopar"), "show", "plan.json", folder=tmp_path, COLUMNS="200")
     assert "P(None, 'x')" in shown
 
+
+@pytest.mark.slow
+def test_the_command_line_of_a_wheel_plans_and_predicts_the_template_step(python, tmp_path):
+    autopar = python.with_name("autopar")
+    place, cluster = "my_step:make_step", ("--cluster", "dgx_h100")
+    run(autopar, "new", "my_step.py", folder=tmp_path)
+    run(autopar, "plan", place, *cluster, folder=tmp_path)
+    predicted = run(autopar, "predict", "plan.json", place, *cluster, "--json", folder=tmp_path)
+    assert json.loads(predicted)
+
+
+@pytest.mark.slow
+def test_the_simulator_of_a_wheel_predicts_without_jax(python, tmp_path):
     assert float(run(python, "-c", WITHOUT_JAX, EXAMPLE, folder=tmp_path)) > 0
