@@ -48,7 +48,7 @@ def _generated(marker: re.Match[str]) -> str:
             return csv_table(path, **options)
 
 
-def csv_table(path: str, pivot: str = "", columns: str = "", where: str = "") -> str:
+def csv_table(path: str, *, pivot: str = "", columns: str = "", where: str = "") -> str:
     """Return rows and columns of a CSV file of the repository as a Markdown table."""
     frame = pd.read_csv(ROOT / path)
     if pivot:
@@ -68,8 +68,9 @@ def hardware_fields() -> str:
     schema = SCHEMAS["cluster"]()
     sections = []
     for name, part in {"Cluster": schema, **schema["$defs"]}.items():
+        required = part.get("required", ())
         rows = [
-            [f"`{field}`", _unit(field), _cell(value.get("default", "")), value["description"]]
+            [f"`{field}`", _unit(field), _default(value, field in required), value["description"]]
             for field, value in part.get("properties", {}).items()
             if "description" in value
         ]
@@ -91,6 +92,10 @@ def backends() -> str:
 
 def _unit(field: str) -> str:
     return next((unit for suffix, unit in UNITS.items() if field.endswith(f"_{suffix}")), "")
+
+
+def _default(field: dict[str, Any], required: bool) -> str:
+    return "required" if required else _cell(field.get("default"))
 
 
 def _cell(value: Any) -> str:

@@ -77,7 +77,7 @@ def scheduled_step(
     stages = knobs.pipeline_stages
     sch = schedule_gpt(model, mesh(shape))
     model_schedules.schedule_gpt(sch, replace(knobs, batch_axis="x"), NAMES)
-    # With microbatches the step is left to XLA's partitioner, as in the README's results of tuning.
+    # With microbatches the step is left to XLA's partitioner, as in the tutorial on tuning.
     backend = "auto" if stages > 1 else "manual" if num_micro_batches == 1 else "gspmd"
     devices = mesh((stages * shape[0] * shape[1],)) if stages > 1 else None
     built = autopar.build(sch, backend, "x", num_micro_batches=num_micro_batches, devices=devices)
