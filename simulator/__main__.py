@@ -1,4 +1,4 @@
-"""Entry point of `python -m simulator`."""
+"""Entry point of `python -m simulator`, the subcommands of autopar that need no JAX."""
 
 from simulator.cli import app
 

@@ -1,6 +1,11 @@
-"""The simulator's command line: `python -m simulator`."""
+"""The simulator's subcommands, and `python -m simulator`, which is those subcommands without JAX.
+
+`autopar` has the same subcommands.
+"""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +18,8 @@ from simulator.calibration.fit_profiles import COLUMNS, fit_collective_profile
 from simulator.calibration.shipped_profiles import fit_profiles, write_profile
 from simulator.engine.breakdown import prediction_of
 from simulator.engine.prediction import Prediction
-from simulator.engine.simulation import simulate
-from simulator.files import check_writable, read_table
+from simulator.engine.simulation import simulate as simulate_program
+from simulator.files import check_writable, one_line, read_table
 from simulator.hardware.schema import SCHEMAS
 from simulator.program_file import load_program
 from simulator.report.gantt import save_gantt
@@ -26,24 +31,105 @@ from simulator.validation.published import PUBLISHED_SETS
 from simulator.validation.report import (
     Comparison,
     NothingPredictedError,
-    as_json,
     summary,
     write_report,
 )
+from simulator.validation.report import as_json as comparisons_json
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="Predict training steps on clusters that need not exist on this machine.",
-)
+Clusters = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME_OR_FILE", help="A shipped cluster or a YAML file; several to compare."
+    ),
+]
+BackendName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"The software that drives the devices: {', '.join(BACKENDS)}. By default eager"
+        " for scenarios, none for programs."
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "--what-if",
+        help="section.field=value of cluster, or of a scenario's model or execution; or a"
+        " factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
+    ),
+]
+Gantt = Annotated[
+    Path | None, typer.Option(help="Draw the timeline of a program here (.svg, .png, .pdf).")
+]
+Trace = Annotated[
+    Path | None, typer.Option(help="Write the timeline of a program here (.json), for Perfetto.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+_DEFAULT_CLUSTER = "dgx_a100_80"
 
 
-@app.callback()
-def main() -> None:
-    """Predict training steps on clusters that need not exist on this machine."""
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn errors for users into usage errors: one message, exit code 2."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(one_line(error)) from None
 
 
-@app.command("predict")
+def simulate(
+    program: Annotated[
+        Path,
+        typer.Argument(
+            help="A program, .json, as simulator.save_program writes it.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    cluster: Clusters = None,
+    backend: BackendName = None,
+    change: Changes = None,
+    gantt: Gantt = None,
+    trace: Trace = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate a saved program: its time, the breakdown of the time, and memory.
+
+    Several clusters make several columns.
+    """
+    with usage_errors():
+        check_writable(gantt, trace)
+        changes = [Change.parse(text) for text in change or []]
+        software = None if backend is None else backend_named(backend)
+        names = cluster or [_DEFAULT_CLUSTER]
+        predictions = _predict_program(program, names, changes, software, gantt, trace)
+    _print_predictions(predictions, as_json)
+
+
+def llm(
+    scenario: Annotated[
+        Path,
+        typer.Argument(
+            help="YAML with the sections `model` and `execution`.", exists=True, dir_okay=False
+        ),
+    ],
+    cluster: Clusters = None,
+    backend: BackendName = None,
+    change: Changes = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the training step of a transformer from its sizes.
+
+    Several clusters make several columns.
+    """
+    with usage_errors():
+        changes = [Change.parse(text) for text in change or []]
+        names = cluster or [_DEFAULT_CLUSTER]
+        predictions = _predict_scenario(scenario, names, changes, backend or "eager")
+    _print_predictions(predictions, as_json)
+
+
 def predict_file(
     file: Annotated[
         Path,
@@ -54,59 +140,31 @@ def predict_file(
             dir_okay=False,
         ),
     ],
-    cluster: Annotated[
-        list[str] | None, typer.Option(help="A shipped cluster or a YAML file; several to compare.")
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help=f"The software that drives the devices: {', '.join(BACKENDS)}. By default eager"
-            " for scenarios, none for programs."
-        ),
-    ] = None,
-    change: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            "--what-if",
-            help="section.field=value of cluster, or of a scenario's model or execution; or a"
-            " factor, e.g. cluster.inter_host.bandwidth_gb_per_s=2x.",
-        ),
-    ] = None,
-    gantt: Annotated[
-        Path | None, typer.Option(help="Draw the timeline of a program here (.svg, .png, .pdf).")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write the timeline of a program here (.json), for Perfetto."),
-    ] = None,
-    as_text: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    cluster: Clusters = None,
+    backend: BackendName = None,
+    change: Changes = None,
+    gantt: Gantt = None,
+    trace: Trace = None,
+    as_json: Json = False,
 ) -> None:
-    """Predict a training step: its time, the breakdown of the time, and memory.
-
-    Several clusters make several columns.
-    """
-    names = cluster or ["dgx_a100_80"]
-    try:
-        check_writable(gantt, trace)
-        changes = [Change.parse(text) for text in change or []]
-        if file.suffix == ".json":
-            software = None if backend is None else backend_named(backend)
-            predictions = _predict_program(file, names, changes, software, gantt, trace)
-        else:
-            if gantt is not None or trace is not None:
-                raise ValueError(
-                    "a scenario has no timeline; --gantt and --trace are for programs (.json)"
-                )
-            predictions = _predict_scenario(file, names, changes, backend or "eager")
-    except (ValueError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from None
-    if as_text:
-        typer.echo(prediction_json(predictions))
+    """Simulate a program, or predict a transformer from its sizes, by the kind of the file."""
+    if file.suffix == ".json":
+        simulate(file, cluster, backend, change, gantt, trace, as_json)
+    elif gantt is not None or trace is not None:
+        raise typer.BadParameter(
+            "a scenario has no timeline; --gantt and --trace are for programs (.json)"
+        )
     else:
-        console = Console()
-        console.width = max(console.width, 80)
-        console.print(prediction_table(predictions))
+        llm(file, cluster, backend, change, as_json)
+
+
+def _print_predictions(predictions: dict[str, Prediction], as_json: bool) -> None:
+    if as_json:
+        typer.echo(prediction_json(predictions))
+        return
+    console = Console()
+    console.width = max(console.width, 80)
+    console.print(prediction_table(predictions))
 
 
 def _predict_scenario(
@@ -143,7 +201,7 @@ def _predict_program(
     predictions = {}
     for name in names:
         cluster = load_for_program(name, devices, changes)
-        timeline = simulate(program, cluster, backend=backend)
+        timeline = simulate_program(program, cluster, backend=backend)
         predictions[name] = prediction_of(timeline, cluster)
         if gantt is not None:
             save_gantt(timeline, gantt)
@@ -152,7 +210,6 @@ def _predict_program(
     return predictions
 
 
-@app.command()
 def validate(
     sets: Annotated[
         list[str] | None, typer.Argument(help="Names of published sets; all by default.")
@@ -173,9 +230,7 @@ def validate(
         ),
     ] = None,
     write: Annotated[bool, typer.Option(help="Write tables and figures.")] = True,
-    as_text: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON instead of a table.")
-    ] = False,
+    as_json: Json = False,
     worst: Annotated[
         int, typer.Option(help="Also show this many rows of each set with the largest errors.")
     ] = 0,
@@ -217,8 +272,8 @@ def validate(
             f"{name}.csv" for published in sets_by_name.values() for name in published.files
         )
         raise typer.BadParameter(f"{data}: no rows to compare; expected some of {names}")
-    if as_text:
-        typer.echo(json.dumps(as_json(comparisons), indent=1))
+    if as_json:
+        typer.echo(json.dumps(comparisons_json(comparisons), indent=1))
     else:
         console.print(summary(comparisons))
         for comparison in comparisons:
@@ -250,7 +305,6 @@ def _print_worst(console: Console, comparison: Comparison, count: int) -> None:
         )
 
 
-@app.command()
 def schema(
     kind: Annotated[
         str, typer.Argument(help=f"Of a file that describes: {', '.join(SCHEMAS)}.")
@@ -264,8 +318,7 @@ def schema(
     typer.echo(json.dumps(SCHEMAS[kind](), indent=1))
 
 
-@app.command()
-def calibrate(
+def fit(
     measurements: Annotated[
         Path | None,
         typer.Argument(
@@ -273,14 +326,15 @@ def calibrate(
             exists=True,
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="The profile to write, .yaml.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The profile to write, .yaml.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Fit the curves of collectives to a table of measurements.
 
     A fifth of the rows is not fitted to; the errors are those on that fifth. Without a table, fit
     the shipped profiles of GPUs and links again, in place, to the measurements shipped with them.
-
-    (`autopar calibrate` measures the devices of this machine, and writes a cluster file.)
     """
     console = Console()
     if measurements is None:
@@ -303,5 +357,20 @@ def calibrate(
         write_profile(output, profile)
     except ValueError as error:
         raise typer.BadParameter(f"{measurements}: {error}") from None
-    typer.echo(errors.to_string(index=False, float_format="{:.1%}".format))
-    typer.echo(f"written: {output}")
+    if as_json:
+        typer.echo(errors.to_json(orient="records", indent=1))
+    else:
+        typer.echo(errors.to_string(index=False, float_format="{:.1%}".format))
+    typer.echo(f"written: {output}", err=True)
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Predict training steps on clusters that need not exist on this machine.",
+)
+for command in (simulate, llm, validate, schema, fit):
+    app.command()(command)
+app.command("predict")(predict_file)
+# the name of `fit` in the documentation
+app.command("calibrate", hidden=True)(fit)

@@ -1,8 +1,6 @@
-"""What subcommands share: options, usage errors, tables and JSON on stdout."""
+"""What subcommands share: arguments, usage errors, tables and JSON on stdout."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +8,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from autopar.plan import Plan
-from simulator.files import one_line
+from simulator.cli import Json, usage_errors
 
 PlanFile = Annotated[Path, typer.Argument(help="A file that `autopar plan` or Plan.save wrote.")]
 StepPlace = Annotated[
@@ -21,18 +19,19 @@ StepPlace = Annotated[
         " steps/my_step.py:make_step.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+__all__ = [
+    "Json",
+    "PlanFile",
+    "StepPlace",
+    "load_plan",
+    "print_json",
+    "print_table",
+    "print_written",
+    "usage_errors",
+]
 
 _MIN_WIDTH = 105
-
-
-@contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turn errors for users into usage errors: one message, exit code 2."""
-    try:
-        yield
-    except (ValueError, ImportError) as error:
-        raise typer.BadParameter(one_line(error)) from None
 
 
 def load_plan(path: Path) -> Plan:

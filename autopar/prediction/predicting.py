@@ -129,7 +129,7 @@ def compile_step(
     """Return the program of a step for a cluster.
 
     `simulator.simulate` turns it into a timeline. `simulator.save_program` writes it to a file, for
-    example for `python -m simulator predict`.
+    example for `autopar simulate`.
 
     Args:
         fun: the step.

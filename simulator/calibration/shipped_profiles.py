@@ -1,6 +1,6 @@
 """Fits the shipped profiles to the measurements that ship with them.
 
-The command is `python -m simulator calibrate`.
+The command is `autopar fit`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,7 @@
 """The command line: JSON output equals the API's values, and bad input is one message."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,9 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 import autopar
+import simulator
+import simulator.cli
+import simulator.transformer
 from autopar.command_line import app
 from autopar.command_line.user_step import load_step
 from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
+from simulator.hardware.schema import SCHEMAS
 
 MODULE = """
 import jax
@@ -278,6 +283,63 @@ def test_clusters_are_listed():
     assert "1 x 8 Tesla V100-SXM2-16GB + 1 x 8 NVIDIA A100-SXM4-40GB" in table
 
 
+def test_a_saved_program_is_simulated_as_by_the_api(folder, tmp_path):
+    plan = autopar.Plan.load("plan.json")
+    program = autopar.compile_step(*api(), plan, "dgx_h100", fidelity="analytic")
+    simulator.save_program(program, tmp_path / "step.json")
+    row = values("simulate", tmp_path / "step.json", "--cluster", "dgx_h100")["dgx_h100"]
+    assert row["seconds"] == simulator.predict(program, simulator.load_cluster("dgx_h100")).seconds
+    assert "autopar.compile_step" in run("simulate", "plan.json", code=2).output
+
+
+SCENARIO = Path(simulator.transformer.__file__).parent / "examples" / "gpt3_175b.yaml"
+
+
+def test_a_transformer_is_predicted_from_its_sizes():
+    options = ["--cluster", "dgx_h100", "--set", "execution.tensor=4"]
+    rows = values("llm", SCENARIO, *options)
+    alias = CliRunner().invoke(
+        simulator.cli.app, ["predict", str(SCENARIO), *options, "--json"], env={"COLUMNS": "300"}
+    )
+    assert rows == json.loads(alias.stdout)
+    assert rows["dgx_h100"]["seconds"] > 0
+
+
+def test_a_published_set_is_compared():
+    (published,) = values("validate", "korthikanti-table5", "--no-write")
+    assert published["mape"] > 0
+
+
+def test_a_schema_is_printed():
+    assert json.loads(run("schema", "device").stdout) == SCHEMAS["device"]()
+
+
+def test_collectives_are_fitted(tmp_path):
+    table = tmp_path / "rows.csv"
+    rows = [f"toy,all_reduce,{n},{b},{b / 100 + n}" for n in (2, 4) for b in (1e3, 1e5, 1e7)]
+    table.write_text("\n".join(["gpu,kind,size,bytes,us", *rows]))
+    (error,) = values("fit", table, "-o", tmp_path / "links.yaml")
+    assert error["kind"] == "all_reduce"
+    assert (tmp_path / "links.yaml").exists()
+
+
+def test_the_simulator_alone_has_its_subcommands_without_jax():
+    code = "import sys, simulator.cli; print(sorted({'jax', 'autopar'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    commands = {command.callback for command in app.registered_commands}
+    alone = {command.callback for command in simulator.cli.app.registered_commands}
+    assert alone - commands == {simulator.cli.predict_file}
+
+
+def test_every_subcommand_that_prints_values_prints_json():
+    others = {"new", "schema"}  # `new` prints the next command, `schema` always prints JSON
+    for command in app.registered_commands:
+        assert command.callback is not None
+        name = command.callback.__name__
+        assert ("--json" in run(name, "--help").stdout) == (name not in others)
+
+
 PLAN = ("plan", "--cluster", "dgx_h100")
 
 
@@ -332,6 +394,13 @@ PLAN = ("plan", "--cluster", "dgx_h100")
             ("compare", "steps_of_a_user:raises_in_step", "--cluster", "dgx_h100"),
             "raises_in_step raises TypeError",
         ),
+        (("simulate", "truncated.json"), "expected a program that save_program wrote"),
+        (("llm", "data.json"), "expected"),
+        (("llm", SCENARIO, "--cluster", "dgx"), "unknown cluster 'dgx'"),
+        (("validate", "nothing"), "unknown set 'nothing'; expected some of"),
+        (("schema", "rack"), "unknown kind of file 'rack'; expected one of"),
+        (("fit", "exits.py", "-o", "nowhere/x.yaml"), "can't be written"),
+        (("calibrate", "mine.yam"), "expected a path that ends in .yaml"),
         (("new", "my-step.py"), "expected the name of a Python module"),
         (("new", "nowhere/my_step.py"), "can't be written"),
     ],

@@ -131,7 +131,7 @@ def test_a_table_of_measurements_becomes_a_profile(tmp_path: Path) -> None:
     header, *rows = (DATA / "collectives.csv").read_text().splitlines()
     h200 = [row for row in rows if "H200" in row]
     (tmp_path / "mine.csv").write_text("\n".join([header, *h200]))
-    errors = run("calibrate", tmp_path / "mine.csv", "--output", tmp_path / "mine.yaml")
+    errors = run("fit", tmp_path / "mine.csv", "--output", tmp_path / "mine.yaml")
     assert "held_out_error" in errors
     profile = yaml.safe_load((tmp_path / "mine.yaml").read_text())
     assert profile["gpu"] == h200[0].split(",")[0]
@@ -165,4 +165,4 @@ def test_a_table_that_can_not_be_fitted_to_is_explained(
     tmp_path: Path, table: str, message: str
 ) -> None:
     (tmp_path / "mine.csv").write_text(table)
-    assert message in run("calibrate", tmp_path / "mine.csv", code=2)
+    assert message in run("fit", tmp_path / "mine.csv", code=2)
