@@ -275,6 +275,20 @@ class Plan(_Model):
     planning_seconds: float
     warnings: tuple[str, ...] = ()
 
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        """Check that a whole step is one stage, and that each layer is in one stage."""
+        count = len(self.stages)
+        if self.schedule.is_whole_step and count != 1:
+            raise ValueError(f"{count} stages of a step that is not a pipeline; expected one")
+        layers = sorted(layer for stage in self.stages for layer in stage.layers)
+        if not self.schedule.is_whole_step and (not count or layers != list(range(len(layers)))):
+            raise ValueError(
+                f"layers of stages are {brief([stage.layers for stage in self.stages])}; expected"
+                " each number from 0 in one stage"
+            )
+        return self
+
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` reads it back to an equal plan."""
         return self.model_dump_json(indent=1)

@@ -87,6 +87,19 @@ def test_the_error_of_a_damaged_plan_names_the_field(plan):
         Plan.from_json(json.dumps(data))
 
 
+def test_a_whole_step_is_one_stage_and_each_layer_is_in_one_stage(plan):
+    data = json.loads(plan.to_json())
+    stage = data["stages"][0]
+    for stages in ([], [stage, stage]):
+        with pytest.raises(PlanError, match=f"{len(stages)} stages of a step that is not a pip"):
+            Plan.from_json(json.dumps(data | {"stages": stages}))
+    pipeline = data | {"schedule": {"name": "1f1b"}}
+    for layers in ([], [[1]], [[0], [0]]):
+        stages = [stage | {"layers": numbers} for numbers in layers]
+        with pytest.raises(PlanError, match="layers of stages are"):
+            Plan.from_json(json.dumps(pipeline | {"stages": stages}))
+
+
 def test_a_plan_with_numbers_that_are_not_finite_is_refused(plan):
     data = json.loads(plan.to_json())
     for number in (float("nan"), float("inf")):
