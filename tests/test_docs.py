@@ -23,6 +23,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FAST = ("README.md", "docs/guides/what-if.md", "docs/concepts/simulator.md")
 """Pages whose scripts take seconds; the others start several processes or compile many programs."""
 
+STEP_COMMAND = "^autopar ((?:new|plan|show|predict|diff|explain|compare) .*)"
+"""Commands about steps; `simulator/test_documented_commands.py` runs the simulator's."""
+
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -95,7 +98,7 @@ def test_the_readme_is_short() -> None:
     [
         pytest.param(page, id=name(page))
         for page in PAGES
-        if any(re.search("^autopar ", text, re.MULTILINE) for text in blocks(page, "sh"))
+        if any(re.search(STEP_COMMAND, text, re.MULTILINE) for text in blocks(page, "sh"))
     ],
 )
 def test_the_commands_of_a_page_run_in_order(
@@ -103,7 +106,7 @@ def test_the_commands_of_a_page_run_in_order(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for text in blocks(page, "sh"):
-        for command in re.findall("^autopar (.*)", text, re.MULTILINE):
+        for command in re.findall(STEP_COMMAND, text, re.MULTILINE):
             result = CliRunner().invoke(app, command.split())
             assert result.exit_code == 0, f"{command}: {result.output}"
 

@@ -20,13 +20,10 @@ from simulator.work import Collective, Done, Gemm, Kernel, Start
 
 ROOT = Path(simulator.__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-COMMANDS = sorted({
-    command
-    for page in PAGES
-    for command in re.findall(
-        r"^ *(?:uv run )?python -m simulator (.*?)(?: +#.*)?$", page.read_text(), re.MULTILINE
-    )
-})  # fmt: skip
+COMMAND = re.compile(
+    r"^autopar ((?:simulate|llm|validate|schema|fit)\b.*?)(?: +#.*)?$", re.MULTILINE
+)
+COMMANDS = sorted({command for page in PAGES for command in COMMAND.findall(page.read_text())})
 
 
 @pytest.fixture
@@ -58,7 +55,13 @@ def run(command: str) -> str:
 
 
 def test_there_are_some() -> None:
-    assert {command.split()[0] for command in COMMANDS} >= {"predict", "validate", "calibrate"}
+    assert {command.split()[0] for command in COMMANDS} >= {
+        "simulate",
+        "llm",
+        "validate",
+        "schema",
+        "fit",
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
