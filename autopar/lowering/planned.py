@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Protocol
 
 from autopar.ir.step_graph import StepGraph
-from autopar.layering.layers import FollowLayerOption
+from autopar.layering.layers import FollowLayerOption, num_layers
 from autopar.lowering.cross_mesh_resharding import Resharding, reshard
 from autopar.lowering.instructions import Crossing, PipelineProgram, ValueNames, pipeline_program
 from autopar.lowering.stage_values import StageValues
@@ -13,7 +13,7 @@ from autopar.pipeline.partition import Partition
 from autopar.pipeline.partitioner import partition_step, whole_step_partition
 from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.plan import WHOLE_STEP, Plan
+from autopar.plan import WHOLE_STEP, Plan, PlanError, Stage
 from simulator.program import Program, Run
 
 
@@ -71,6 +71,12 @@ class PlannedStep:
         if self.plan.schedule.is_whole_step:
             return whole_step_partition(self.step)
         stage_of = {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
+        layers = num_layers(self.step.jaxpr)
+        if sorted(stage_of) != list(range(layers)):
+            raise PlanError(
+                f"the stages of the plan have layers {sorted(stage_of)}, expected each of the"
+                f" step's {layers} layers (0 to {layers - 1}) once; plan the step again"
+            )
         option = self.plan.schedule.layer_option
         homes = option.layer_of_input if isinstance(option, FollowLayerOption) else {}
         stages = [stage_of[layer] for layer in sorted(stage_of)]
@@ -89,7 +95,9 @@ class PlannedStep:
     @cached_property
     def values(self) -> list[StageValues]:
         """Shapes and specs of each stage's values."""
-        pairs = zip(self.graphs, self.plan.stages, strict=True)
+        pairs = list(zip(self.graphs, self.plan.stages, strict=True))
+        for graph, stage in pairs:
+            _check_constraints(graph, stage)
         return [StageValues(graph, stage) for graph, stage in pairs]
 
     def transfer(self, crossing: Crossing) -> Resharding:
@@ -116,6 +124,27 @@ class PlannedStep:
         """Names of the tasks that the program runs. Tasks with nothing to do are left out."""
         instructions = (instruction for row in self.program.instructions for instruction in row)
         return frozenset(run.task for run in instructions if isinstance(run, Run))
+
+
+def _check_constraints(graph: StageGraph, stage: Stage) -> None:
+    """Check that the constraints of a stage are of values that it has.
+
+    Raises:
+        PlanError: one is not.
+    """
+    eqns = graph.step.jaxpr.eqns
+    for constraint in stage.constraints:
+        found = 0 <= constraint.eqn < len(eqns)
+        if found:
+            eqn = eqns[constraint.eqn]
+            atoms = eqn.invars if constraint.side == "in" else eqn.outvars
+            found = 0 <= constraint.index < len(atoms)
+        if not found:
+            raise PlanError(
+                f"constraint {constraint.name!r} is of value {constraint.index} on the"
+                f" {constraint.side!r} side of equation {constraint.eqn}, which stage"
+                f" {graph.stage} does not have ({len(eqns)} equations); plan the step again"
+            )
 
 
 def single_stage(planned: Planned, stage: int | None) -> Planned:
