@@ -372,5 +372,3 @@ app = typer.Typer(
 for command in (simulate, llm, validate, schema, fit):
     app.command()(command)
 app.command("predict")(predict_file)
-# the name of `fit` in the documentation
-app.command("calibrate", hidden=True)(fit)
