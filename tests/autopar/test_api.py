@@ -350,7 +350,7 @@ def test_a_saved_plan_runs_without_solving(tmp_path, monkeypatch):
         mlp_step, method=autopar.ShardParallel(devices=(2, 4)), donate_argnums=()
     )
     planned.get_executable(*args).plan.save(tmp_path / "plan.json")
-    monkeypatch.setattr("autopar.sharding.plan_shardings.solve", None)
+    monkeypatch.setattr("autopar.sharding.solve_within_memory.solve", None)
     again = autopar.parallelize(
         mlp_step,
         method=autopar.PlanMethod(autopar.Plan.load(tmp_path / "plan.json")),

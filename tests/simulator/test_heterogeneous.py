@@ -128,8 +128,7 @@ def test_a_pool_may_be_like_another_cluster(tmp_path: Path) -> None:
         ({"device": "v1000"}, "device: unknown device 'v1000'"),
         (
             {"inter_host": "left out", "pools": [{"hosts": 1, "devices_per_host": 2}] * 2},
-            "pools.0.inter_host: missing, but there are other pools; "
-            "describe the link of its network cards",
+            "pools.0.inter_host: missing, but there are other pools; describe the link of its NICs",
         ),
         ({"pools": [{"like": "p4"}] * 2}, "unknown cluster 'p4'; expected one of "),
         (
