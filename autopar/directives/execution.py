@@ -31,6 +31,7 @@ from autopar.directives.replacements import Functions, call_replacement
 from autopar.directives.shard_execution import draw_shards, run_eqn, slice_shard
 from autopar.directives.syncs import OPS, apply_sync
 from autopar.directives.value_layouts import LayoutError, ValueLayout
+from autopar.ir.evaluate import bind
 from autopar.ir.graph import read
 from autopar.ir.spec import AnyMesh, LogicalMesh, partition_spec
 from autopar.layering.layers import mark_pipeline_boundary
@@ -84,10 +85,8 @@ class ShardExecutor:
 class _WholeArrayExecutor:
     def compute(self, item: PlacedEquation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of the equation, as it was traced."""
-        eqn = item.eqn
-        with eqn.ctx.manager:
-            result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-        return list(result) if eqn.primitive.multiple_results else [result]
+        with item.eqn.ctx.manager:
+            return bind(item.eqn, operands)
 
     def prepare(self, value: Any, have: ValueLayout, want: ValueLayout) -> Any:
         """Return `value` unchanged."""

@@ -23,11 +23,11 @@ from autopar.directives.value_layouts import (
     propagate,
     whole_layout,
 )
+from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of, read
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, local_shape
 from autopar.manual.rng import fold_rng_over_axis
 from autopar.primitives import bind_shards
-from autopar.primitives.local_forms import bind
 
 _NO_MESH = AbstractMesh((), ())
 """The mesh under which derivative rules are traced: JAX caches the traces across meshes."""

@@ -34,7 +34,16 @@ type Apply = Callable[[int, JaxprEqn, list[Any]], list[Any]]
 def as_traced(number: int, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Return the results of `eqn` with the primitive and parameters of the trace."""
     with eqn.ctx.manager:
-        result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        return bind(eqn, operands)
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
+    """Return the results of the primitive of `eqn`, with other parameters where given.
+
+    The equation's own context is left to the caller: it says that there is no mesh.
+    """
+    bound = eqn.primitive.get_bind_params({**eqn.params, **params})
+    result = eqn.primitive.bind(*operands, **bound)
     return list(result) if eqn.primitive.multiple_results else [result]
 
 

@@ -24,6 +24,7 @@ from jax.extend.core.primitives import jit_p
 from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, satisfying
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.control_flow import MARKERS, repeats
+from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, aval_of, read
 from autopar.layering.layer_clustering import Received, cluster_layers, received_bytes
@@ -385,8 +386,7 @@ def _run(
             scope = str(eqn.source_info.name_stack)
             with eqn.ctx.manager, jax.named_scope(scope) if scope else nullcontext():
                 operands = [read(atom, inner) for atom in eqn.invars]
-                result = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-            outputs = result if eqn.primitive.multiple_results else [result]
+                outputs = bind(eqn, operands)
             inner.update(zip(eqn.outvars, outputs, strict=True))
         return [inner[var] for var in results]
 

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax.extend.core import Literal, Var
-from jax.extend.core.primitives import add_jaxvals_p, add_p
 
 from autopar.ir.equation_groups import Unit, units
 from autopar.ir.evaluate import Numbered
@@ -28,6 +27,7 @@ from autopar.layering.layers import layer_of
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Partition, Task, Total
 from autopar.pipeline.update_placement import is_small, update_stages
 from autopar.primitives import record_of
+from autopar.primitives.linearity import ADDITIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class _PartitionBuilder:
     def _adds_stages(self, unit: Unit, var: Var) -> bool:
         """Whether the unit adds results of different stages for the accumulation alone."""
         eqn = unit.eqns[0][1]
-        if eqn.primitive not in (add_p, add_jaxvals_p) or self.num_readers[var] > 0:
+        if eqn.primitive not in ADDITIONS or self.num_readers[var] > 0:
             return False
         if len(unit.reads) != 2 or len(eqn.invars) != 2:
             return False

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh, Spec, local_shape
 from autopar.primitives import (
@@ -27,7 +28,6 @@ from autopar.primitives import (
     shard_map,
 )
 from autopar.primitives.factors import OpFactors
-from autopar.primitives.local_forms import bind
 from autopar.primitives.registry import MissingRuleError, PrimitiveRecord, record_of, register
 from simulator.work import Kernel
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
 from autopar.primitives.equation_work import contraction_kernel
 from autopar.primitives.factors import FactorBuilder, OpFactors
-from autopar.primitives.local_forms import Shapes, bind
+from autopar.primitives.local_forms import Shapes
 from autopar.primitives.operand_layouts import conv_layouts, dot_layouts
 from autopar.primitives.registry import PrimitiveRecord
 from autopar.primitives.rule_helpers import shape_of

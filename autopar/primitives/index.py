@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import Spec
 from autopar.primitives.factors import FactorBuilder, Kind, OpFactors
-from autopar.primitives.local_forms import Shapes, bind, own_indices
+from autopar.primitives.local_forms import Shapes, own_indices
 from autopar.primitives.registry import Algebra, PrimitiveRecord
 from autopar.primitives.rule_helpers import ShardingRule, shape_of
 

@@ -4,9 +4,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import add_jaxvals_p, add_p
 
 from autopar.ir.graph import Atom, aval_of
 from autopar.primitives.registry import Algebra, record_of
+
+ADDITIONS = frozenset({add_p, add_jaxvals_p})
+"""Primitives that add two arrays."""
 
 
 def algebra_of(eqn: JaxprEqn) -> Algebra | None:
@@ -25,7 +29,7 @@ def adds(eqn: JaxprEqn) -> bool:
 
 def data_operands(eqn: JaxprEqn) -> Sequence[int]:
     """Return the positions of the operands that are data, not indices or conditions."""
-    return record_of(eqn).data_operands(len(eqn.invars))
+    return range(len(eqn.invars))[record_of(eqn).data]
 
 
 def is_linear(eqn: JaxprEqn, operands: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import Spec
 
@@ -20,15 +21,6 @@ type LocalRule = Callable[
 Takes the equation, the specs of its operands and of its results (before partial sums are
 completed), the shapes of the results' shards, and the shards of the operands.
 """
-
-
-def bind(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
-    """Apply the primitive of `eqn`, with other parameters where given."""
-    # The equation's own context is left out: it says that there is no mesh.
-    result = eqn.primitive.bind(
-        *operands, **eqn.primitive.get_bind_params({**eqn.params, **params})
-    )
-    return list(result) if eqn.primitive.multiple_results else [result]
 
 
 def with_shape(parameter: str) -> LocalRule:

@@ -7,7 +7,7 @@ it with the unsharded equation, and `tests/autopar/primitives/test_registry.py` 
 of linearity. A primitive without a record is replicated: every device computes all of it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -150,10 +150,6 @@ class PrimitiveRecord:
         """Whether it is a matrix product or convolution."""
         return self.algebra == "product" and self.fusion != "elementwise"
 
-    def data_operands(self, count: int) -> range:
-        """Return the positions of its data among `count` operands."""
-        return range(count)[self.data]
-
 
 _PUBLIC = {
     primitive.name: primitive
@@ -199,9 +195,3 @@ def is_registered(primitive: Primitive) -> bool:
 def public_primitives() -> Mapping[str, Primitive]:
     """Return the primitives that are public objects of JAX, by name."""
     return _PUBLIC
-
-
-def records() -> Iterator[tuple[str, PrimitiveRecord]]:
-    """Yield the name and the record of each primitive that has one."""
-    for key, record in _RECORDS.items():
-        yield key if isinstance(key, str) else key.name, record

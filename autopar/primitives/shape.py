@@ -8,9 +8,10 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.evaluate import bind
 from autopar.ir.spec import Spec
 from autopar.primitives.factors import FactorBuilder, OpFactors
-from autopar.primitives.local_forms import Shapes, bind, with_shape
+from autopar.primitives.local_forms import Shapes, with_shape
 from autopar.primitives.registry import PrimitiveRecord
 from autopar.primitives.rule_helpers import along, leading, shape_of, whole_along
 

@@ -58,4 +58,7 @@ def region_axes(eqn: JaxprEqn) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(axes for axes in entries() if prod(sizes[axis] for axis in axes) > 1))
 
 
-RECORDS = {"shard_map": PrimitiveRecord(factors=_shard_map, runs_body=True)}
+SHARD_MAP = "shard_map"
+"""Name of the primitive, of which JAX has no public object."""
+
+RECORDS = {SHARD_MAP: PrimitiveRecord(factors=_shard_map, runs_body=True)}

@@ -10,11 +10,9 @@ from autopar.ir.graph import aval_of
 from autopar.ir.spec import AnyMesh, LogicalMesh
 from autopar.primitives import kernel_of, op_factors, record_of
 from autopar.primitives.factors import Assignment
-from autopar.primitives.shard_map import region_axes
+from autopar.primitives.shard_map import SHARD_MAP, region_axes
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.pins import ShardingError
-
-SHARD_MAP = "shard_map"
 
 
 def assignment(eqn: JaxprEqn, mesh: LogicalMesh) -> Assignment:

@@ -30,6 +30,7 @@ from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
 from autopar.primitives import kernel_of, record_of
 from autopar.primitives.factors import Assignment, OpFactors
+from autopar.primitives.shard_map import SHARD_MAP
 from autopar.sharding import manual_regions
 from autopar.sharding.candidates import (
     Candidates,
@@ -393,7 +394,7 @@ class _Builder:
     def _candidates(self, number: int, eqn: JaxprEqn, factors: OpFactors) -> Candidates:
         """Return the candidates of an equation that decides."""
         marked = self.flow.batch_factors[number]
-        if eqn.primitive.name == manual_regions.SHARD_MAP:  # depends on more than its factors
+        if eqn.primitive.name == SHARD_MAP:  # depends on more than its factors
             return Candidates.of(factors, self._options(number, eqn, factors, marked))
         key = (factors, self._results(eqn), marked, self._is_deferred(number))
         found = self._known_candidates.get(key)
@@ -407,7 +408,7 @@ class _Builder:
         self, number: int, eqn: JaxprEqn, factors: OpFactors, marked: frozenset[int]
     ) -> list[Option]:
         """Return the options of an equation that the user's restrictions allow."""
-        if eqn.primitive.name == manual_regions.SHARD_MAP:
+        if eqn.primitive.name == SHARD_MAP:
             if self._is_deferred(number):
                 raise ShardingError(
                     "a shard_map of the step decides itself how examples are sharded"
@@ -467,7 +468,7 @@ class _Builder:
         """
         if eqn.primitive in control_flow.MARKERS:
             return self._marker_costs(number, eqn, factors, found)
-        if eqn.primitive.name == manual_regions.SHARD_MAP:
+        if eqn.primitive.name == SHARD_MAP:
             return np.array([manual_regions.seconds(eqn, self.costs)]).T * self.repeats[number]
         moved = self.traffic.moved[number]
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))

@@ -17,6 +17,7 @@ from autopar.ir.step_graph import MicrobatchError, Microbatching, StepGraph
 from autopar.layering.layers import LayerOption, layered, layering
 from autopar.microbatch.gradients import mark_results, marking, tracing_whole_arrays
 from autopar.microbatch.splitting import check_computation, split
+from autopar.primitives.shard_map import SHARD_MAP
 
 
 class TraceError(TypeError):
@@ -185,7 +186,7 @@ class _StepTracer:
         self, scale: int, micro: Jaxpr, count: int, out_paths: tuple[str, ...]
     ) -> tuple[Jaxpr, Microbatching]:
         """Return the step, split like the step for a batch that is larger by `scale`."""
-        on_shards = any(eqn.primitive.name == "shard_map" for eqn in micro.eqns)
+        on_shards = any(eqn.primitive.name == SHARD_MAP for eqn in micro.eqns)
         complete = self._traced(Fraction(1), True, False).jaxpr
         small = self._traced(Fraction(scale, count), True, on_shards).jaxpr
         large = self._traced(Fraction(scale), True, on_shards).jaxpr

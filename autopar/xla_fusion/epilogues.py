@@ -10,7 +10,8 @@ from autopar.ir import control_flow
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
-from autopar.xla_fusion.lifetimes import ADDITIONS, is_view
+from autopar.primitives.linearity import ADDITIONS
+from autopar.xla_fusion.lifetimes import is_view
 
 
 class Values:

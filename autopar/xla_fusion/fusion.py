@@ -32,6 +32,7 @@ from autopar.ir.graph import aval_of
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
+from autopar.primitives.linearity import data_operands
 from autopar.primitives.operand_layouts import GRADIENT, ORDER
 from autopar.primitives.registry import OperandLayout
 from autopar.xla_fusion.epilogues import Values, find_epilogues, find_scattered
@@ -490,7 +491,7 @@ class _Fusion:
             return Moved((0,) * len(eqn.invars), (0,) * len(eqn.outvars), 0)
         if record_of(eqn).fusion == "update":
             # Updates are read, summed and written. The operand stays in place, or is made of zeros.
-            updates = record_of(eqn).data_operands(len(eqn.invars))[-1]
+            updates = data_operands(eqn)[-1]
             passes = tuple(
                 0 if i == 0 else 3 if i == updates else 1 for i in range(len(eqn.invars))
             )

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 
 from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import (
-    add_jaxvals_p,
-    add_p,
     conv_general_dilated_p,
     scatter_add_p,
     select_and_scatter_add_p,
@@ -24,9 +22,7 @@ from autopar.ir.graph import aval_of
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
-
-ADDITIONS = frozenset({add_p, add_jaxvals_p})
-"""Primitives that add two arrays."""
+from autopar.primitives.linearity import ADDITIONS
 
 
 @memoized_on_step

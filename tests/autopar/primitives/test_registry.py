@@ -10,10 +10,10 @@ import pytest
 from jax.extend.core import JaxprEqn, Primitive
 
 from autopar import report
+from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
 from autopar.primitives import FAMILIES, PrimitiveRecord, record_of, register
 from autopar.primitives.linearity import algebra_of, data_operands
-from autopar.primitives.local_forms import bind
 from autopar.primitives.registry import is_registered, public_primitives
 from tests.autopar.sharding.equation_cases import CASES, ints
 from tests.autopar.sharding.shard_by_shard import equations

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.evaluate import bind
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.compilation import lower_stage
@@ -15,7 +16,6 @@ from autopar.plan import MemorySplit, Plan, TimeSplit
 from autopar.planning.step_planner import stage_of
 from autopar.primitives import op_factors
 from autopar.primitives.factors import OpFactors
-from autopar.primitives.local_forms import bind
 from autopar.sharding.candidates import Option
 from autopar.sharding.imposed_constraints import Constraint
 from autopar.sharding.mesh_costs import Seconds
