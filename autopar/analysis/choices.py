@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.analysis.replay import Replay, replay
-from autopar.ir.array_sizes import array_bytes
-from autopar.ir.graph import aval_of
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.planned import Planned
 from autopar.plan import PlanError
@@ -111,8 +110,7 @@ def _resharding_seconds(
         i, j = use.value.decision, use.decision
         if i != j and use.value.specs[selected[i]] != use.required[selected[j]]:
             atoms = step.jaxpr.outvars if use.eqn is None else step.jaxpr.eqns[use.eqn].invars
-            aval = aval_of(atoms[use.operand])
-            resharded[min(i, j), max(i, j)][j] += array_bytes(aval.shape, aval.dtype)
+            resharded[min(i, j), max(i, j)][j] += value_bytes(atoms[use.operand])
     seconds = np.zeros(len(selected))
     for (i, j), cost in decisions.edges.items():
         bytes_by_reader = resharded[i, j] or {j: 1}

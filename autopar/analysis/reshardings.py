@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jax.extend.core import Literal, Var
 
 from autopar.analysis.replay import Replay, equation_name, replay
-from autopar.ir.array_sizes import array_bytes
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, partition_spec
 from autopar.ir.step_graph import StepGraph
@@ -104,6 +104,6 @@ def _task(
     mesh: LogicalMesh,
 ) -> ReshardingTask:
     aval = aval_of(atom)
-    size = array_bytes(aval.shape, aval.dtype)
+    size = value_bytes(atom)
     steps = tuple(reshard_steps(size, source, target, mesh))
     return ReshardingTask(value, reader, eqn, array_text(aval), source, target, size, steps)

@@ -5,6 +5,8 @@ from math import prod
 
 import numpy as np
 
+from autopar.ir.graph import Atom, aval_of
+
 _HLO_DTYPE = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c"}
 
 
@@ -25,3 +27,9 @@ def array_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
     JAX's extended dtypes (random keys) have an `itemsize`, too.
     """
     return prod(shape) * dtype.itemsize
+
+
+def value_bytes(atom: Atom) -> int:
+    """Return the bytes of a whole value of a jaxpr."""
+    aval = aval_of(atom)
+    return array_bytes(aval.shape, aval.dtype)

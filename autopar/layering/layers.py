@@ -22,7 +22,7 @@ from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import jit_p
 
 from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, satisfying
-from autopar.ir.array_sizes import array_bytes
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
@@ -402,7 +402,7 @@ def _received_bytes(jaxpr: Jaxpr) -> Received:
             if isinstance(atom, Var) and atom in users:
                 users[atom][number] = None
     values = [
-        (number, array_bytes(aval_of(var).shape, aval_of(var).dtype), tuple(users[var]))
+        (number, value_bytes(var), tuple(users[var]))
         for number, eqn in enumerate(jaxpr.eqns)
         for var in eqn.outvars
         if users[var]

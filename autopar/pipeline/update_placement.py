@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence, Set
 
 from jax.extend.core import Var
 
-from autopar.ir.array_sizes import array_bytes
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.equation_groups import Unit
-from autopar.ir.graph import aval_of
 
 
 def update_stages(
@@ -64,7 +63,7 @@ class _UpdatePlacement:
         for unit in self._tail:
             placed = [var for var in unit.reads if var in self.stage_with]
             if unit.number not in self.stage_of and placed:
-                largest = max(placed, key=lambda var: (num_bytes(var), -self.stage_with[var]))
+                largest = max(placed, key=lambda var: (value_bytes(var), -self.stage_with[var]))
                 self.stage_of[unit.number] = self.stage_with[largest]
             if unit.number in self.stage_of:
                 stage = self.stage_of[unit.number]
@@ -90,11 +89,6 @@ class _UpdatePlacement:
         return unit.number in self._numbers and unit.number not in self.stage_of
 
 
-def num_bytes(var: Var) -> int:
-    """Return the bytes of a whole value."""
-    return array_bytes(aval_of(var).shape, aval_of(var).dtype)
-
-
 def is_small(var: Var) -> bool:
     """Return whether a value may be computed twice: scalars and random keys."""
-    return num_bytes(var) <= 16
+    return value_bytes(var) <= 16

@@ -11,9 +11,8 @@ from functools import cached_property
 
 from jax.extend.core import JaxprEqn, Var
 
-from autopar.ir.array_sizes import array_bytes
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import aval_of
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.partition import Partition, Task, Total
@@ -158,7 +157,7 @@ class LayerRanges:
                 continue
             if any(var is total.sum for total in self.partition.totals.get(producer, ())):
                 continue
-            size = array_bytes(aval_of(var).shape, aval_of(var).dtype)
+            size = value_bytes(var)
             change[min(producer.stage, *readers) + 1] += size
             change[max(producer.stage, *readers) + 1] -= size
         return tuple(sum(change[: layer + 1]) for layer in range(self.num_layers))

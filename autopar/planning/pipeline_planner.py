@@ -11,8 +11,7 @@ from jax.extend.core import Var
 
 from autopar._cpython import builds_graphs
 from autopar.devices import Device, logical_mesh
-from autopar.ir.array_sizes import array_bytes
-from autopar.ir.graph import aval_of
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.step_graph import StepGraph
 from autopar.layering.layers import num_layers
 from autopar.pipeline.partition import Partition
@@ -370,5 +369,5 @@ def _crossing_bytes(partition: Partition) -> Counter[tuple[int, int]]:
                 crossings.add((var, producer.stage, task.stage))
     num_bytes: Counter[tuple[int, int]] = Counter()
     for var, source, destination in crossings:
-        num_bytes[source, destination] += array_bytes(aval_of(var).shape, aval_of(var).dtype)
+        num_bytes[source, destination] += value_bytes(var)
     return num_bytes

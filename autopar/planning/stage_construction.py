@@ -13,8 +13,7 @@ from math import inf, isfinite, isinf
 
 from jax.extend.core import Var
 
-from autopar.ir.array_sizes import array_bytes
-from autopar.ir.graph import aval_of
+from autopar.ir.array_sizes import value_bytes
 from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import (
@@ -454,15 +453,11 @@ def _state_bytes(ranges: LayerRanges, layer: int) -> dict[Var, int]:
     assert step.microbatching is not None
     state = [step.jaxpr.invars[i] for i in step.carried.values()]
     state += [var for _, mark in step.microbatching.marks for var in mark.outvars]
-    return {var: _bytes(var) for var in state}
+    return {var: value_bytes(var) for var in state}
 
 
 def _saved_bytes(ranges: LayerRanges, layer: int) -> int:
     """Return the bytes that a layer receives and saves for its backward pass, in any stage."""
     step = ranges.layers[layer].step
     received = {step.jaxpr.invars[i] for i in step.received_inputs}
-    return sum(_bytes(var) for var in step.saved_for_backward if var in received)
-
-
-def _bytes(var: Var) -> int:
-    return array_bytes(aval_of(var).shape, aval_of(var).dtype)
+    return sum(value_bytes(var) for var in step.saved_for_backward if var in received)

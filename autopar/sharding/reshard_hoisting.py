@@ -7,7 +7,7 @@ convolution, where XLA recognises it.
 from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import convert_element_type_p, rev_p
 
-from autopar.ir.array_sizes import array_bytes
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.graph import aval_of
 
 
@@ -29,7 +29,7 @@ def moved_bytes(eqn: JaxprEqn | None, var: Var) -> int:
         var: the value.
     """
     moved = eqn.invars[0] if eqn is not None and passes_moves(eqn) else var
-    return array_bytes(aval_of(moved).shape, aval_of(moved).dtype)
+    return value_bytes(moved)
 
 
 def _size(eqn: JaxprEqn, end: int) -> int:

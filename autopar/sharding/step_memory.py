@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from autopar.ir import control_flow
-from autopar.ir.array_sizes import array_bytes
+from autopar.ir.array_sizes import array_bytes, value_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, Specs, local_shape
 from autopar.ir.step_graph import StepGraph
@@ -271,7 +271,7 @@ def _unscattered(
     room = 0.0
     for number, decision, sizes in decisions.scattered:
         var = step.jaxpr.eqns[number].outvars[0]
-        result = array_bytes(aval_of(var).shape, aval_of(var).dtype) / mesh.num_devices
+        result = value_bytes(var) / mesh.num_devices
         if result > room:
             groups.append([])
             room = COMBINED_BYTES

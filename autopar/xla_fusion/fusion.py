@@ -27,7 +27,7 @@ from jax.extend.core.primitives import dot_general_p
 from jax.lax import optimization_barrier_p, split_p
 
 from autopar.ir import control_flow
-from autopar.ir.array_sizes import array_bytes
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
@@ -297,8 +297,8 @@ class _Fusion:
         value_sources = sources[eqn.outvars[0]]
         if value_sources is None:
             return True
-        source_bytes = sum(map(_bytes, value_sources))
-        result_bytes = sum(map(_bytes, eqn.outvars))
+        source_bytes = sum(map(value_bytes, value_sources))
+        result_bytes = sum(map(value_bytes, eqn.outvars))
         return users * source_bytes > source_bytes + (users + 1) * result_bytes
 
     def _work(self) -> list[int]:
@@ -592,8 +592,3 @@ def _regions(step: StepGraph) -> list[object]:
             around.pop()
         found.append((around[-1], number in body))
     return found
-
-
-def _bytes(var: Var) -> int:
-    aval = aval_of(var)
-    return array_bytes(aval.shape, aval.dtype)
