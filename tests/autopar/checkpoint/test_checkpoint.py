@@ -41,26 +41,28 @@ METHODS = {"shard": autopar.ShardParallel((1, 8)), "2 stages": pipeline(2), "4 s
 
 @pytest.fixture(scope="module")
 def functions():
-    made = {
+    functions_by_name = {
         name: autopar.parallelize(stack_step, method=method) for name, method in METHODS.items()
     }
-    for each in made.values():
-        each.get_executable(stack_params(), stack_batch())
-    return made
+    for function in functions_by_name.values():
+        function.get_executable(stack_params(), stack_batch())
+    return functions_by_name
 
 
 def placements(function: Any) -> Any:
     return function.get_last_executable().get_input_placement_specs()[0]
 
 
-def assert_same(tree: Any, other: Any) -> None:
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for mine, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(np.array(mine), np.array(theirs))
+def assert_same(tree: Any, expected_tree: Any) -> None:
+    assert jax.tree.structure(tree) == jax.tree.structure(expected_tree)
+    for leaf, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(expected_tree), strict=True):
+        np.testing.assert_array_equal(np.array(leaf), np.array(expected))
 
 
 @pytest.mark.parametrize("saved_under", METHODS)
-def test_a_state_goes_on_under_every_plan(functions, saved_under, tmp_path):
+def test_a_state_saved_under_one_plan_is_restored_under_every_plan(
+    functions, saved_under, tmp_path
+):
     params, _ = functions[saved_under](stack_params(), stack_batch())
     autopar.save_checkpoint(tmp_path, params, 1)
     for function in functions.values():
@@ -77,7 +79,7 @@ def test_a_state_goes_on_under_every_plan(functions, saved_under, tmp_path):
         )
 
 
-def test_a_saved_state_may_be_donated_at_once(tmp_path):
+def test_a_state_may_be_donated_while_it_is_written(tmp_path):
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
     state = {"x": jax.device_put(np.arange(1 << 16, dtype=np.float32))}
     saving = autopar.save_checkpoint(tmp_path, state, 0, wait=False)
@@ -91,7 +93,7 @@ def test_a_saved_state_may_be_donated_at_once(tmp_path):
     )
 
 
-def test_arrays_of_every_kind_come_back(tmp_path):
+def test_arrays_of_every_dtype_and_sharding_are_restored(tmp_path):
     mesh = Mesh(np.array(jax.devices()), ("x",))
     keys = jax.device_put(jax.random.split(jax.random.key(1), 8), NamedSharding(mesh, jax.P("x")))
     state = {
@@ -102,25 +104,25 @@ def test_arrays_of_every_kind_come_back(tmp_path):
         "keys": keys,
         "number": 3,
         "scalar": np.float64(0.1),
-        "of many": jax.device_put(
+        "sharded": jax.device_put(
             np.arange(16.0, dtype=np.float32), NamedSharding(mesh, jax.P("x"))
         ),
     }
     autopar.save_checkpoint(tmp_path, state, 0)
     single = jax.sharding.SingleDeviceSharding(jax.devices()[3])
-    wanted = {
+    placements = {
         name: jax.ShapeDtypeStruct(np.shape(value), jax.typeof(value).dtype, sharding=single)
         for name, value in state.items()
         if name != "scalar"
     }
-    wanted["keys"] = jax.ShapeDtypeStruct((8,), keys.dtype, sharding=keys.sharding)
+    placements["keys"] = jax.ShapeDtypeStruct((8,), keys.dtype, sharding=keys.sharding)
     del state["scalar"]
     with pytest.raises(
         autopar.CheckpointError, match=r"\['scalar'\] is not in the state to restore"
     ):
-        autopar.restore_checkpoint(tmp_path, 0, wanted)
+        autopar.restore_checkpoint(tmp_path, 0, placements)
     autopar.save_checkpoint(tmp_path, state, 1, wait=False)
-    restored = autopar.restore_checkpoint(tmp_path, 1, wanted)
+    restored = autopar.restore_checkpoint(tmp_path, 1, placements)
     for name in ("key", "keys"):
         assert_same(jax.random.key_data(restored.pop(name)), jax.random.key_data(state.pop(name)))
     assert {leaf.sharding for name, leaf in restored.items()} == {single}
@@ -129,11 +131,11 @@ def test_arrays_of_every_kind_come_back(tmp_path):
 
 @settings(max_examples=15)
 @given(st.data())
-def test_any_sharding_is_restored_as_any_other(tmp_path_factory, data):
+def test_an_array_of_any_sharding_is_restored_with_any_other(tmp_path_factory, data):
     shape = tuple(data.draw(st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3)))
     value = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
 
-    def drawn() -> NamedSharding:
+    def draw_sharding() -> NamedSharding:
         mesh = data.draw(meshes())
         devices = np.array(data.draw(st.permutations(jax.devices()))[: mesh.num_devices])
         spec = data.draw(st.sampled_from(all_specs(shape, mesh)))
@@ -142,45 +144,44 @@ def test_any_sharding_is_restored_as_any_other(tmp_path_factory, data):
         )
 
     folder = tmp_path_factory.mktemp("parts")
-    array = jax.device_put(value, drawn())
+    array = jax.device_put(value, draw_sharding())
     tiles = _tiles(array)
-    assert (
-        sum(np.prod([b - a for a, b in tile], dtype=int) for tile in tiles) == value.size
-    )  # each part is read once
+    tile_sizes = (np.prod([end - start for start, end in tile], dtype=int) for tile in tiles)
+    assert sum(tile_sizes) == value.size  # no element is saved twice
     names = [str(n) for n in range(len(tiles))]
     write(folder / "part", dict(zip(names, copied(array, tiles), strict=True)))
     pieces = tuple(
         SavedPiece(tile=t, part="part", name=n) for t, n in zip(tiles, names, strict=True)
     )
     saved = SavedArray(path="x", shape=shape, dtype="int32", pieces=pieces)
-    wanted = drawn()
-    (restored,) = restore(folder, [Wanted(saved, wanted)])
-    assert restored.sharding == wanted
+    sharding = draw_sharding()
+    (restored,) = restore(folder, [Wanted(saved, sharding)])
+    assert restored.sharding == sharding
     np.testing.assert_array_equal(np.asarray(restored), value)
 
 
-def test_only_the_pieces_that_a_device_needs_are_read(tmp_path, monkeypatch):
+def test_a_device_reads_only_the_pieces_that_it_needs(tmp_path, monkeypatch):
     mesh = Mesh(np.array(jax.devices()), ("x",))
     array = jax.device_put(np.arange(16), NamedSharding(mesh, jax.P("x")))
     autopar.save_checkpoint(tmp_path, {"x": array}, 0)
     from autopar.checkpoint import parts
 
-    asked: list[str] = []
+    names_read: list[str] = []
 
     def read(folder: Path, names: list[str]) -> dict[str, np.ndarray]:
-        asked.extend(names)
-        return plain(folder, names)
+        names_read.extend(names)
+        return read_pieces(folder, names)
 
-    plain = parts.read
+    read_pieces = parts.read
     monkeypatch.setattr(parts, "read", read)
     manifest = autopar.checkpoint.manifest.Manifest.load(tmp_path, 0)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    parts.restore(tmp_path / "0", [Wanted(manifest.arrays[0], here)])
-    assert len(asked) == 8
-    asked.clear()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    parts.restore(tmp_path / "0", [Wanted(manifest.arrays[0], device)])
+    assert len(names_read) == 8
+    names_read.clear()
     half = SavedArray(path="x", shape=(16,), dtype="int64", pieces=manifest.arrays[0].pieces)
-    small = half.model_copy(update={"pieces": half.pieces[:1]})
-    assert [piece.name for piece in parts._needed(Wanted(small, here))] == ["0.0"]
+    array_of_one_piece = half.model_copy(update={"pieces": half.pieces[:1]})
+    assert [piece.name for piece in parts._needed(Wanted(array_of_one_piece, device))] == ["0.0"]
 
 
 def test_the_last_checkpoints_are_kept(tmp_path):
@@ -189,11 +190,11 @@ def test_the_last_checkpoints_are_kept(tmp_path):
     assert autopar.restore_checkpoint(tmp_path)["['x']"].size == 5
     assert saved_steps(tmp_path) == [3, 4]
     assert autopar.latest_step(tmp_path) == 4
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["3", "4"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["3", "4"]
     assert autopar.latest_step(tmp_path / "nowhere") is None
 
 
-def test_a_checkpoint_that_fails_leaves_the_ones_before_it(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_earlier_checkpoints(tmp_path, monkeypatch):
     from autopar.checkpoint import saving
 
     autopar.save_checkpoint(tmp_path, {"x": np.arange(3)}, 0)
@@ -204,12 +205,11 @@ def test_a_checkpoint_that_fails_leaves_the_ones_before_it(tmp_path, monkeypatch
         raise OSError("no space left on device")
 
     monkeypatch.setattr(saving, "write", fail)
-    second = autopar.save_checkpoint(tmp_path, {"x": np.arange(4)}, 1, wait=False)
+    saving_step_1 = autopar.save_checkpoint(tmp_path, {"x": np.arange(4)}, 1, wait=False)
     with pytest.raises(OSError, match="no space left"):
-        second.wait()
-    with pytest.raises(
-        OSError, match="no space left"
-    ):  # the error is raised again by the next save
+        saving_step_1.wait()
+    with pytest.raises(OSError, match="no space left"):
+        # the next save raises the error again
         autopar.save_checkpoint(tmp_path, {"x": np.arange(4)}, 2)
     assert saved_steps(tmp_path) == [0]
     assert autopar.restore_checkpoint(tmp_path)["['x']"].tolist() == [0, 1, 2]
@@ -219,15 +219,16 @@ SAVER = """
 import sys, numpy as np, autopar
 step = (autopar.latest_step(sys.argv[1]) or 0) + 1
 while True:
-    autopar.save_checkpoint(sys.argv[1], {"x": np.full(200_000, step), "y": np.full(3, step)}, step, keep=2, wait=False)
+    state = {"x": np.full(200_000, step), "y": np.full(3, step)}
+    autopar.save_checkpoint(sys.argv[1], state, step, keep=2, wait=False)
     print(step, flush=True)
     step += 1
 """
 
 
 @pytest.mark.slow
-def test_a_saver_that_is_killed_leaves_a_whole_latest(tmp_path):
-    moments, last = random.Random(0), 0
+def test_a_saver_killed_at_random_moments_leaves_a_complete_latest_checkpoint(tmp_path):
+    delays, last = random.Random(0), 0
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     for _ in range(3):
         command = [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path)]
@@ -237,7 +238,7 @@ def test_a_saver_that_is_killed_leaves_a_whole_latest(tmp_path):
             assert saver.stdout is not None
             for _ in range(2):
                 assert saver.stdout.readline()
-            time.sleep(moments.random() * 0.3)
+            time.sleep(delays.random() * 0.3)
             saver.send_signal(signal.SIGKILL)
         step = autopar.latest_step(tmp_path)
         assert step is not None
@@ -247,27 +248,31 @@ def test_a_saver_that_is_killed_leaves_a_whole_latest(tmp_path):
         last = step
 
 
-STOPS = """
+SAVER_KILLED_BEFORE_EACH_CALL = """
 import itertools, os, sys
 import numpy as np, autopar
 import orbax.checkpoint
 from autopar.checkpoint import parts, saving
 
-def files(kill_at):
-    '''End this process before that call which touches the directory.'''
+def die_before_call(kill_at):
+    '''End this process before call number `kill_at` that touches the directory.'''
     count = itertools.count()
     def hook(event, args):
-        if event.split(".")[0] in ("open", "os", "shutil") and args and str(args[0]).startswith(sys.argv[1]):
-            if next(count) == kill_at:
+        if event.split(".")[0] in ("open", "os", "shutil"):
+            if args and str(args[0]).startswith(sys.argv[1]) and next(count) == kill_at:
                 os._exit(9)
     sys.addaudithook(hook)
+
+def save(step):
+    state = {"x": np.full(5, step), "y": np.full(3, step)}
+    autopar.save_checkpoint(sys.argv[1], state, step, keep=2)
 
 def check_and_save(kill_at):
     last = autopar.latest_step(sys.argv[1])
     state = autopar.restore_checkpoint(sys.argv[1])
     assert {*state["['x']"].tolist(), *state["['y']"].tolist()} == {last}, (last, state)
-    files(kill_at)
-    autopar.save_checkpoint(sys.argv[1], {"x": np.full(5, last + 1), "y": np.full(3, last + 1)}, last + 1, keep=2)
+    die_before_call(kill_at)
+    save(last + 1)
 
 for kill_at in itertools.count(-1):
     child = os.fork()
@@ -276,7 +281,7 @@ for kill_at in itertools.count(-1):
         try:
             if kill_at < 0:
                 for step in range(2):
-                    autopar.save_checkpoint(sys.argv[1], {"x": np.full(5, step), "y": np.full(3, step)}, step)
+                    save(step)
             else:
                 check_and_save(kill_at)
             code = 0
@@ -295,17 +300,18 @@ for kill_at in itertools.count(-1):
 
 
 @pytest.mark.slow
-def test_a_saver_that_is_killed_before_any_of_its_calls_leaves_a_whole_latest(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", STOPS, str(tmp_path / "saved")]
+def test_a_saver_killed_before_any_file_operation_leaves_a_complete_latest_checkpoint(tmp_path):
+    program = SAVER_KILLED_BEFORE_EACH_CALL
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "saved")]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr
     steps = [int(line.split()[2]) for line in run.stdout.splitlines()]
-    assert (
-        len(steps) > 10
-    )  # calls that create the folder, write to it, rename it and remove old ones
+    # calls create the folder, write to it, rename it and remove old ones
+    assert len(steps) > 10
     assert all(after - before in (0, 1) for before, after in itertools.pairwise(steps))
-    assert 2 < len(set(steps)) < len(steps)  # killed before and after it existed
+    # some savers are killed before the checkpoint is complete, some afterwards
+    assert 2 < len(set(steps)) < len(steps)
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path, functions):
@@ -322,13 +328,16 @@ def test_a_missing_checkpoint_is_an_error(tmp_path, functions):
         autopar.restore_checkpoint(tmp_path, 3, placed)
 
 
-def test_the_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path, functions):
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path, functions):
     other = {**stack_params(), "more": np.zeros(2)}
     other["w0"] = np.zeros((3, 3), np.float16)
     del other["w1"]
     autopar.save_checkpoint(tmp_path, other, 0)
-    said = r"another state: \['w1'\] is missing; \['more'\] is not in the state.*\['w0'\] is float16\[3, 3\] there, float32\["
-    with pytest.raises(autopar.CheckpointError, match=said):
+    message = (
+        r"another state: \['w1'\] is missing; \['more'\] is not in the state"
+        r".*\['w0'\] is float16\[3, 3\] there, float32\["
+    )
+    with pytest.raises(autopar.CheckpointError, match=message):
         autopar.restore_checkpoint(tmp_path, 0, placements(functions["shard"]))
 
 
@@ -384,9 +393,9 @@ def test_a_flipped_bit_is_an_error_unless_verify_is_off(tmp_path):
 def test_a_checkpoint_that_is_read_back_differently_is_not_committed(tmp_path, monkeypatch):
     from autopar.checkpoint import parts
 
-    plain = parts.read
+    read = parts.read
     monkeypatch.setattr(
-        parts, "read", lambda *args: {name: value + 1 for name, value in plain(*args).items()}
+        parts, "read", lambda *args: {name: value + 1 for name, value in read(*args).items()}
     )
     with pytest.raises(
         autopar.CheckpointError,
@@ -420,7 +429,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_checkpoint_that_can_not_be_read_is_set_aside_for_the_one_before(tmp_path, damage):
+def test_an_unreadable_checkpoint_is_set_aside_and_the_one_before_it_is_restored(tmp_path, damage):
     for step in (1, 2):
         autopar.save_checkpoint(tmp_path, noise(step), step)
     DAMAGES[damage](tmp_path / "2")
@@ -460,7 +469,7 @@ def test_other_folders_do_not_count_as_checkpoints(tmp_path):
     assert list(autopar.restore_checkpoint(tmp_path)) == ["['x']"]
 
 
-def without_checksums(folder: Path) -> None:
+def remove_checksums(folder: Path) -> None:
     """Turn a checkpoint into one of format 1, which has no checksums."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["format"] = 1
@@ -470,9 +479,9 @@ def without_checksums(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(tmp_path):
+def test_a_checkpoint_without_checksums_is_restored_with_a_warning(tmp_path):
     autopar.save_checkpoint(tmp_path, noise(0), 0)
-    without_checksums(tmp_path / "0")
+    remove_checksums(tmp_path / "0")
     with pytest.warns(
         UserWarning, match="0 was written before checkpoints had checksums: damage to its data"
     ):
@@ -480,7 +489,7 @@ def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(tmp_path):
     np.testing.assert_array_equal(restored["['x']"], noise(0)["x"])
     autopar.restore_checkpoint(tmp_path, verify=False)
     text = (tmp_path / "0" / "manifest.json").read_text()
-    for old, new, said in [
+    for old, new, message in [
         ("uint8", "uintB", "has no dtype 'uintB'"),
         ("uint8", "uint16", r"is uint8\[16384\], expected uint16\[16384\]"),
         ('"shape": [16384]', '"shape": [16385]', "has pieces of 16384 elements"),
@@ -490,12 +499,12 @@ def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(tmp_path):
     ]:
         assert old in text
         (tmp_path / "0" / "manifest.json").write_text(text.replace(old, new))
-        with pytest.raises(DamagedCheckpointError, match=said):
+        with pytest.raises(DamagedCheckpointError, match=message):
             autopar.restore_checkpoint(tmp_path, 0)
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (
             lambda path: autopar.save_checkpoint(path, {"a": "x"}, 1),
@@ -558,18 +567,18 @@ def test_a_checkpoint_of_before_checksums_is_restored_with_a_warning(tmp_path):
         (lambda path: autopar.latest_step(3), "ckpt_dir is 3, expected the path of a directory"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused_in_one_line(tmp_path, call, said):
+def test_invalid_arguments_are_refused_in_one_line(tmp_path, call, message):
     autopar.save_checkpoint(tmp_path, {"a": np.arange(3)}, 0)
-    with pytest.raises((ValueError, TypeError), match=said) as error:
+    with pytest.raises((ValueError, TypeError), match=message) as error:
         call(tmp_path)
     assert "\n" not in str(error.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["0"]
 
 
-def test_keys_of_another_implementation_are_another_state(tmp_path):
+def test_random_keys_of_another_implementation_are_refused(tmp_path):
     autopar.save_checkpoint(tmp_path, jax.random.key(0, impl="rbg"), 0)
-    wanted = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+    placement = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
     with pytest.raises(
         autopar.CheckpointError, match=r"random keys \(rbg\)\[4\] there, key<fry>\[\] in the state"
     ):
-        autopar.restore_checkpoint(tmp_path, 0, wanted)
+        autopar.restore_checkpoint(tmp_path, 0, placement)

@@ -45,15 +45,19 @@ def collectives(planned: PlannedStep) -> Counter[str]:
     cpu_mesh = Mesh(devices, mesh.axis_names, axis_types=(AxisType.Auto,) * devices.ndim)
     (function,) = lower_stage(planned, 0, cpu_mesh)
     text = function.jitted.lower(*function.in_avals).compile().as_text() or ""
-    found = _COLLECTIVE.findall(text)
-    return Counter(kind.replace("-", "_") for shapes, kind in found if re.search(r"\[\d", shapes))
+    matches = _COLLECTIVE.findall(text)
+    return Counter(kind.replace("-", "_") for shapes, kind in matches if re.search(r"\[\d", shapes))
 
 
 def on_gpus(planned: PlannedStep) -> Counter[str]:
-    """Count the collectives of each kind in the program compiled for GPUs, as `collectives`."""
+    """Count the collectives of each kind in the program compiled for GPUs, without scalars."""
     program, _ = compile_planned(planned, Cluster.load("dgx_a100_80"), frozenset())
-    started = (each.collective for each in program.bodies["0S"] if isinstance(each, Start))
-    return Counter(each.kind for each in started if each.num_bytes > 8)
+    started = (
+        collective.collective
+        for collective in program.bodies["0S"]
+        if isinstance(collective, Start)
+    )
+    return Counter(collective.kind for collective in started if collective.num_bytes > 8)
 
 
 def in_plan(planned: PlannedStep) -> Counter[str]:
@@ -71,7 +75,11 @@ def inputs(planned: PlannedStep, start: str = "", end: str = "") -> dict[str, Sp
 
 def kinds(planned: PlannedStep, end: str = "kernel") -> list[str]:
     """Return the kinds of parallelism of the parameters whose paths end as given."""
-    return [each.label for each in classify(planned).parameters if each.path.endswith(end)]
+    return [
+        parameter.label
+        for parameter in classify(planned).parameters
+        if parameter.path.endswith(end)
+    ]
 
 
 @cache

@@ -56,14 +56,12 @@ def traced(channels, size, batch_size):
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
-def test_data_parallelism_reduces_gradients_and_the_statistics_of_norms_in_both_passes(
-    mesh,
-):
-    found = planned(traced(channels=8, size=16, batch_size=16), mesh, DATA_PARALLEL)
-    assert collectives(found) == Counter(all_reduce=1 + 2 * LAYERS)
+def test_data_parallelism_reduces_gradients_and_batch_statistics_in_both_passes(mesh):
+    plan = planned(traced(channels=8, size=16, batch_size=16), mesh, DATA_PARALLEL)
+    assert collectives(plan) == Counter(all_reduce=1 + 2 * LAYERS)
 
 
 def test_wide_channels_are_split_with_an_all_reduce_between_layers():
-    found = planned(traced(channels=256, size=4, batch_size=4), (4,))
-    assert collectives(found) == Counter(all_reduce=LAYERS - 1)
-    assert kinds(found) == ["column on x", "row on x", "column on x"]
+    plan = planned(traced(channels=256, size=4, batch_size=4), (4,))
+    assert collectives(plan) == Counter(all_reduce=LAYERS - 1)
+    assert kinds(plan) == ["column on x", "row on x", "column on x"]

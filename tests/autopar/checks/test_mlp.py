@@ -44,53 +44,52 @@ def wide():
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_data_parallelism_is_one_all_reduce_of_all_gradients(narrow, mesh):
-    found = planned(narrow, mesh, DATA_PARALLEL)
-    assert collectives(found) == Counter(all_reduce=1)
-    assert not any(axes_of(spec) for spec in inputs(found, "0/").values())
+    plan = planned(narrow, mesh, DATA_PARALLEL)
+    assert collectives(plan) == Counter(all_reduce=1)
+    assert not any(axes_of(spec) for spec in inputs(plan, "0/").values())
 
 
-def scattered(narrow, mesh, options):
-    """Assert that a plan has no all_reduce: gradients are scattered, parameters gathered."""
-    found = planned(narrow, mesh, options)
-    assert in_plan(found) == Counter(reduce_scatter=2 * LAYERS, all_gather=2 * LAYERS)
-    assert on_gpus(found) == Counter(reduce_scatter=1, all_gather=1)
-    return found
+def plan_with_scattered_gradients(narrow, mesh, options):
+    """Return a plan, which scatters gradients and gathers parameters without any all_reduce."""
+    plan = planned(narrow, mesh, options)
+    assert in_plan(plan) == Counter(reduce_scatter=2 * LAYERS, all_gather=2 * LAYERS)
+    assert on_gpus(plan) == Counter(reduce_scatter=1, all_gather=1)
+    return plan
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_zero_2_scatters_gradients_and_gathers_parameters(narrow, mesh):
-    found = scattered(narrow, mesh, ZERO2)
-    moments = {**inputs(found, "0/opt_state/0/mu"), **inputs(found, "0/opt_state/0/nu")}
+    plan = plan_with_scattered_gradients(narrow, mesh, ZERO2)
+    moments = {**inputs(plan, "0/opt_state/0/mu"), **inputs(plan, "0/opt_state/0/nu")}
     assert len(moments) == 4 * LAYERS
     assert all(axes_of(spec) for spec in moments.values())
-    assert not any(axes_of(spec) for spec in inputs(found, "0/params").values())
+    assert not any(axes_of(spec) for spec in inputs(plan, "0/params").values())
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_zero_3_has_no_all_reduce_and_shards_everything(narrow, mesh):
-    found = scattered(narrow, mesh, ZERO3)
-    kernels = inputs(found, "0/", "kernel")
+    plan = plan_with_scattered_gradients(narrow, mesh, ZERO3)
+    kernels = inputs(plan, "0/", "kernel")
     assert len(kernels) == 3 * LAYERS
     assert all(axes_of(spec) for spec in kernels.values())
 
 
 @pytest.mark.parametrize("mesh", [(4,), *MESHES])
 def test_wide_layers_alternate_column_and_row_with_an_all_reduce_between_layers(wide, mesh):
-    found = planned(wide, mesh)
+    plan = planned(wide, mesh)
     axis = "xy"[mesh.index(4)]
-    assert kinds(found) == [f"column on {axis}", f"row on {axis}"] * (LAYERS // 2)
-    assert in_plan(found)["all_reduce"] == LAYERS - 1
-    assert collectives(found)["all_reduce"] == LAYERS - 1
+    assert kinds(plan) == [f"column on {axis}", f"row on {axis}"] * (LAYERS // 2)
+    assert in_plan(plan)["all_reduce"] == LAYERS - 1
+    assert collectives(plan)["all_reduce"] == LAYERS - 1
 
 
-def test_data_parallelism_is_kept_where_it_is_dearer(wide):
+def test_forced_data_parallelism_is_planned_even_if_it_is_slower(wide):
     forced = planned(wide, (4,), DATA_PARALLEL)
     assert collectives(forced) == Counter(all_reduce=1)
     assert forced.plan.predicted_seconds > planned(wide, (4,)).plan.predicted_seconds
 
 
-def test_a_forced_batch_is_data_parallel_or_model_parallel_by_the_mesh(wide):
-    """A batch axis of all devices is data parallelism; one of size 1 allows model parallelism."""
+def test_a_forced_batch_axis_of_all_devices_is_data_parallel_and_one_of_size_1_model_parallel(wide):
     forced = ShardingOptions(batch_axis="x")
     data = planned(wide, (4, 1), forced)
     assert inputs(data, "1/") == dict.fromkeys(("1/x", "1/y"), (("x",), ()))

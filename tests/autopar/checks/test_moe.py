@@ -23,7 +23,7 @@ def step(state, batch):
 
 
 @pytest.fixture(scope="module")
-def found():
+def plan():
     model = ExpertBlock(num_heads=16, num_experts=16, group_size=32, widening=4, dtype=jnp.float32)
 
     def init():
@@ -37,13 +37,13 @@ def found():
     return planned(trace(step, jax.eval_shape(init), (1,)), (4,))
 
 
-def test_experts_are_spread_over_the_devices(found):
-    classes = classify(found)
+def test_experts_are_spread_over_the_devices(plan):
+    classes = classify(plan)
     for name in ("up", "down"):
         assert classes[f"0/params/params/experts/{name}"].label == "expert on x"
 
 
 @pytest.mark.slow
-def test_tokens_go_to_experts_and_back_forward_and_backward(found):
-    assert in_plan(found)["all_to_all"] == 4
-    assert on_gpus(found)["all_to_all"] == 4
+def test_tokens_are_exchanged_twice_in_each_direction_of_the_step(plan):
+    assert in_plan(plan)["all_to_all"] == 4
+    assert on_gpus(plan)["all_to_all"] == 4

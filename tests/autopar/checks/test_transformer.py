@@ -27,10 +27,10 @@ class Encoder(nn.Module):
         return x
 
 
-def step_and_args(batch_size):
+def traced_and_make_args(batch_size):
     model = Encoder()
 
-    def init():
+    def make_args():
         x = jax.random.normal(jax.random.key(1), (batch_size, 8, 128))
         params = model.init(jax.random.key(0), x)
         return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2)), {
@@ -38,12 +38,12 @@ def step_and_args(batch_size):
             "y": x,
         }
 
-    return trace(mlp_step, jax.eval_shape(init), (1,)), init
+    return trace(mlp_step, jax.eval_shape(make_args), (1,)), make_args
 
 
 @pytest.fixture(scope="module")
 def bert():
-    return step_and_args(8)[0]
+    return traced_and_make_args(8)[0]
 
 
 def test_data_parallelism_is_one_all_reduce(bert):
@@ -51,54 +51,49 @@ def test_data_parallelism_is_one_all_reduce(bert):
 
 
 @pytest.mark.parametrize("mesh", [(4,), (1, 4)])
-def test_model_parallelism_is_an_all_reduce_for_each_half_of_a_layer_forward_and_backward(
-    bert, mesh
-):
-    """4 L - 1 all_reduces, because the gradient of the first layer's input is not computed."""
-    found = planned(bert, mesh)
+def test_model_parallelism_needs_an_all_reduce_per_half_layer_in_each_direction(bert, mesh):
+    """There are 4 L - 1, because the gradient of the first layer's input is not computed."""
+    plan = planned(bert, mesh)
     axis = "xy"[mesh.index(4)]
-    assert collectives(found)["all_reduce"] == 4 * LAYERS - 1
+    assert collectives(plan)["all_reduce"] == 4 * LAYERS - 1
     for layer, kind in [
         ("qkv", "column"),
         ("attention/out", "row"),
         ("up", "column"),
         ("down", "row"),
     ]:
-        assert kinds(found, f"{layer}/kernel") == [f"{kind} on {axis}"] * LAYERS
+        assert kinds(plan, f"{layer}/kernel") == [f"{kind} on {axis}"] * LAYERS
 
 
-def test_a_square_mesh_with_the_batch_on_one_axis_has_the_model_on_the_other(bert):
-    """There is one more all_reduce than in model parallelism, that of the gradients."""
+def test_on_a_square_mesh_one_axis_is_data_parallel_and_the_other_model_parallel(bert):
+    """Gradients need one all_reduce more than model parallelism alone."""
     options = ShardingOptions(
         batch_axis="x", parameters="any", forbidden=frozenset({"reduce_scatter"})
     )
-    found = planned(bert, (2, 2), options)
-    assert collectives(found)["all_reduce"] == 4 * LAYERS
+    plan = planned(bert, (2, 2), options)
+    assert collectives(plan)["all_reduce"] == 4 * LAYERS
     for layer, kind in [
         ("qkv", "column"),
         ("attention/out", "row"),
         ("up", "column"),
         ("down", "row"),
     ]:
-        assert kinds(found, f"{layer}/kernel") == [f"data parallel on x, {kind} on y"] * LAYERS
+        assert kinds(plan, f"{layer}/kernel") == [f"data parallel on x, {kind} on y"] * LAYERS
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
 def test_a_batch_of_one_is_planned(mesh):
-    step, _ = step_and_args(1)
+    step, _ = traced_and_make_args(1)
     assert sum(collectives(planned(step, mesh)).values()) > 0
 
 
-def test_a_scale_per_feature_follows_a_small_batch():
-    """LayerNorm combines its scale with one number per token.
-
-    There are fewer tokens than features, but the tokens have the batch dim.
-    """
+def test_data_parallelism_splits_the_batch_dim_even_if_the_feature_dim_is_larger():
+    """LayerNorm multiplies its scale, one number per feature, by one number per token."""
 
     def step(scale, x):
         return jnp.mean((x * (jax.lax.rsqrt((x**2).mean(-1, keepdims=True)) * scale)) ** 2)
 
     args = (jnp.ones(128), jax.random.normal(jax.random.key(0), (8, 128)))
-    found = planned(trace(step, args, (1,)), (4,), DATA_PARALLEL)
-    assert collectives(found) == Counter()
+    plan = planned(trace(step, args, (1,)), (4,), DATA_PARALLEL)
+    assert collectives(plan) == Counter()
     assert_allclose(step(*args), 1.0, rtol=1e-3)

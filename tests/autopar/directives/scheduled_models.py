@@ -1,4 +1,4 @@
-"""Schedules of the models of `tests.models`, and what they compile to."""
+"""Schedules of the models of `tests.models`, patterns, steps, and counts of collectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+import autopar
 from autopar.directives import ModelSchedule, create_schedule
 from tests.models import TutorialMLP
 
@@ -46,6 +47,23 @@ def megatron(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
         )
     for entry in ("block_*/attention", "block_*/up"):
         sch[entry].sync("bwd_post", "all_reduce", mesh_axis=mesh_axis)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """Normalize as Flax does: the variance is the mean of squares less the square of the mean."""
+    mean = jnp.mean(x, -1, keepdims=True)
+    variance = jnp.maximum(0.0, jnp.mean(jnp.square(x), -1, keepdims=True) - jnp.square(mean))
+    return (x - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale) + bias
+
+
+def sgd_step(apply: Any) -> Any:
+    """Return `step(params, x)`: SGD at rate 1 on the mean square of `apply(params, x)`."""
+
+    def step(params: Any, x: Any) -> Any:
+        value, gradients = autopar.value_and_grad(lambda p: jnp.mean(apply(p, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), value
+
+    return step
 
 
 def collectives(

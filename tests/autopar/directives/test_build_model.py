@@ -32,6 +32,7 @@ from tests.autopar.directives.scheduled_models import (
     megatron,
     mlp_schedule,
     scheduled,
+    sgd_step,
     tensor_parallel,
 )
 from tests.models import Dropping, Transformer, TutorialMLP
@@ -50,23 +51,23 @@ def abstract(sch: ModelSchedule, built: BuiltModel) -> Any:
 
 
 @pytest.mark.parametrize("ways", [1, 2, 4, 8])
-def test_the_tutorials_schedule_is_right_on_any_number_of_devices_if_decomposed_first_too(
+def test_the_tutorials_schedule_verifies_if_it_decomposes_before_it_shards(
     ways: int,
 ) -> None:
-    """The tutorial itself, `experiments/tutorials/slapo_mlp.py`, shards before it decomposes."""
+    """The tutorial, `experiments/tutorials/slapo_mlp.py`, shards before it decomposes."""
     sch = mlp_schedule(mesh=ways)
     x = jax.random.normal(jax.random.key(1), (2, 8, 32))
     with Verify(sch, [x]):
         sch["linear1"].decompose()
         tensor_parallel(sch)
         sch.trace(flatten=True)
-        found = sch.find(lambda x, bias: jax.nn.gelu(bias + x, approximate=False))
-        assert len(found) == 1
-        sch.fuse(found, name="BiasGeLU")
+        regions = sch.find(lambda x, bias: jax.nn.gelu(bias + x, approximate=False))
+        assert len(regions) == 1
+        sch.fuse(regions, name="BiasGeLU")
 
 
 @pytest.mark.parametrize("backend", ["manual", "gspmd"])
-def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradient(
+def test_column_and_row_layers_need_one_all_reduce_per_direction(
     backend: Any,
 ) -> None:
     sch = mlp_schedule()
@@ -81,10 +82,10 @@ def test_column_and_row_need_one_all_reduce_forward_and_one_for_the_inputs_gradi
 
 
 @pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
-def test_every_backend_needs_as_many_collectives_to_train(backend: Any) -> None:
-    """Where the gradient of the input is not asked for, the forward pass needs one all_reduce, and the backward pass none.
+def test_every_backend_trains_with_one_all_reduce(backend: Any) -> None:
+    """Without a gradient of the input, only the forward pass needs an all_reduce.
 
-    The layers are so large that it pays for "auto", too: small weights are gathered sooner than activations are summed.
+    The layers are large, because "auto" gathers small weights instead of summing activations.
     """
     sch = mlp_schedule(hidden=1024)
     tensor_parallel(sch)
@@ -99,7 +100,7 @@ def test_every_backend_needs_as_many_collectives_to_train(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
-def test_every_backend_trains_alike(backend: Any) -> None:
+def test_every_backend_trains_as_one_device_does(backend: Any) -> None:
     model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x)
@@ -107,12 +108,12 @@ def test_every_backend_trains_alike(backend: Any) -> None:
     built = build(sch, backend)
 
     def step(params: Any, x: Any, apply: Any = built.apply) -> Any:
-        gradients = jax.grad(lambda p: jnp.mean(apply(p, x) ** 2))(params)
-        return jax.tree.map(lambda p, g: p - g, params, gradients), gradients
+        grads = jax.grad(lambda p: jnp.mean(apply(p, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), grads
 
     parallel = autopar.parallelize(step, method=built.method)
-    updated, found = parallel(params, x)
-    assert_allclose((updated, found), step(params, x, model.apply), atol=1e-6)
+    updated, gradients = parallel(params, x)
+    assert_allclose((updated, gradients), step(params, x, model.apply), atol=1e-6)
     assert updated["params"]["linear1"]["kernel"].sharding.spec == P(None, "x")
     specs = {
         value.path: value.spec for value in parallel.get_executable(params, x).plan.stages[0].inputs
@@ -122,7 +123,9 @@ def test_every_backend_trains_alike(backend: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["manual", "gspmd"])
-def test_a_transformer_by_hand_needs_two_all_reduces_per_block_and_direction(backend: Any) -> None:
+def test_a_scheduled_transformer_needs_two_all_reduces_per_block_and_direction(
+    backend: Any,
+) -> None:
     sch = scheduled(Transformer(layers=1), TOKENS)
     megatron(sch)
     Verify(sch, [TOKENS], backend=backend).check()
@@ -132,7 +135,7 @@ def test_a_transformer_by_hand_needs_two_all_reduces_per_block_and_direction(bac
         assert collectives(loss.lower(abstract(sch, built)).compile()) == {"all-reduce": 4}
 
 
-def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
+def test_the_planner_shards_values_that_a_schedule_leaves_open() -> None:
     """The schedule pins one parameter without syncs, and the rest is planned around it."""
     model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
@@ -147,22 +150,24 @@ def test_the_planner_decides_what_a_schedule_leaves_open() -> None:
     assert specs["0/params/linear1/kernel"] == (("x",), ())
 
 
-def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify plans, compiles and runs the loss and its gradients, whatever is pinned."""
+def test_verify_checks_the_planned_step_of_the_auto_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Verify plans, compiles and runs the loss and its gradients with the schedule's pins."""
     x = jax.random.normal(jax.random.key(1), (8, 32))
     sch = scheduled(TutorialMLP(32), x)
     sch["linear1"].shard("kernel", axis=1)
     sch["linear2"].shard("kernel", axis=1)
-    made = []
+    steps = []
 
-    def recorded(*args: Any, **options: Any) -> Any:
+    def record_step(*args: Any, **options: Any) -> Any:
         step = autopar.parallelize(*args, **options)
-        made.append(step)
+        steps.append(step)
         return step
 
-    monkeypatch.setattr("autopar.directives.verify.parallelize", recorded)
+    monkeypatch.setattr("autopar.directives.verify.parallelize", record_step)
     Verify(sch, [x], backend="auto").check()
-    executable = made[0].get_last_executable()
+    executable = steps[0].get_last_executable()
     specs = {value.path.partition("/")[2]: value.spec for value in executable.plan.stages[0].inputs}
     assert specs["0/params/linear1/kernel"] == specs["0/params/linear2/kernel"] == ((), ("x",))
 
@@ -175,7 +180,7 @@ def test_what_verify_checks_of_auto_is_the_plan_that_runs(monkeypatch: pytest.Mo
         ("reduce_scatter", 1, ((), ("x",))),
     ],
 )
-def test_the_planner_keeps_what_is_synchronised_where_the_schedule_says(
+def test_the_planner_keeps_the_layouts_of_the_schedules_syncs(
     op: str, axis: int | None, spec: Any
 ) -> None:
     model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
@@ -187,8 +192,8 @@ def test_the_planner_keeps_what_is_synchronised_where_the_schedule_says(
     step = autopar.parallelize(lambda params, x: built.apply(params, x), method=built.method)
     assert_allclose(step(params, x), model.apply(params, x), atol=1e-5)
     (stage,) = step.get_executable(params, x).plan.stages
-    synchronised = [each.spec for each in stage.constraints if each.name == "name"]
-    assert synchronised == [((), ()), spec]
+    sync_specs = [constraint.spec for constraint in stage.constraints if constraint.name == "name"]
+    assert sync_specs == [((), ()), spec]
 
 
 def test_two_axes_split_the_batch_and_the_layers() -> None:
@@ -203,7 +208,7 @@ def test_two_axes_split_the_batch_and_the_layers() -> None:
         build(sch, batch_axis="x")
 
 
-def test_what_has_a_derivative_of_its_own_runs_on_one_mesh_after_another() -> None:
+def test_a_function_with_a_custom_derivative_runs_on_one_mesh_after_another() -> None:
     def model(params: Any, x: jax.Array) -> jax.Array:
         with jax.named_scope("up"):
             return jax.nn.relu(x @ params["up"]["w"])
@@ -215,7 +220,7 @@ def test_what_has_a_derivative_of_its_own_runs_on_one_mesh_after_another() -> No
         Verify(sch, [x]).check()
 
 
-def test_a_loss_in_which_numbers_cancel_is_compared_with_them() -> None:
+def test_a_loss_that_cancels_is_compared_at_the_scale_of_its_terms() -> None:
     """The loss cancels to rounding errors, which differ on shards."""
 
     def model(params: Any, x: jax.Array) -> jax.Array:
@@ -249,7 +254,7 @@ def test_a_model_runs_with_other_batch_sizes_than_the_examples() -> None:
 
 
 @pytest.mark.parametrize("remat", tiers([True, False]))
-def test_checkpointed_modules_are_computed_again(remat: bool) -> None:
+def test_checkpointed_modules_are_recomputed(remat: bool) -> None:
     """Remat by the schedule or by the model adds matrix products and keeps the gradients."""
 
     def products(sch: ModelSchedule) -> int:
@@ -258,7 +263,10 @@ def test_checkpointed_modules_are_computed_again(remat: bool) -> None:
             jax.make_jaxpr(jax.grad(lambda p: jnp.mean(apply(p, TOKENS) ** 2)))(sch.params)
         ).count("dot_general[")
 
-    sch, plain = (scheduled(Transformer(layers=1, remat=again), TOKENS) for again in (remat, False))
+    sch, plain = (
+        scheduled(Transformer(layers=1, remat=layers_remat), TOKENS)
+        for layers_remat in (remat, False)
+    )
     megatron(sch)
     megatron(plain)
     if not remat:
@@ -290,16 +298,16 @@ def named_layers(params: Any, x: jax.Array) -> jax.Array:
         ),
         (lambda *_, **__: True, False),
     ],
-    ids=lambda given: "function" if callable(given) else str(given),
+    ids=lambda value: "function" if callable(value) else str(value),
 )
-def test_checkpoint_policies_are_named_made_by_name_or_functions(
+def test_checkpoint_policies_are_names_combinations_or_functions(
     policy: Any, recomputes: bool
 ) -> None:
     """A policy that saves everything recomputes nothing; the policy survives JSON."""
     params, x = {"first": jnp.ones((8, 8)), "second": jnp.ones((8, 8))}, jnp.ones((4, 8))
     sch = create_schedule(named_layers, params, [x], mesh=2)
     sch["layers"].checkpoint(policy)
-    again = create_schedule(
+    replayed = create_schedule(
         named_layers,
         params,
         [x],
@@ -307,28 +315,42 @@ def test_checkpoint_policies_are_named_made_by_name_or_functions(
         DirectiveSchedule.from_json(sch.schedule.to_json()),
         functions=sch.functions,
     )
-    assert again.schedule == sch.schedule
-    apply = build(again).apply
+    assert replayed.schedule == sch.schedule
+    apply = build(replayed).apply
     text = str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(apply(p, x))))(params))
-    # Two products forward, and backward one for each gradient but that of x.
+    # two products forward; backward one for each gradient but that of x
     assert (text.count("dot_general[") > 5) == recomputes
-    Verify(again, [x], params=params).check()
+    Verify(replayed, [x], params=params).check()
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("save_only_these_names", r"is made from names: give it as a tuple with them, \('save_only_these_names', ...\)"),
+        (
+            "save_only_these_names",
+            r"is made from names: give it as a tuple with them, \('save_only_these_names', ...\)",
+        ),
         (("save_only_these_names",), "is made from names"),
         (("save_only_these_names", ("a",)), "save_only_these_names takes names, as strings"),
-        (("save_from_both_policies", "dots_saveable"), "save_from_both_policies takes two policies"),
-        (("offload_dot_with_no_batch_dims", "device"), "takes the memory kinds to offload from and to"),
-        (("everything_saveable", "a"), "is none of jax.checkpoint_policies: expected everything_saveable"),
+        (
+            ("save_from_both_policies", "dots_saveable"),
+            "save_from_both_policies takes two policies",
+        ),
+        (
+            ("offload_dot_with_no_batch_dims", "device"),
+            "takes the memory kinds to offload from and to",
+        ),
+        (
+            ("everything_saveable", "a"),
+            "is none of jax.checkpoint_policies: expected everything_saveable",
+        ),
         ("SaveOnlyTheseNames", "is none of jax.checkpoint_policies"),
         ("module:policy", "is a function that is not known here; give it by functions="),
     ],
-)  # fmt: skip
-def test_what_is_no_checkpoint_policy_is_refused_at_once(policy: Any, message: str) -> None:
+)
+def test_an_invalid_checkpoint_policy_is_refused_when_it_is_given(
+    policy: Any, message: str
+) -> None:
     with pytest.raises(DirectiveError, match=message):
         mlp_schedule()["linear1"].checkpoint(policy)
 
@@ -352,7 +374,7 @@ def test_sequence_parallel_regions_gather_and_reduce_scatter() -> None:
     assert forward["reduce-scatter"] == 2
 
 
-def test_vocabulary_parallel_embedding_adds_up_what_each_device_looks_up() -> None:
+def test_a_vocabulary_parallel_embedding_sums_the_lookups_of_all_devices() -> None:
     sch = scheduled(Transformer(layers=1), TOKENS)
     sch["embed"].shard("embedding", axis=0).sync("fwd_post", "all_reduce")
     sch["norm"].sync("bwd_post", "all_reduce")
@@ -422,7 +444,7 @@ def test_functions_are_scheduled_by_their_named_scopes() -> None:
     assert {"shard", "sync", "fuse"} <= set(sch.list_primitives())
 
 
-def test_dropout_on_shards_draws_what_one_device_draws() -> None:
+def test_dropout_on_shards_draws_as_one_device_does() -> None:
     def apply(params: Any, x: jax.Array, key: jax.Array) -> Any:
         return Dropping().apply(params, x, rngs={"dropout": key})
 
@@ -455,26 +477,19 @@ def test_nnx_modules_take_the_same_directives() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(
+def test_a_schedule_cuts_a_pipeline_and_shards_its_stages(
     sharded: bool,
 ) -> None:
     model = TutorialMLP(32)
     x = jax.random.normal(jax.random.key(1), (8, 32))
     params = model.init(jax.random.key(0), x)
-    gradients = jax.grad(lambda p: jnp.mean(model.apply(p, x) ** 2))(params)
     sch = scheduled(model, x)
     sch["linear1"].cut_pipeline_stage()
     if sharded:
         sch["linear2"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
     built = build(sch, "auto")
-
-    def step(params: Any, x: Any) -> Any:
-        value, found = autopar.value_and_grad(lambda p: jnp.mean(built.apply(p, x) ** 2))(params)
-        return jax.tree.map(lambda p, g: p - g, params, found), value
-
-    parallel = autopar.parallelize(step, method=built.method)
-    updated, _ = parallel(params, x)
-    assert_allclose(updated, jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5)
+    parallel = autopar.parallelize(sgd_step(built.apply), method=built.method)
+    assert_allclose(parallel(params, x), sgd_step(model.apply)(params, x), atol=1e-5)
     first, second = parallel.get_executable(params, x).plan.stages
     if sharded:
         assert {v.spec for v in second.inputs if v.path.endswith("linear2/kernel")} == {
@@ -483,26 +498,18 @@ def test_a_pipeline_is_cut_and_its_stages_are_sharded_where_the_schedule_says(
     assert not any("linear2" in value.path for value in first.inputs)
 
 
-def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None:
-    model, args = TutorialMLP(32), (jax.random.normal(jax.random.key(1), (8, 32)),)
-    params = model.init(jax.random.key(0), *args)
-    sch = autopar.create_schedule(model, params, args, mesh=(2, 2))
+def test_each_stage_of_a_pipeline_has_a_mesh_of_the_schedules_shape() -> None:
+    model, x = TutorialMLP(32), jax.random.normal(jax.random.key(1), (8, 32))
+    params = model.init(jax.random.key(0), x)
+    sch = scheduled(model, x, mesh=(2, 2))
     sch["linear1"].cut_pipeline_stage()
     sch["linear2"].shard("kernel", axis=0, mesh_axis="y").sync(
         "fwd_post", "all_reduce", mesh_axis="y"
     )
     built = build(sch, "auto", "x", num_micro_batches=2, devices=8)
-
-    def step(params: Any, x: Any) -> Any:
-        value, found = autopar.value_and_grad(lambda p: jnp.mean(built.apply(p, x) ** 2))(params)
-        return jax.tree.map(lambda p, g: p - g, params, found), value
-
-    parallel = autopar.parallelize(step, method=built.method)
-    gradients = jax.grad(lambda p: jnp.mean(model.apply(p, *args) ** 2))(params)
-    assert_allclose(
-        parallel(params, *args)[0], jax.tree.map(lambda p, g: p - g, params, gradients), atol=1e-5
-    )
-    plan = parallel.get_executable(params, *args).plan
+    parallel = autopar.parallelize(sgd_step(built.apply), method=built.method)
+    assert_allclose(parallel(params, x), sgd_step(model.apply)(params, x), atol=1e-5)
+    plan = parallel.get_executable(params, x).plan
     assert plan.num_micro_batches == 2
     assert [(stage.devices, stage.mesh_shape) for stage in plan.stages] == [
         ((0, 1, 2, 3), (2, 2)),
@@ -512,7 +519,7 @@ def test_each_stage_of_a_pipeline_is_on_a_mesh_of_the_schedule_s_shape() -> None
 
 @pytest.mark.parametrize("masked", [False, True], ids=["mean", "masked mean"])
 @pytest.mark.parametrize(("mesh", "count"), [((2, 2), 2), ((1, 4), 8)])
-def test_on_shards_gradients_are_accumulated_over_microbatches(
+def test_a_step_on_shards_accumulates_gradients_over_microbatches(
     mesh: tuple[int, int], count: int, masked: bool
 ) -> None:
     """Microbatches have several examples over two axes, or one each over one axis."""
@@ -541,12 +548,12 @@ def test_on_shards_gradients_are_accumulated_over_microbatches(
     assert "shard_map" in str(jax.make_jaxpr(step)(params, x))
 
 
-def test_devices_of_a_pipeline_need_one() -> None:
+def test_devices_are_refused_without_a_pipeline() -> None:
     with pytest.raises(DirectiveError, match="the schedule has no cut_pipeline_stage; give a mesh"):
         build(mlp_schedule(), "auto", devices=8)
 
 
-def test_stages_have_meshes_of_their_own_with_names_of_their_own() -> None:
+def test_named_mesh_axes_are_refused_in_a_pipeline() -> None:
     sch = mlp_schedule(jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,)))
     sch["linear1"].shard("kernel", axis=1).sync("fwd_post", "all_gather").cut_pipeline_stage()
     with pytest.raises(
@@ -556,7 +563,7 @@ def test_stages_have_meshes_of_their_own_with_names_of_their_own() -> None:
         build(sch, "auto")
 
 
-def test_pipelines_and_functions_on_shards_need_their_backend() -> None:
+def test_pipelines_and_sync_functions_are_refused_on_other_backends() -> None:
     sch = mlp_schedule()
     sch["linear1"].cut_pipeline_stage()
     with pytest.raises(DirectiveError, match="backend='auto'"):
@@ -579,18 +586,20 @@ def test_a_schedule_on_an_abstract_mesh_is_planned_once_for_all_devices() -> Non
     params = model.init(jax.random.key(0), x)
     sch = scheduled(model, x, mesh=AbstractMesh((4,), ("tp",)))
     tensor_parallel(sch)
-    here = jax.make_mesh((4,), ("tp",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
-    nowhere, somewhere = build(sch), build(sch, mesh=here)
+    mesh = jax.make_mesh((4,), ("tp",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    abstract_built, concrete_built = build(sch), build(sch, mesh=mesh)
     cluster = Cluster.load("dgx_a100_80").first_devices(4)
-    plan = autopar.plan_step(nowhere.apply, (params, x), method=nowhere.method, cluster=cluster)
+    plan = autopar.plan_step(
+        abstract_built.apply, (params, x), method=abstract_built.method, cluster=cluster
+    )
     assert plan.stages[0].axis_names == ("tp",)
-    for apply in (nowhere.apply, somewhere.apply):
+    for apply in (abstract_built.apply, concrete_built.apply):
         run = autopar.parallelize(apply, method=autopar.PlanMethod(plan), donate_argnums=())
         assert_allclose(run(params, x), model.apply(params, x), atol=1e-5)
     with pytest.raises(
         ValueError, match=r"has no devices to run on; give a jax\.sharding\.Mesh of its axes"
     ):
-        nowhere.init(model.init, jax.random.key(0), x)
+        abstract_built.init(model.init, jax.random.key(0), x)
     with pytest.raises(DirectiveError, match=r"for a mesh of axes \{'tp': 4\}, not \{'x': 2\}"):
         build(sch, mesh=jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]))
 

@@ -40,20 +40,29 @@ DIRECTIVE = st.one_of(
     SYNC,
     st.builds(Annotate, path=TEXT, param=TEXT, notes=NOTES),
     *(
-        st.builds(each)
-        for each in (Shard, Decompose, Trace, Fuse, Replace, Checkpoint, CutPipelineStage, ForkRng)
+        st.builds(directive_type)
+        for directive_type in (
+            Shard,
+            Decompose,
+            Trace,
+            Fuse,
+            Replace,
+            Checkpoint,
+            CutPipelineStage,
+            ForkRng,
+        )
     ),
 )
 
 
 @given(st.lists(DIRECTIVE, max_size=4))
-def test_schedules_go_to_json_and_back(directives: list) -> None:
+def test_schedules_survive_json(directives: list) -> None:
     schedule = DirectiveSchedule(tuple(directives))
     assert DirectiveSchedule.from_json(schedule.to_json()) == schedule
     assert hash(DirectiveSchedule.from_json(schedule.to_json())) == hash(schedule)
     assert all(
-        describe(each).startswith(each.kind) and each.kind in directive_names()
-        for each in directives
+        describe(directive).startswith(directive.kind) and directive.kind in directive_names()
+        for directive in directives
     )
 
 
@@ -61,20 +70,20 @@ GRAPH = scheduled(Transformer(layers=1), np.zeros((1, 3), int), mesh=1).graph
 
 
 @given(st.sets(st.sampled_from([node.name for node in GRAPH.nodes]), min_size=1, max_size=6))
-def test_every_value_is_made_before_it_is_read(names: set[str]) -> None:
+def test_arranged_regions_compute_every_value_before_it_is_read(names: set[str]) -> None:
     """A region is refused where an equation outside reads part of it and feeds the rest."""
     region = Fuse("", tuple(names), "xla", "fused")
     try:
         units = arrange_regions(GRAPH, [(region, frozenset(names))])
     except DirectiveError:
         return
-    known: set[Var] = {*GRAPH.params, *GRAPH.args, *GRAPH.constants}
+    computed: set[Var] = {*GRAPH.params, *GRAPH.args, *GRAPH.constants}
     order = [
         node for unit in units for node in (unit.nodes if isinstance(unit, RegionNode) else (unit,))
     ]
     assert sorted(node.name for node in order) == sorted(GRAPH.by_name)
     for node in order:
-        assert {atom for atom in node.eqn.invars if isinstance(atom, Var)} <= known
-        known.update(node.eqn.outvars)
-    together = [position for position, node in enumerate(order) if node.name in names]
-    assert together == list(range(together[0], together[0] + len(names)))
+        assert {atom for atom in node.eqn.invars if isinstance(atom, Var)} <= computed
+        computed.update(node.eqn.outvars)
+    positions = [position for position, node in enumerate(order) if node.name in names]
+    assert positions == list(range(positions[0], positions[0] + len(names)))

@@ -28,8 +28,8 @@ def forward(x: jax.Array, scale: jax.Array, gain: jax.Array, count: jax.Array) -
     return scaled(x, scale, gain, count), (x, scale, gain)
 
 
-def backward(kept: Any, gradient: jax.Array) -> Any:
-    x, scale, gain = kept
+def backward(residuals: Any, gradient: jax.Array) -> Any:
+    x, scale, gain = residuals
     gradient = jnp.clip(gradient, -0.5, 0.5)
     return (
         gradient * jnp.cos(x) * scale * gain,
@@ -67,15 +67,15 @@ def test_a_custom_vjp_runs_on_shards(mesh: Any, split_scale: bool) -> None:
     Verify(sch, [X], params=PARAMS, batch_axis=None if mesh == 4 else "x").check()
 
 
-def test_the_rule_adds_up_what_is_whole_and_gathers_what_was_cut() -> None:
+def test_gradients_of_replicated_operands_are_summed_and_of_split_ones_gathered() -> None:
     run = build(tensor_parallel()).apply
     loss = jax.jit(jax.grad(lambda p: jnp.sum(run(p, X) ** 2)))
-    # One all_reduce forward. Backward, the gradient of `scale` is split, and that of `gain` is a sum
-    # of scalars, which is not counted.
+    # There is one all_reduce forward. Backward, the gradient of `scale` is split. That of `gain` is
+    # a sum of scalars, which is not counted.
     assert collectives(loss.lower(PARAMS).compile()) == {"all-reduce": 1, "all-gather": 1}
 
 
-def test_a_custom_vjp_is_recomputed_with_its_own_rule() -> None:
+def test_a_recomputed_function_keeps_its_custom_vjp() -> None:
     sch = tensor_parallel()
     sch["first"].checkpoint()
     Verify(sch, [X], params=PARAMS).check()

@@ -22,7 +22,7 @@ from tests.models import Transformer, TutorialMLP
 X = jax.random.normal(jax.random.key(0), (2, 8, 32))
 
 
-def test_a_missing_sync_is_named_with_the_directive_to_add() -> None:
+def test_the_error_of_a_missing_sync_names_the_directive_to_add() -> None:
     sch = mlp_schedule()
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=0)
@@ -37,7 +37,7 @@ def test_a_missing_sync_is_named_with_the_directive_to_add() -> None:
         build(sch)
 
 
-def test_a_value_that_is_split_where_it_must_be_whole_is_named() -> None:
+def test_the_error_of_a_split_value_that_must_be_whole_names_the_directive_to_add() -> None:
     sch = mlp_schedule()
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=1)
@@ -48,14 +48,14 @@ def test_a_value_that_is_split_where_it_must_be_whole_is_named() -> None:
         build(sch)
 
 
-def test_a_parameter_is_not_sharded_twice() -> None:
+def test_sharding_a_parameter_twice_is_refused() -> None:
     sch = mlp_schedule()
     sch["linear1"].shard("kernel", axis=1)
     with pytest.raises(DirectiveError, match="linear1/kernel is sharded twice"):
         sch["linear1"].shard("kernel", axis=0)
 
 
-def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two() -> None:
+def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two_axes() -> None:
     sch = mlp_schedule(mesh=(2, 2))
     sch["linear1"].shard("kernel", axis=1, mesh_axis="y")
     with pytest.raises(
@@ -72,7 +72,7 @@ def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "op", "told"),
+    ("module", "op", "layout"),
     [
         (
             "linear1",
@@ -82,7 +82,9 @@ def test_a_dim_is_split_over_one_mesh_axis_and_two_dims_over_two() -> None:
         ("linear2", "all_gather", "linear2/add passes, but it is whole, not split over 'x'"),
     ],
 )
-def test_a_sync_with_nothing_to_do_says_what_passes_there(module: str, op: str, told: str) -> None:
+def test_the_error_of_a_sync_without_effect_has_the_layout_of_its_value(
+    module: str, op: str, layout: str
+) -> None:
     sch = mlp_schedule()
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     sch["linear2"].shard("kernel", axis=0)
@@ -92,11 +94,11 @@ def test_a_sync_with_nothing_to_do_says_what_passes_there(module: str, op: str, 
     else:
         sch["linear1"].sync("fwd_post", op)
         sch["linear2"].sync("fwd_post", "all_reduce")
-    with pytest.raises(DirectiveError, match=f"has nothing to do: {told}"):
+    with pytest.raises(DirectiveError, match=f"has nothing to do: {layout}"):
         build(sch)
 
 
-def test_gradients_that_are_not_partial_are_not_added_up() -> None:
+def test_an_all_reduce_of_gradients_that_are_no_partial_sums_is_refused() -> None:
     sch = mlp_schedule()
     tensor_parallel(sch)
     sch["linear2"].sync("bwd_post", "all_reduce")
@@ -113,7 +115,7 @@ def test_an_axis_that_does_not_divide_is_refused() -> None:
         sch["linear1"].shard("kernel", axis=1)
 
 
-def test_wrong_names_come_with_the_nearest() -> None:
+def test_errors_of_unknown_names_list_the_known_ones() -> None:
     sch = mlp_schedule()
     with pytest.raises(DirectiveError, match="no module 'linaer1' in the model; near it: linear1"):
         sch["linaer1"]
@@ -162,7 +164,7 @@ def test_a_function_that_computes_something_else_is_found_by_verify() -> None:
         pass
 
 
-def test_a_function_of_shards_in_which_a_sync_is_due_is_told_what_to_replace_instead() -> None:
+def test_the_error_of_a_replacement_with_a_pending_sync_names_what_to_replace_instead() -> None:
     def on_shards(params: Any, x: jax.Array) -> jax.Array:
         return jax.lax.psum(x @ params["kernel"], "x") + params["bias"]
 
@@ -171,21 +173,21 @@ def test_a_function_of_shards_in_which_a_sync_is_due_is_told_what_to_replace_ins
     sch["linear2"].replace(on_shards)
     with pytest.raises(
         DirectiveError,
-        match=r"a sync is due inside of what is replaced, so that the function must be one of whole",
+        match=r"a sync is due inside of what is replaced, so that the function must be one of",
     ):
         build(sch)
     with pytest.raises(
         DirectiveError, match=r"unbound axis name: x(.|\n)*find\('linear2/dot_general'\)"
     ):
         build(sch)
-    sch = mlp_schedule()  # what it says works
+    sch = mlp_schedule()  # the replacement that the error proposes works
     tensor_parallel(sch)
     sch["linear2"].decompose()
     sch["linear2"].replace(jnp.dot, sch["linear2"].find("linear2/dot_general"))
     Verify(sch, [X]).check()
 
 
-def test_a_schedule_for_another_model_is_refused_where_it_does_not_fit() -> None:
+def test_a_schedule_of_another_model_is_refused() -> None:
     sch = mlp_schedule()
     tensor_parallel(sch)
     with pytest.raises(DirectiveError, match="no module 'linear1'"):
@@ -210,7 +212,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_what_is_fused_is_known_again_whatever_the_batch(rows: int) -> None:
+def test_a_fused_region_is_recognized_at_other_batch_sizes(rows: int) -> None:
     """With a batch of one, reshapes change nothing and broadcasts are not needed."""
 
     def model(params: Any, x: jax.Array) -> jax.Array:
@@ -219,34 +221,38 @@ def test_what_is_fused_is_known_again_whatever_the_batch(rows: int) -> None:
     params = {"scale": jnp.ones(16), "kernel": jnp.ones((16, 16))}
     sch = create_schedule(model, params, [jnp.ones((rows, 2, 16))], 2)
     sch.fuse(sch.find("tanh") + sch.find("mul"))
-    for other in (1, 2, 4):
-        Verify(sch, [jnp.ones((other, 2, 16))], params).check()
+    for batch_size in (1, 2, 4):
+        Verify(sch, [jnp.ones((batch_size, 2, 16))], params).check()
 
 
-@pytest.mark.parametrize("how", ["fuse", "replace"])
-def test_equations_of_the_same_name_that_are_others_are_not_taken_for_them(how: str) -> None:
-    def made(product_first: bool, rows: int, **options: Any) -> Any:
+@pytest.mark.parametrize("directive", ["fuse", "replace"])
+def test_equations_with_the_same_name_and_other_operands_are_refused(directive: str) -> None:
+    def make_schedule(product_first: bool, rows: int, **options: Any) -> Any:
         x = jnp.zeros((rows, 16))
         params = jax.eval_shape(Gated(product_first).init, jax.random.key(0), x)
         return create_schedule(Gated(product_first), params, [x], 2, **options)
 
-    sch = made(True, 4)
-    (found,) = sch.find("mul")
-    (sch.fuse(found) if how == "fuse" else sch.replace(lambda x, scale: x * scale, found))
+    sch = make_schedule(True, 4)
+    (product,) = sch.find("mul")
+    if directive == "fuse":
+        sch.fuse(product)
+    else:
+        sch.replace(lambda x, scale: x * scale, product)
     schedule = DirectiveSchedule.from_json(sch.schedule.to_json())
-    for rows in (4, 1):  # A batch of one needs no broadcast.
+    for rows in (4, 1):  # a batch of one needs no broadcast
         Verify(
-            made(True, rows, schedule=schedule, functions=sch.functions), [jnp.ones((rows, 16))]
+            make_schedule(True, rows, schedule=schedule, functions=sch.functions),
+            [jnp.ones((rows, 16))],
         ).check()
     with pytest.raises(
         DirectiveError,
         match="mul reads layer/add and tanh in this model, and layer/add and scale in the",
     ):
-        made(False, 4, schedule=schedule, functions=sch.functions)
+        make_schedule(False, 4, schedule=schedule, functions=sch.functions)
 
 
-def test_schedules_are_values_that_go_to_json_and_back() -> None:
-    def made() -> DirectiveSchedule:
+def test_schedules_of_models_are_values_that_survive_json() -> None:
+    def make_schedule() -> DirectiveSchedule:
         sch = mlp_schedule()
         tensor_parallel(sch)
         sch["linear1"].decompose()
@@ -257,9 +263,9 @@ def test_schedules_are_values_that_go_to_json_and_back() -> None:
         ).cut_pipeline_stage()
         return sch.schedule
 
-    schedule = made()
-    assert DirectiveSchedule.from_json(schedule.to_json()) == schedule == made()
-    assert hash(schedule) == hash(made())
+    schedule = make_schedule()
+    assert DirectiveSchedule.from_json(schedule.to_json()) == schedule == make_schedule()
+    assert hash(schedule) == hash(make_schedule())
     assert "linear1: shard(param=kernel, axis=1, mesh_axis=x)" in str(schedule)
     replayed = create_schedule(
         TutorialMLP(64),
@@ -285,10 +291,10 @@ def test_a_replayed_replacement_needs_its_function() -> None:
     params = jax.eval_shape(TutorialMLP(32).init, jax.random.key(0), X)
     with pytest.raises(DirectiveError, match="is not known here"):
         create_schedule(TutorialMLP(32), params, [X], mesh=1, schedule=sch.schedule)
-    again = create_schedule(
+    replayed = create_schedule(
         TutorialMLP(32), params, [X], mesh=1, schedule=sch.schedule, functions=sch.functions
     )
-    Verify(again, [X]).check()
+    Verify(replayed, [X]).check()
 
 
 def test_regions_must_nest_and_be_runnable_as_one() -> None:
@@ -312,19 +318,35 @@ def test_regions_must_nest_and_be_runnable_as_one() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{nope", "a schedule, which is a JSON list of directives: is not JSON: Expecting property name"),
+        ("{nope", "which is a JSON list of directives: is not JSON: Expecting property name"),
         ('{"do": "shard"}', "a schedule is a JSON list of directives, not dict"),
         ("[3]", "3 is no directive: 'do' is None, expected one of shard"),
         ('[{"do": ["shard"], "path": ""}]', r"'do' is \['shard'\], expected one of shard"),
-        ('[{"do": "shard", "path": "", "param": "w", "axis": "1", "mesh_axis": "x"}]', "axis of shard is '1' in .* integer"),
-        ('[{"do": "shard", "path": "", "param": "w", "axis": true, "mesh_axis": "x"}]', "axis of shard is True in"),
-        ('[{"do": "decompose", "path": 5}]', "path of decompose is 5 in .*: Input should be a valid string"),
+        (
+            '[{"do": "shard", "path": "", "param": "w", "axis": "1", "mesh_axis": "x"}]',
+            "axis of shard is '1' in .* integer",
+        ),
+        (
+            '[{"do": "shard", "path": "", "param": "w", "axis": true, "mesh_axis": "x"}]',
+            "axis of shard is True in",
+        ),
+        (
+            '[{"do": "decompose", "path": 5}]',
+            "path of decompose is 5 in .*: Input should be a valid string",
+        ),
         ('[{"do": "decompose", "path": "", "to": 5}]', "decompose takes path"),
         ('[{"do": "decompose"}]', "decompose takes path"),
-        ('[{"do": "fuse", "path": "", "nodes": "mul", "compiler": "xla", "name": "f"}]', "nodes of fuse is 'mul' in .* tuple"),
-        ('[{"do": "sync", "path": "", "mode": "fwd", "op": "all_reduce", "axis": null, "mesh_axis": "x"}]', "mode of sync is 'fwd'"),
+        (
+            '[{"do": "fuse", "path": "", "nodes": "mul", "compiler": "xla", "name": "f"}]',
+            "nodes of fuse is 'mul' in .* tuple",
+        ),
+        (
+            '[{"do": "sync", "path": "", "mode": "fwd", "op": "all_reduce", "axis": null, '
+            '"mesh_axis": "x"}]',
+            "mode of sync is 'fwd'",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_no_schedule_in_json_is_told_where_and_why(text: str, message: str) -> None:
+)
+def test_invalid_json_of_a_schedule_is_refused_with_the_field(text: str, message: str) -> None:
     with pytest.raises(DirectiveError, match=message):
         DirectiveSchedule.from_json(text)

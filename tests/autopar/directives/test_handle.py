@@ -25,23 +25,22 @@ def test_printing_a_schedule_prints_the_modules_with_their_directives() -> None:
     assert repr(sch["linear*"]) == "Handle(linear1, linear2)"
 
 
-def test_every_module_has_a_tree_and_schedules_of_its_own() -> None:
+def test_every_module_has_its_own_tree_and_schedules() -> None:
     sch = scheduled(Transformer(layers=1), TOKENS, mesh=1)
     block = sch["block_0/attention"]
     lines = [line.split(":")[0] for line in block.mod.splitlines()]
     assert lines[0] == "(attention)"
-    assert {"  (q)", "  (k)", "  (v)", "  (out)"} <= set(
-        lines[1:]
-    )  # And a scope that jnp.einsum opens.
-    inside = [path for path in sch.modules.by_path if path.startswith("block_0/attention")]
-    assert list(block.named_schedules()) == inside
-    assert len(inside) == len(lines)
+    # the other line is of a scope that jnp.einsum opens
+    assert {"  (q)", "  (k)", "  (v)", "  (out)"} <= set(lines[1:])
+    paths = [path for path in sch.modules.by_path if path.startswith("block_0/attention")]
+    assert list(block.named_schedules()) == paths
+    assert len(paths) == len(lines)
     assert block.named_schedules()["block_0/attention/q"].paths == ("block_0/attention/q",)
     assert list(sch["block_0/[qu]*"].named_schedules()) == ["block_0/up"]
     assert list(sch.named_schedules()) == list(sch.modules.by_path)
 
 
-def test_a_modules_equations_are_its_own() -> None:
+def test_the_text_of_a_module_has_its_own_equations() -> None:
     sch = mlp_schedule(mesh=1)
     sch["linear1"].decompose()
     sch.trace()
@@ -58,11 +57,13 @@ def test_every_primitive_is_listed_and_can_be_called() -> None:
     listed = mlp_schedule(mesh=1)["linear1"].list_primitives()
     assert set(listed) == {*directive_names(), "find", "replace_all"}
     assert all(callable(getattr(Handle, name)) for name in listed)
-    kept = {"mod", "named_schedules", "list_primitives", "subgraph", "shapes"}
-    assert {name for name in vars(Handle) if not name.startswith("_")} - kept == set(listed)
+    other_attributes = {"mod", "named_schedules", "list_primitives", "subgraph", "shapes"}
+    assert {name for name in vars(Handle) if not name.startswith("_")} - other_attributes == set(
+        listed
+    )
 
 
-def test_a_wrong_parameter_comes_with_the_nearest() -> None:
+def test_the_error_of_an_unknown_parameter_names_the_nearest() -> None:
     with pytest.raises(
         DirectiveError,
         match="no parameter 'kernal' in linear1, which has bias, kernel; near it: kernel",

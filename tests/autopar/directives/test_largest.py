@@ -14,8 +14,8 @@ from autopar.directives import DirectiveError, ModelSchedule, build, create_sche
 from autopar.testing import assert_allclose
 
 
-def spread(params: Any, x: jax.Array) -> jax.Array:
-    """Return the maximum of each row, at least zero."""
+def row_maximum(params: Any, x: jax.Array) -> jax.Array:
+    """Return the tanh of the maximum of each row."""
     with jax.named_scope("features"):
         x = x * params["scale"]
     with jax.named_scope("top"):
@@ -23,28 +23,30 @@ def spread(params: Any, x: jax.Array) -> jax.Array:
 
 
 def scheduled(x: Any) -> ModelSchedule:
-    sch = create_schedule(spread, {"scale": jnp.ones(8)}, [x], mesh=4)
+    sch = create_schedule(row_maximum, {"scale": jnp.ones(8)}, [x], mesh=4)
     sch.shard("scale", axis=0)
     return sch
 
 
 @cache
-def gradients(scheduled_by_hand: bool) -> Any:
+def gradients(on_shards: bool) -> Any:
     """Return a jitted function of values and gradients, on shards or on one device."""
     sch = scheduled(jnp.ones((2, 8)))
     sch["top"].sync("fwd_post", "all_reduce")
-    apply = build(sch).apply if scheduled_by_hand else spread
+    apply = build(sch).apply if on_shards else row_maximum
     return jax.jit(jax.value_and_grad(lambda params, x: apply(params, x).sum(), (0, 1)))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.permutations(range(8)), min_size=2, max_size=2))
-def test_its_value_and_gradient_are_those_of_the_whole(rows: list[list[int]]) -> None:
+def test_a_maximum_over_shards_has_the_value_and_gradient_of_one_device(
+    rows: list[list[int]],
+) -> None:
     args = {"scale": jnp.ones(8)}, np.array(rows, np.float32) / 8
     assert_allclose(jax.block_until_ready(gradients(True)(*args)), gradients(False)(*args))
 
 
-def test_gradients_go_in_equal_parts_to_devices_that_have_the_largest() -> None:
+def test_devices_with_equal_maxima_share_the_gradient_equally() -> None:
     sch = scheduled(jnp.ones((1, 8)))
     sch["top"].sync("fwd_post", "all_reduce")
     gradient = jax.grad(lambda x: build(sch).apply({"scale": jnp.ones(8)}, x).sum())(
@@ -54,7 +56,7 @@ def test_gradients_go_in_equal_parts_to_devices_that_have_the_largest() -> None:
 
 
 @pytest.mark.parametrize("op", [None, "all_gather", "reduce_scatter"])
-def test_without_an_all_reduce_it_is_told_what_is_missing(op: str | None) -> None:
+def test_a_maximum_over_a_split_dim_without_all_reduce_is_refused(op: str | None) -> None:
     sch = scheduled(jnp.ones((4, 8)))
     if op is not None:
         sch["top"].sync("fwd_post", op, axis=0)

@@ -66,9 +66,9 @@ def test_all_directives_work_on_all_kinds_of_model(make: Callable[[], ModelSched
     sch["linear2"].checkpoint()
     sch["linear1"].annotate("kernel", split_by="column")
     sch.trace(leaf_modules=["linear2"])
-    (found,) = sch.find(lambda x, bias: jax.nn.gelu(bias + x, approximate=False))
-    assert found.inputs == ("linear1/dot_general", "linear1/bias")
-    sch.fuse(found, name="BiasGeLU")
+    (region,) = sch.find(lambda x, bias: jax.nn.gelu(bias + x, approximate=False))
+    assert region.inputs == ("linear1/dot_general", "linear1/bias")
+    sch.fuse(region, name="BiasGeLU")
     sch["linear1"].replace(
         lambda x, kernel: jnp.dot(x, kernel), sch["linear1"].find("linear1/dot_general")
     )
@@ -83,15 +83,15 @@ def test_all_directives_work_on_all_kinds_of_model(make: Callable[[], ModelSched
 @KINDS
 def test_schedules_of_one_kind_are_replayed_on_another(make: Callable[[], ModelSchedule]) -> None:
     """Directives apply to modules of the same names; nnx stores kernels as linen does."""
-    written = linen_schedule()
-    tensor_parallel(written)
+    original = linen_schedule()
+    tensor_parallel(original)
     sch = make()
-    again = sch.replay(written.schedule, sch.args)
-    assert again.schedule == written.schedule
-    Verify(again, [X]).check()
+    replayed = sch.replay(original.schedule, sch.args)
+    assert replayed.schedule == original.schedule
+    Verify(replayed, [X]).check()
 
 
-def test_a_module_stands_in_for_a_module() -> None:
+def test_a_module_replaces_a_module() -> None:
     sch = linen_schedule()
     sch["linear2"].replace(nn.Dense(WIDTH))
     sch["linear1"].shard("kernel", axis=-1).shard("bias", axis=-1).sync("fwd_post", "all_gather")
@@ -99,7 +99,7 @@ def test_a_module_stands_in_for_a_module() -> None:
     Verify(sch, [X]).check()
 
 
-def test_the_model_itself_is_not_touched() -> None:
+def test_building_a_schedule_does_not_change_the_model() -> None:
     model = TutorialMLP(WIDTH)
     params = model.init(jax.random.key(0), X)
     before = str(jax.make_jaxpr(model.apply)(params, X))
@@ -110,17 +110,19 @@ def test_the_model_itself_is_not_touched() -> None:
     assert str(jax.make_jaxpr(model.apply)(params, X)) == before
 
 
-def test_parameters_are_made_in_parts_and_never_whole() -> None:
+def test_parameters_are_initialized_shard_by_shard() -> None:
     """A device initializes 1 MiB of two 4 MiB kernels in less memory than one whole kernel."""
     model, x = TutorialMLP(1024), jnp.ones((2, 1024))
     sch = scheduled(model, x, mesh=8)
     tensor_parallel(sch)
     built = build(sch)
-    made = jax.jit(model.init, out_shardings=built.shardings).lower(jax.random.key(0), x).compile()
-    used = made.memory_analysis()
-    assert used is not None
-    assert used.output_size_in_bytes < 1.1 * 2**20
-    assert used.output_size_in_bytes + used.temp_size_in_bytes < 4 * 2**20
+    compiled = (
+        jax.jit(model.init, out_shardings=built.shardings).lower(jax.random.key(0), x).compile()
+    )
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.output_size_in_bytes < 1.1 * 2**20
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 4 * 2**20
     params = built.init(model.init, jax.random.key(0), x)
     expected = model.init(jax.random.key(0), x)
     assert_allclose(params, expected, rtol=0, atol=1e-6)

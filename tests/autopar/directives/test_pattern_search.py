@@ -11,7 +11,12 @@ from flax import linen as nn
 
 from autopar.directives import DirectiveError, Verify, build, create_schedule
 from autopar.testing import assert_allclose
-from tests.autopar.directives.scheduled_models import mlp_schedule, scheduled, tensor_parallel
+from tests.autopar.directives.scheduled_models import (
+    layer_norm,
+    mlp_schedule,
+    scheduled,
+    tensor_parallel,
+)
 from tests.models import Attention, Transformer
 
 X = jax.random.normal(jax.random.key(0), (2, 8, 16))
@@ -22,19 +27,12 @@ def bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
     return jax.nn.gelu(bias + x, approximate=False)
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    """As Flax writes it: the variance as the mean of squares less the square of the mean."""
-    mean = jnp.mean(x, -1, keepdims=True)
-    variance = jnp.maximum(0.0, jnp.mean(jnp.square(x), -1, keepdims=True) - jnp.square(mean))
-    return (x - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale) + bias
-
-
 def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
 
 
-def found_in(
+def find_in(
     fun: Callable[..., Any], pattern: Callable[..., Any], *args: Any, **options: Any
 ) -> list[Any]:
     args = args or (X,)
@@ -55,11 +53,11 @@ def found_in(
     ],
     ids=["in order", "commuted", "broadcast", "reshaped", "jitted", "by hand"],
 )
-def test_a_pattern_is_found_however_it_is_written(fun: Callable[..., Any]) -> None:
-    found = found_in(fun, bias_gelu)
-    assert len(found) == 1
-    assert found[0].nodes[-1].startswith("mul")
-    assert any(name.startswith("erfc") for name in found[0].nodes)
+def test_a_pattern_matches_equivalent_equations(fun: Callable[..., Any]) -> None:
+    regions = find_in(fun, bias_gelu)
+    assert len(regions) == 1
+    assert regions[0].nodes[-1].startswith("mul")
+    assert any(name.startswith("erfc") for name in regions[0].nodes)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +72,10 @@ def test_a_pattern_is_found_however_it_is_written(fun: Callable[..., Any]) -> No
     ],
     ids=["tanh gelu", "product", "other order", "escapes", "literal", "unrelated"],
 )
-def test_what_computes_something_else_or_is_used_elsewhere_is_not_found(
+def test_a_pattern_does_not_match_other_computations_or_values_used_elsewhere(
     fun: Callable[..., Any],
 ) -> None:
-    assert found_in(fun, bias_gelu) == []
+    assert find_in(fun, bias_gelu) == []
 
 
 COMMUTED = {
@@ -94,14 +92,14 @@ COMMUTED = {
 
 
 @pytest.mark.parametrize(("fun", "pattern"), COMMUTED.values(), ids=list(COMMUTED))
-def test_operands_commute_whatever_their_shapes_and_what_is_found_computes_the_same(
+def test_operands_of_any_shapes_commute_and_the_match_computes_the_pattern(
     fun: Callable[..., Any], pattern: Callable[..., Any]
 ) -> None:
-    """One operand is of lower rank, and the pattern is not told so."""
+    """One operand has a lower rank in the model than in the pattern."""
     sch = create_schedule(fun, BIAS, [X], mesh=1)
-    (found,) = sch.find(pattern)
-    assert set(found.inputs) == {"arg0", ""}
-    sch.replace(pattern, found)
+    (region,) = sch.find(pattern)
+    assert set(region.inputs) == {"arg0", ""}
+    sch.replace(pattern, region)
     Verify(sch, [X], params=BIAS).check()
 
 
@@ -117,32 +115,32 @@ def test_operands_commute_whatever_their_shapes_and_what_is_found_computes_the_s
     ],
     ids=["along rows", "summed after", "multiplied after"],
 )
-def test_a_broadcast_that_changes_the_result_is_not_looked_through(
+def test_a_broadcast_that_changes_the_result_is_not_ignored(
     fun: Callable[..., Any], pattern: Callable[..., Any]
 ) -> None:
-    """On a square, where shapes alone would agree: the pattern of what is found still computes what it replaces."""
+    """The array is square, so that shapes agree. A match must compute what it replaces."""
     x, b = X[0, :, :8], BIAS[:8]
     sch = create_schedule(fun, b, [x], mesh=1)
-    found = sch.find(pattern)
-    assert all("" not in each.inputs for each in found)
-    if found:
-        sch.replace(pattern, found)
+    regions = sch.find(pattern)
+    assert all("" not in region.inputs for region in regions)
+    if regions:
+        sch.replace(pattern, regions)
     Verify(sch, [x], params=b).check()
 
 
-def test_a_linear_module_is_one_thing_until_it_is_decomposed() -> None:
+def test_equations_of_a_linear_module_match_only_after_decompose() -> None:
     sch = mlp_schedule(mesh=1)
     assert sch.find(bias_gelu) == []
     sch["linear1"].decompose()
-    (found,) = sch.find(bias_gelu)
-    assert "linear1/add" in found.nodes
-    assert "linear1/dot_general" in found.inputs
+    (region,) = sch.find(bias_gelu)
+    assert "linear1/add" in region.nodes
+    assert "linear1/dot_general" in region.inputs
 
 
-def test_trace_says_what_is_seen() -> None:
+def test_trace_selects_the_modules_whose_equations_match() -> None:
     sch = scheduled(Transformer(), np.zeros((2, 8), int), mesh=1)
-    everywhere = len(sch.find(where=lambda node: node.eqn.primitive.name == "rsqrt"))
-    assert everywhere == 5
+    count = len(sch.find(where=lambda node: node.eqn.primitive.name == "rsqrt"))
+    assert count == 5
     sch.trace(leaf_modules=["block_0"])
     assert len(sch.find(r".*rsqrt")) == 3
     sch["block_1"].trace(flatten=False)
@@ -151,26 +149,26 @@ def test_trace_says_what_is_seen() -> None:
     assert "block_1/norm1(...)" in sch.mod
 
 
-def test_functions_with_a_derivative_of_their_own_are_matched_whole() -> None:
-    assert len(found_in(lambda b, x: jax.nn.relu(x - b), lambda x, b: jax.nn.relu(x - b))) == 1
-    assert found_in(lambda b, x: jax.nn.relu6(x - b), lambda x, b: jax.nn.relu(x - b)) == []
+def test_functions_with_a_custom_derivative_match_as_a_whole() -> None:
+    assert len(find_in(lambda b, x: jax.nn.relu(x - b), lambda x, b: jax.nn.relu(x - b))) == 1
+    assert find_in(lambda b, x: jax.nn.relu6(x - b), lambda x, b: jax.nn.relu(x - b)) == []
 
 
-def test_which_dims_are_broadcast_matters() -> None:
-    """On a square, subtracting the mean of rows is not subtracting that of columns."""
+def test_patterns_with_other_broadcast_dims_do_not_match() -> None:
+    """The array is square. Subtracting the mean of rows differs from that of columns."""
     x = X[0, :, :8]
     rows = lambda _, x: x - jnp.mean(x, 1)[:, None]  # noqa: E731
-    assert len(found_in(rows, lambda x: x - jnp.mean(x, 1)[:, None], x)) == 1
-    assert found_in(rows, lambda x: x - jnp.mean(x, 1)[None, :], x) == []
+    assert len(find_in(rows, lambda x: x - jnp.mean(x, 1)[:, None], x)) == 1
+    assert find_in(rows, lambda x: x - jnp.mean(x, 1)[None, :], x) == []
 
 
-def test_shapes_and_directions_matter_where_they_say_what_is_computed() -> None:
+def test_patterns_with_other_reshapes_or_directions_do_not_match() -> None:
     x = X[0, :, :8]
     halves, rows = (lambda x: jnp.sin(x.reshape(-1, 2)), lambda x: jnp.sin(x.reshape(2, -1)))
-    assert len(found_in(lambda _, x: halves(x), halves, x, like=[x])) == 1
-    assert found_in(lambda _, x: rows(x), halves, x, like=[x]) == []
-    assert len(found_in(lambda _, x: jnp.flip(x, 0) + 1, lambda x: jnp.flip(x, 0) + 1, x)) == 1
-    assert found_in(lambda _, x: jnp.flip(x, 1) + 1, lambda x: jnp.flip(x, 0) + 1, x) == []
+    assert len(find_in(lambda _, x: halves(x), halves, x, like=[x])) == 1
+    assert find_in(lambda _, x: rows(x), halves, x, like=[x]) == []
+    assert len(find_in(lambda _, x: jnp.flip(x, 0) + 1, lambda x: jnp.flip(x, 0) + 1, x)) == 1
+    assert find_in(lambda _, x: jnp.flip(x, 1) + 1, lambda x: jnp.flip(x, 0) + 1, x) == []
 
 
 def test_layer_norms_and_attention_are_found_and_replaced() -> None:
@@ -178,7 +176,7 @@ def test_layer_norms_and_attention_are_found_and_replaced() -> None:
     model = Transformer(layers=1)
     sch = scheduled(model, tokens, mesh=2)
     norms = sch.find(layer_norm)
-    assert [each.inputs[1:] for each in norms] == [
+    assert [norm.inputs[1:] for norm in norms] == [
         (f"{path}/scale", f"{path}/bias") for path in ("block_0/norm1", "block_0/norm2", "norm")
     ]
     (core,) = sch.find(attention)
@@ -195,15 +193,15 @@ def test_layer_norms_and_attention_are_found_and_replaced() -> None:
         sch["block_0/attention"].sync("bwd_post", "all_reduce")
         sch.replace(layer_norm, norms)
         sch.replace(flash, core)
-    assert set(calls) == {(2, 8, 2, 4)}  # Two of the four heads.
+    assert set(calls) == {(2, 8, 2, 4)}  # two of the four heads
 
 
-def test_overlapping_places_are_matched_once() -> None:
-    found = found_in(lambda b, x: ((x + b) + b) + b, lambda x, y, z: (x + y) + z)
-    assert len(found) == 1
+def test_overlapping_matches_are_returned_once() -> None:
+    regions = find_in(lambda b, x: ((x + b) + b) + b, lambda x, y, z: (x + y) + z)
+    assert len(regions) == 1
 
 
-def test_arguments_of_other_shapes_are_given_by_like() -> None:
+def test_like_gives_the_shapes_of_a_patterns_arguments() -> None:
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.tanh(x @ w)
 
@@ -211,8 +209,8 @@ def test_arguments_of_other_shapes_are_given_by_like() -> None:
     sch = create_schedule(lambda w, x: jnp.tanh(x @ w), w, [X], mesh=1)
     with pytest.raises(DirectiveError, match="like="):
         sch.find(product)
-    (found,) = sch.find(product, like=[X, w])
-    assert found.inputs == ("arg0", "")
+    (region,) = sch.find(product, like=[X, w])
+    assert region.inputs == ("arg0", "")
     assert sch.find(product, like=[X, jnp.ones((16, 8))]) == []
 
 
@@ -229,21 +227,21 @@ def test_a_module_is_replaced_by_a_function_of_its_parameters_and_inputs() -> No
         sch.replace_all("Conv", nn.Conv(3, (1,)))
 
 
-def test_several_modules_are_replaced_at_once() -> None:
-    """Queries, keys and values by one product, on shards and whole."""
+def test_one_function_replaces_several_modules() -> None:
+    """One product computes queries, keys and values, on shards and on one device."""
 
-    def projected(x: jax.Array, *params: jax.Array) -> tuple[jax.Array, ...]:
+    def project(x: jax.Array, *params: jax.Array) -> tuple[jax.Array, ...]:
         kernels, biases = params[::2], params[1::2]
-        made = x @ jnp.concatenate(kernels, 1) + jnp.concatenate(biases)
-        return tuple(jnp.split(made, 3, -1))
+        projections = x @ jnp.concatenate(kernels, 1) + jnp.concatenate(biases)
+        return tuple(jnp.split(projections, 3, -1))
 
     sch = scheduled(Attention(4), X, mesh=2)
     with Verify(sch, [X]):
         sch["[qkv]"].shard("kernel", axis=1).shard("bias", axis=0)
         sch["out"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
-        sch.replace(projected, sch["[qkv]"].subgraph())
+        sch.replace(project, sch["[qkv]"].subgraph())
     products = str(jax.make_jaxpr(build(sch).apply)(sch.params, X)).count("dot_general[")
-    assert products == 4  # Instead of 6.
+    assert products == 4  # the model has 6
 
 
 def test_every_module_of_a_class_is_replaced() -> None:
@@ -265,12 +263,12 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("type", [Scaled, "Scaled"])
-def test_a_class_is_replaced_by_what_is_made_for_each_and_the_outermost_wins(type: Any) -> None:
+def test_a_class_is_replaced_by_one_function_per_outermost_module(type: Any) -> None:
     sch = scheduled(nn.Sequential([Scaled(), nn.Dense(16), Scaled(inner=False)]), X, mesh=1)
-    made = []
+    modules = []
 
-    def make(handle: Any) -> Any:
-        made.append((handle.paths, sorted(handle["layer"].shapes)))
+    def make_replacement(handle: Any) -> Any:
+        modules.append((handle.paths, sorted(handle["layer"].shapes)))
         outer = "within" in {path.rpartition("/")[2] for path in handle.named_schedules()}
 
         def twice(params: Any, x: jax.Array) -> jax.Array:
@@ -280,12 +278,12 @@ def test_a_class_is_replaced_by_what_is_made_for_each_and_the_outermost_wins(typ
         assert outer == (handle.paths == ("layers_0",))
         return twice
 
-    sch.replace_all(type, make)
-    assert made == [(("layers_0",), ["bias", "kernel"]), (("layers_2",), ["bias", "kernel"])]
+    sch.replace_all(type, make_replacement)
+    assert modules == [(("layers_0",), ["bias", "kernel"]), (("layers_2",), ["bias", "kernel"])]
     Verify(sch, [X]).check()
 
 
-def test_one_module_stands_in_for_all_of_a_class() -> None:
+def test_one_module_replaces_every_module_of_a_class() -> None:
     sch = scheduled(nn.Sequential([nn.LayerNorm(), nn.Dense(16), nn.LayerNorm()]), X, mesh=1)
     sch.replace_all(nn.LayerNorm, nn.LayerNorm(use_fast_variance=False))
     Verify(sch, [X]).check()
@@ -307,19 +305,19 @@ def test_one_module_stands_in_for_all_of_a_class() -> None:
         sch.replace_all("Dense", lambda _: None)  # type: ignore[arg-type, return-value]
 
 
-def test_a_regular_expression_finds_modules_too() -> None:
+def test_a_regular_expression_matches_modules_too() -> None:
     """A module matches as a whole unless equations inside it match."""
     sch = scheduled(Transformer(layers=2), np.zeros((2, 8), int), mesh=1)
     (attention,) = sch.find("block_0/attention")
     assert attention == sch["block_0/attention"].subgraph()
-    assert [each.nodes[0].rpartition("/")[0] for each in sch.find("block_./(up|down)")] == [
+    assert [region.nodes[0].rpartition("/")[0] for region in sch.find("block_./(up|down)")] == [
         *("block_0/up", "block_0/down", "block_1/up", "block_1/down")
     ]
     assert {"block_0/up/dot_general", "block_0/up/add"} <= {
-        name for each in sch.find("block_0/up") for name in each.nodes
+        name for region in sch.find("block_0/up") for name in region.nodes
     }
     sch["block_0/up"].decompose()
-    assert [len(each.nodes) for each in sch.find("block_0/up/add|block_0/up")] == [1]
+    assert [len(region.nodes) for region in sch.find("block_0/up/add|block_0/up")] == [1]
     sch.trace(leaf_modules=["block_1"])
     assert sch.find("block_1/up") == []
     sch["block_0"].trace(flatten=False)
@@ -329,7 +327,7 @@ def test_a_regular_expression_finds_modules_too() -> None:
     assert sch.find("block_0/attention") == []
 
 
-def test_what_is_found_is_limited_by_where() -> None:
+def test_where_limits_the_matches() -> None:
     sch = scheduled(Transformer(layers=2), np.zeros((2, 8), int), mesh=1)
     assert len(sch.find(layer_norm)) == 5
     assert len(sch.find(layer_norm, where=lambda node: node.within("block_1"))) == 2
@@ -340,22 +338,22 @@ def test_what_is_found_is_limited_by_where() -> None:
         sch.find("(")
 
 
-def test_nothing_found_is_no_error_and_nothing_to_fuse_is() -> None:
+def test_a_search_may_have_no_match_but_fusing_or_replacing_nothing_is_refused() -> None:
     sch = mlp_schedule(mesh=1)
-    found = sch.find("tanh")
-    assert found == []
+    regions = sch.find("tanh")
+    assert regions == []
     with pytest.raises(
         DirectiveError, match="fuse: no subgraph was given, perhaps because find had no match"
     ):
-        sch.fuse(found)
+        sch.fuse(regions)
     with pytest.raises(
         DirectiveError, match="replace: no subgraph was given, perhaps because find had no match"
     ):
-        sch.replace(jnp.tanh, found)
+        sch.replace(jnp.tanh, regions)
     assert sch.schedule.directives == ()
 
 
-def test_a_fused_region_is_a_function_of_its_own_in_the_program() -> None:
+def test_a_fused_region_is_a_separate_function_of_the_program() -> None:
     sch = mlp_schedule(mesh=2)
     tensor_parallel(sch)
     sch["linear1"].decompose()

@@ -14,6 +14,7 @@ from autopar.directives import DirectiveError, ModelSchedule, Verify, build, cre
 from autopar.testing import assert_allclose
 from tests.autopar.directives.scheduled_models import (
     collectives,
+    layer_norm,
     mlp_schedule,
     scheduled,
     tensor_parallel,
@@ -27,7 +28,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["manual", "gspmd", "auto"])
 
 
 class Linear(nn.Module):
-    """A layer with a bias, by other equations than those of nn.Dense."""
+    """A layer with a bias, whose equations differ from those of nn.Dense."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -54,7 +55,9 @@ REPLACEMENTS = pytest.mark.parametrize(
 
 @BACKENDS
 @REPLACEMENTS
-def test_a_layer_by_row_with_its_bias_is_replaced_and_then_sharded(new: Any, backend: Any) -> None:
+def test_a_replaced_row_parallel_layer_has_one_all_reduce_before_its_bias(
+    new: Any, backend: Any
+) -> None:
     """The all_reduce is before the bias is added, as in the model's own layer."""
     sch = mlp_schedule()
     sch["linear2"].replace(new())
@@ -65,12 +68,12 @@ def test_a_layer_by_row_with_its_bias_is_replaced_and_then_sharded(new: Any, bac
         assert collectives(forward) == {"all-reduce": 1}
     else:
         params = jax.tree.map(lambda p: jnp.full(p.shape, 0.1), sch.params)
-        found = jax.jit(build(sch, backend).apply)(params, X)
-        np.testing.assert_allclose(found, sch.fun(params, X), rtol=1e-4)
+        result = jax.jit(build(sch, backend).apply)(params, X)
+        np.testing.assert_allclose(result, sch.fun(params, X), rtol=1e-4)
 
 
 @REPLACEMENTS
-def test_what_replaces_both_layers_is_split_like_them(new: Any) -> None:
+def test_a_replacement_of_both_layers_is_sharded_as_they_are(new: Any) -> None:
     sch = mlp_schedule()
     sch["linear*"].replace(new())
     sch["linear2"].checkpoint()
@@ -83,18 +86,13 @@ def test_what_replaces_both_layers_is_split_like_them(new: Any) -> None:
     tiers([nn.LayerNorm(use_fast_variance=False), nnx.LayerNorm(16, rngs=nnx.Rngs(0))]),
     ids=["linen", "nnx"],
 )
-def test_a_module_stands_in_for_a_subgraph_and_gets_the_parameters_it_reads(new: Any) -> None:
-    def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-        mean = jnp.mean(x, -1, keepdims=True)
-        variance = jnp.maximum(0.0, jnp.mean(jnp.square(x), -1, keepdims=True) - jnp.square(mean))
-        return (x - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale) + bias
-
+def test_a_module_replaces_a_subgraph_and_gets_the_parameters_that_it_reads(new: Any) -> None:
     tokens = np.arange(16).reshape(2, 8)
     sch = scheduled(Transformer(layers=1), tokens, mesh=1)
     norms = sch.find(layer_norm)
     assert len(norms) == 3
     sch.replace(new, norms)
-    assert [each.path for each in sch.schedule.directives] == [
+    assert [directive.path for directive in sch.schedule.directives] == [
         "block_0/norm1",
         "block_0/norm2",
         "norm",
@@ -103,7 +101,7 @@ def test_a_module_stands_in_for_a_subgraph_and_gets_the_parameters_it_reads(new:
 
 
 class Projections(nn.Module):
-    """Queries, keys and values by one product."""
+    """Queries, keys and values, computed by one product."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:
@@ -121,7 +119,7 @@ class _Parameters(nn.Module):
         )
 
 
-def test_a_module_stands_in_for_several() -> None:
+def test_a_module_replaces_several_modules() -> None:
     tokens = np.arange(16).reshape(2, 8)
     sch = scheduled(Transformer(layers=1), tokens, mesh=1)
     attention = sch["block_0/attention"]
@@ -132,35 +130,43 @@ def test_a_module_stands_in_for_several() -> None:
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        (lambda: nn.Dense(WIDTH + 1), r"in place of Dense, fails for \(\{bias: float32\[32\], kernel: .*brings no parameters"),
-        (lambda: nn.LayerNorm(), r'"scale" in scope .*(.|\n)*A replacement brings no parameters of its own'),
+        (
+            lambda: nn.Dense(WIDTH + 1),
+            r"in place of Dense, fails for \(\{bias: float32\[32\], kernel: .*brings no parameters",
+        ),
+        (
+            lambda: nn.LayerNorm(),
+            r'"scale" in scope .*(.|\n)*A replacement brings no parameters of its own',
+        ),
         (lambda: nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0)), "it needs a parameter scale"),
         (lambda: nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(0)), r"its bias has shape \(8,\), not \(32,\)"),
-        (lambda: nn.Dense(WIDTH, dtype=jnp.bfloat16), r"returns bfloat16\[2, 8, 32\] for linear1/add, which is float32"),
+        (
+            lambda: nn.Dense(WIDTH, dtype=jnp.bfloat16),
+            r"returns bfloat16\[2, 8, 32\] for linear1/add, which is float32",
+        ),
     ],
     ids=["size", "linen", "nnx", "nnx size", "dtype"],
-)  # fmt: skip
-def test_a_module_that_does_not_fit_is_refused_at_once(new: Any, message: str) -> None:
+)
+def test_a_module_that_does_not_fit_is_refused_when_it_is_given(new: Any, message: str) -> None:
     sch = mlp_schedule()
     with pytest.raises(DirectiveError, match=f"(?s){message}"):
         sch["linear1"].replace(new())
 
 
-def test_modules_are_given_to_a_schedule_that_is_replayed() -> None:
+def test_a_replayed_schedule_takes_modules_by_name() -> None:
     sch = mlp_schedule()
     sch["linear2"].replace(Linear())
     tensor_parallel(sch)
     (name,) = sch.functions
-    again = create_schedule(
+    replayed = create_schedule(
         sch.fun, sch.params, sch.args, 4, sch.schedule, functions={name: Linear()}
     )
-    Verify(again, [X]).check()
-
-
-# State of nnx modules
+    Verify(replayed, [X]).check()
 
 
 class Dropping(nnx.Module):
+    """Layers with BatchNorm and dropout, whose state changes with each call."""
+
     def __init__(self, rngs: nnx.Rngs, **norm: Any) -> None:
         self.linear1 = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, **norm)
@@ -181,7 +187,7 @@ def shard_layers(sch: ModelSchedule) -> None:
     sch["linear2"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
 
 
-def test_state_that_a_call_changes_is_not_lost_in_silence() -> None:
+def test_a_call_that_changes_state_is_refused_without_updates() -> None:
     with pytest.raises(
         DirectiveError,
         match=r"changes .*norm/mean, norm/var of its state, which would be lost.*updates=True",
@@ -193,14 +199,14 @@ def test_state_that_a_call_changes_is_not_lost_in_silence() -> None:
         create_schedule(nn.Dense(3), {}, [X], updates=True)
 
 
-@pytest.mark.parametrize("called", [nnx.jit, nnx.remat])
-def test_what_flax_hands_back_as_it_was_is_no_change(called: Any) -> None:
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
+def test_state_that_a_flax_transform_returns_unchanged_is_no_update(transform: Any) -> None:
     class Layers(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.linear1, self.linear2 = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
 
         def __call__(self, x: jax.Array) -> jax.Array:
-            run = called(lambda layer, x: layer(x))
+            run = transform(lambda layer, x: layer(x))
             return run(self.linear2, jnp.tanh(run(self.linear1, x)))
 
     model = Layers(nnx.Rngs(0))
@@ -209,7 +215,7 @@ def test_what_flax_hands_back_as_it_was_is_no_change(called: Any) -> None:
     Verify(sch, [X]).check()
 
 
-def test_what_changes_is_handed_out_beside_the_result() -> None:
+def test_updated_state_is_returned_beside_the_result() -> None:
     sch = nnx_schedule(X, updates=True)
     shard_layers(sch)
     Verify(sch, [X]).check()
@@ -217,13 +223,13 @@ def test_what_changes_is_handed_out_beside_the_result() -> None:
     state = nnx.state(model)
     first, updates = run(state, X)
     assert int(updates["drop"]["rngs"]["count"][...]) == 1
-    again = nnx.merge(
+    updated_model = nnx.merge(
         nnx.split(model)[0], nnx.merge_state(nnx.filter_state(state, nnx.Param), updates)
     )
     np.testing.assert_allclose(first, model(X), atol=1e-5)
-    second, _ = run(nnx.state(again), X)
-    np.testing.assert_allclose(second, again(X), atol=1e-5)
-    assert not np.allclose(first, second)  # Another mask, other statistics.
+    second, _ = run(nnx.state(updated_model), X)
+    np.testing.assert_allclose(second, updated_model(X), atol=1e-5)
+    assert not np.allclose(first, second)  # the mask and the statistics differ
 
 
 @BACKENDS
@@ -234,8 +240,8 @@ def test_nnx_models_run_on_every_backend(backend: Any) -> None:
     shard_layers(sch)
     sch["linear2"].replace(nnx_linear())
     model = Dropping(nnx.Rngs(0), use_running_average=True)
-    found = jax.jit(build(sch, backend).apply)(nnx.state(model), X, key)
-    np.testing.assert_allclose(found, model(X, key), atol=1e-5)
+    result = jax.jit(build(sch, backend).apply)(nnx.state(model), X, key)
+    np.testing.assert_allclose(result, model(X, key), atol=1e-5)
     with pytest.raises(
         DirectiveError,
         match=r"of the model itself, without the schedule, is not finite: .* Give params=",
@@ -247,7 +253,7 @@ def test_nnx_models_run_on_every_backend(backend: Any) -> None:
     assert build(sch, backend).same_draws == (backend != "manual")
 
 
-def test_shards_of_an_nnx_model_draw_masks_of_their_own() -> None:
+def test_shards_of_an_nnx_model_draw_their_own_masks() -> None:
     key, sch = jax.random.key(3), nnx_schedule(X, jax.random.key(3), use_running_average=True)
     sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
     for name in ("scale", "bias", "mean", "var"):
@@ -273,8 +279,8 @@ def test_an_nnx_model_is_cut_into_stages() -> None:
 
     def step(params: Any, x: Any, key: Any, rest: Any, run: Any = built.apply) -> Any:
         loss = lambda params: jnp.mean(run(nnx.merge_state(params, rest), x, key) ** 2)  # noqa: E731
-        value, found = autopar.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - g, params, found), value
+        value, gradients = autopar.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), value
 
     parallel = autopar.parallelize(step, method=built.method)
     updated, value = parallel(params, x, key, rest)
@@ -282,5 +288,7 @@ def test_an_nnx_model_is_cut_into_stages() -> None:
     np.testing.assert_allclose(value, loss, rtol=1e-5)
     assert_allclose(updated, expected, rtol=0, atol=1e-5)
     first, second = parallel.get_executable(params, x, key, rest).plan.stages
-    assert not any("linear2" in each.path for each in first.inputs)
-    assert {each.spec for each in second.inputs if "linear2/kernel" in each.path} == {(("x",), ())}
+    assert not any("linear2" in value_plan.path for value_plan in first.inputs)
+    assert {
+        value_plan.spec for value_plan in second.inputs if "linear2/kernel" in value_plan.path
+    } == {(("x",), ())}

@@ -37,28 +37,28 @@ def tensor_parallel(mesh: Any = WAYS, mesh_axis: str = "x") -> ModelSchedule:
     return sch
 
 
-def parts(hidden: jax.Array) -> list[np.ndarray]:
+def shards_of(hidden: jax.Array) -> list[np.ndarray]:
     return np.split(np.asarray(hidden), WAYS, axis=1)
 
 
-def test_without_it_masks_are_those_of_one_device() -> None:
+def test_without_fork_rng_masks_equal_those_of_one_device() -> None:
     hidden, result = build(tensor_parallel()).apply(PARAMS, X, KEY)
     np.testing.assert_array_equal(hidden != 0, HIDDEN != 0)
     np.testing.assert_allclose(result, RESULT, rtol=1e-5)
 
 
-def test_shards_get_masks_of_their_own_and_whole_values_the_same() -> None:
+def test_shards_draw_different_masks_and_replicated_values_the_same_mask() -> None:
     sch = tensor_parallel()
     sch.fork_rng()
     built = build(sch)
     hidden, result = built.apply(PARAMS, X, KEY)
-    masks = [part != 0 for part in parts(hidden)]
-    # Independent masks agree in 1 - 2 * 0.25 * 0.75 = 0.625 of all places; the mean of 2048 places
-    # has a deviation of 0.011.
+    masks = [part != 0 for part in shards_of(hidden)]
+    # Independent masks agree in 1 - 2 * 0.25 * 0.75 = 0.625 of all elements. The mean over 2048
+    # elements has a standard deviation of 0.011.
     agree = [np.mean(one == other) for k, one in enumerate(masks) for other in masks[:k]]
     np.testing.assert_allclose(agree, 0.625, atol=0.05)
     assert not any(
-        np.array_equal(mask, part != 0) for mask, part in zip(masks, parts(HIDDEN), strict=True)
+        np.array_equal(mask, part != 0) for mask, part in zip(masks, shards_of(HIDDEN), strict=True)
     )
     # The result is replicated, so that every device has the model's outer mask.
     for shard in result.addressable_shards:
@@ -67,14 +67,14 @@ def test_shards_get_masks_of_their_own_and_whole_values_the_same() -> None:
     assert build(tensor_parallel()).same_draws
 
 
-def test_data_stays_right_in_expectation() -> None:
+def test_forked_dropout_keeps_the_expectation() -> None:
     sch = tensor_parallel()
     sch["inner"].fork_rng()
     run = jax.jit(build(sch).apply)
     keys = jax.random.split(KEY, 8)
     hidden = np.mean([run(PARAMS, X, key)[0] for key in keys], 0)
     expected = jax.nn.relu(X @ PARAMS["params"]["up"]["kernel"] + 0.1)
-    # 8 * 128 draws for each hidden feature: a deviation of sqrt(0.25 / 0.75 / 1024) = 1.8 %.
+    # each hidden feature has 8 * 128 draws: a deviation of sqrt(0.25 / 0.75 / 1024) = 1.8 %
     np.testing.assert_allclose(hidden.mean(0), expected.mean(0), rtol=0.08)
 
 
@@ -87,7 +87,7 @@ def test_devices_draw_no_more_than_their_shards() -> None:
     assert "u32[128,64]" not in forked
 
 
-def test_the_batch_axis_forks_too() -> None:
+def test_shards_along_the_batch_axis_draw_different_masks() -> None:
     sch = tensor_parallel((2, 2), "y")
     sch["inner"].fork_rng()
     hidden, result = build(sch, batch_axis="x").apply(PARAMS, X, KEY)
@@ -99,10 +99,10 @@ def test_the_batch_axis_forks_too() -> None:
     assert not any(
         np.array_equal(one, other) for k, one in enumerate(blocks) for other in blocks[:k]
     )
-    np.testing.assert_array_equal(result != 0, RESULT != 0)  # Not forked: the model's mask.
+    np.testing.assert_array_equal(result != 0, RESULT != 0)  # `outer` is not forked
 
 
-def test_a_draw_that_is_read_whole_and_split_stays_whole() -> None:
+def test_a_draw_with_split_and_whole_uses_is_not_forked() -> None:
     def model(params: Any, x: jax.Array, key: jax.Array) -> Any:
         noise = jax.random.normal(key, (8, 16))
         with jax.named_scope("up"):
@@ -111,10 +111,10 @@ def test_a_draw_that_is_read_whole_and_split_stays_whole() -> None:
     x, params = jnp.ones((8, 4)), {"w": jnp.ones((4, 16))}
     sch = create_schedule(model, params, [x, KEY], mesh=WAYS)
     sch.shard("w", axis=1).fork_rng()
-    for found, expected in zip(
+    for result, expected in zip(
         build(sch).apply(params, x, KEY), model(params, x, KEY), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_draw_that_is_read_whole_and_split_stays_whole() -> None:
     ],
     ids=["relu", "relu6", "nested", "recomputed"],
 )
-def test_a_draw_is_split_through_what_has_a_derivative_of_its_own(positive: Any) -> None:
+def test_a_draw_is_split_through_functions_with_a_custom_derivative(positive: Any) -> None:
     def model(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         return (x @ params["w"]) * positive(jax.random.normal(key, (8, 16)))
 
@@ -135,16 +135,16 @@ def test_a_draw_is_split_through_what_has_a_derivative_of_its_own(positive: Any)
     sch = create_schedule(model, params, [x, KEY], mesh=WAYS)
     sch.shard("w", axis=1).fork_rng()
     run = build(sch).apply
-    found = np.asarray(run(params, x, KEY)) / 4
-    drawn = parts(found)
-    assert not any(np.allclose(one, other) for k, one in enumerate(drawn) for other in drawn[:k])
+    draws = np.asarray(run(params, x, KEY)) / 4
+    shards = shards_of(draws)
+    assert not any(np.allclose(one, other) for k, one in enumerate(shards) for other in shards[:k])
     assert "u32[8,16]" not in str(jax.make_jaxpr(run)(params, x, KEY))
     gradient = jax.grad(lambda p: jnp.sum(run(p, x, KEY)))(params)["w"]
-    np.testing.assert_allclose(gradient, np.broadcast_to(found.sum(0), (4, 16)), rtol=1e-4)
+    np.testing.assert_allclose(gradient, np.broadcast_to(draws.sum(0), (4, 16)), rtol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["gspmd", "auto"])
-def test_the_other_backends_draw_what_one_device_draws(backend: Any) -> None:
+def test_other_backends_draw_as_one_device_does(backend: Any) -> None:
     sch = tensor_parallel()
     sch.fork_rng()
     built = build(sch, backend)
@@ -154,10 +154,7 @@ def test_the_other_backends_draw_what_one_device_draws(backend: Any) -> None:
 
 
 def test_gradients_are_those_of_the_mask_that_was_drawn() -> None:
-    """The loss is the mean of squares.
-
-    The gradient of a bias is 2 * hidden / size / (1 - rate) under the mask, summed over rows.
-    """
+    """The gradient of a bias is the sum over rows of 2 * hidden / size / (1 - rate)."""
     sch = tensor_parallel()
     sch["inner"].fork_rng()
     run = build(sch).apply
@@ -167,13 +164,13 @@ def test_gradients_are_those_of_the_mask_that_was_drawn() -> None:
     np.testing.assert_allclose(gradients["params"]["up"]["bias"], expected, rtol=1e-4)
 
 
-def test_verify_checks_the_rest_of_the_schedule() -> None:
+def test_verify_passes_with_a_forked_mask() -> None:
     sch = tensor_parallel()
     sch["inner"].fork_rng()
     Verify(sch, [X, KEY]).check()
 
 
-def test_what_draws_nothing_is_not_forked() -> None:
+def test_forking_a_module_without_random_numbers_is_refused() -> None:
     with pytest.raises(
         DirectiveError, match="linear1 draws no random numbers: put fork_rng on what has dropout"
     ):

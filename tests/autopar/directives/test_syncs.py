@@ -19,7 +19,8 @@ from autopar.directives import (
 )
 from tests.autopar.directives.scheduled_models import collectives, mlp_schedule
 
-# How the first layer's output, split by features, is gathered; whether the second kernel is split.
+# (op, axis, backward) of the sync of the first layer, whose output is split by features; the value
+# says whether the second kernel is split
 FIRST = {
     ("all_gather", None, "scatter"): False,
     ("all_gather", 1, "reduce_scatter"): True,
@@ -29,10 +30,12 @@ FIRST = {
     ("RS->SR", None, None): False,
     (None, None, None): True,
 }
-SECOND = {  # how the second layer's partial sums are
+# (op, axis) of the sync of the second layer, if its kernel is split and if it is not
+SECOND = {
     True: [("all_reduce", None), ("reduce_scatter", 0), ("reduce_scatter", -1)],
     False: [(None, None), ("scatter", 0), ("RR->SR", None), ("RR->RS", None)],
 }
+# (op, axis) of the sync of the second layer if its input is split by rows
 SPLIT_BY_ROWS = [(None, None), ("SR->RS", None), ("SR->RR", None), ("all_gather", 0)]
 
 
@@ -52,19 +55,19 @@ def layers_schedule(rows: int, hidden: int, out: int, ways: Any) -> tuple[ModelS
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(st.data())
-def test_any_sync_that_fits_keeps_the_value_and_every_gradient(data: st.DataObject) -> None:
+def test_any_valid_sync_keeps_the_value_and_every_gradient(data: st.DataObject) -> None:
     ways = data.draw(st.sampled_from([1, 2, 4]))
     sch, x = layers_schedule(*(ways * data.draw(st.integers(1, 3)) for _ in range(3)), ways)
     sch.shard("first", axis=1)
     op, axis, backward = data.draw(st.sampled_from(list(FIRST)))
     contracts = FIRST[op, axis, backward]
-    # After the first layer, or before the second: the same value, the same collective.
-    at, mode = data.draw(st.sampled_from([("first", "fwd_post"), ("second", "fwd_pre")]))
+    # a sync after the first layer and one before the second are equivalent
+    path, mode = data.draw(st.sampled_from([("first", "fwd_post"), ("second", "fwd_pre")]))
     if op is not None:
-        sch[at].sync(
+        sch[path].sync(
             mode, op, axis=axis, backward=backward or ("scatter" if not contracts else None)
         )
-    if contracts:  # Each device takes its own rows, of a split or of a gathered value.
+    if contracts:
         sch.shard("second", axis=0)
     op, axis = data.draw(st.sampled_from(SPLIT_BY_ROWS if op == "RS->SR" else SECOND[contracts]))
     if op is not None:
@@ -92,7 +95,7 @@ def test_gradients_of_a_scatter_are_gathered(
 
 
 @pytest.mark.parametrize("backward", ["scatter", "reduce_scatter"])
-def test_an_all_gather_hands_back_gradients_as_it_is_told(backward: Any) -> None:
+def test_backward_selects_the_collective_of_an_all_gathers_gradient(backward: Any) -> None:
     """Replicated consumers let each device keep its part; sharded consumers need a sum."""
     sch, x = layers_schedule(4, 16, 8, 4)
     sch.shard("first", axis=1)
@@ -137,7 +140,7 @@ def test_an_all_gather_hands_back_gradients_as_it_is_told(backward: Any) -> None
         ),
     ],
 )
-def test_a_sync_that_can_not_be_meant_is_refused_at_once(
+def test_an_invalid_sync_is_refused_when_it_is_given(
     mode: Any, op: str, options: Any, message: str
 ) -> None:
     with pytest.raises(DirectiveError, match=message):
@@ -156,7 +159,7 @@ def test_a_sync_that_can_not_be_meant_is_refused_at_once(
         ("SR->RR", {}, "it is whole, not SR over 'x'"),
     ],
 )
-def test_a_sync_that_does_not_fit_the_value_says_what_it_is(
+def test_the_error_of_a_sync_that_does_not_fit_has_the_layout_of_the_value(
     op: str, options: Any, message: str
 ) -> None:
     sch, _ = layers_schedule(6, 16, 8, 4)
@@ -165,7 +168,7 @@ def test_a_sync_that_does_not_fit_the_value_says_what_it_is(
         build(sch)
 
 
-def test_a_function_that_leaves_values_different_is_refused() -> None:
+def test_a_sync_function_whose_results_differ_between_devices_is_refused() -> None:
     sch, x = layers_schedule(4, 16, 8, 4)
     sch.shard("first", axis=1).shard("second", axis=0)
     sch["second"].sync("fwd_post", lambda value: value * 2)
@@ -176,11 +179,11 @@ def test_a_function_that_leaves_values_different_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mesh", [4, (2, 2)])
-def test_a_function_makes_gradients_whole(mesh: Any) -> None:
-    """Slapo's backward hook may be an all_reduce by hand; Verify finds anything else."""
+def test_a_sync_function_of_gradients_must_be_an_all_reduce(mesh: Any) -> None:
+    """Slapo's backward hook may be written as a psum. Verify detects other functions."""
     axis = {"mesh_axis": "y"} if mesh == (2, 2) else {}
 
-    def made(function: Any) -> tuple[ModelSchedule, jax.Array]:
+    def schedule_with_sync(function: Any) -> tuple[ModelSchedule, jax.Array]:
         sch, x = layers_schedule(8, 16, 8, mesh)
         sch["first"].sync("bwd_post", function, **axis)
         sch.shard("first", axis=1, **axis).shard("second", axis=0, **axis)
@@ -188,23 +191,23 @@ def test_a_function_makes_gradients_whole(mesh: Any) -> None:
         return sch, x
 
     name = axis.get("mesh_axis", "x")
-    sch, x = made(lambda gradient: jax.lax.psum(gradient, name))
+    sch, x = schedule_with_sync(lambda gradient: jax.lax.psum(gradient, name))
     Verify(sch, [x], batch_axis="x" if axis else None).check()
     run = build(sch).apply
     gradient = jax.jit(jax.grad(lambda x, params: jnp.sum(run(params, x) ** 2)))
     assert collectives(gradient.lower(x, sch.params).compile()) == {"all-reduce": 2}
-    sch, x = made(lambda gradient: 2 * jax.lax.psum(gradient, name))
+    sch, x = schedule_with_sync(lambda gradient: 2 * jax.lax.psum(gradient, name))
     with pytest.raises(
         VerificationError,
         match=r"gradient of argument 0 differs .* at fault is sync\(mode=bwd_post",
     ):
         Verify(sch, [x]).check()
-    sch, x = made(lambda gradient: gradient)
+    sch, x = schedule_with_sync(lambda gradient: gradient)
     with pytest.raises(
         DirectiveError, match=f"returns values that still differ between the devices of '{name}'"
     ):
         Verify(sch, [x]).check()
-    sch, x = made(lambda gradient: jax.lax.psum(gradient.sum(), name))
+    sch, x = schedule_with_sync(lambda gradient: jax.lax.psum(gradient.sum(), name))
     with pytest.raises(
         DirectiveError, match=r"makes float32\[\] of a gradient that is float32\[8, 8\]"
     ):
@@ -215,7 +218,7 @@ def test_a_function_makes_gradients_whole(mesh: Any) -> None:
         build(sch, "gspmd")
 
 
-def test_a_function_of_gradients_is_refused_where_they_are_no_sums() -> None:
+def test_a_sync_function_of_gradients_that_are_no_partial_sums_is_refused() -> None:
     sch, _ = layers_schedule(8, 16, 8, 4)
     sch.shard("first", axis=1).shard("second", axis=0)
     sch["second"].sync("fwd_post", "all_reduce").sync(

@@ -24,7 +24,8 @@ def test_every_array_gets_the_sharding_of_its_spec() -> None:
     [
         (
             P("i"),
-            r"argument batch/x: dim 0 of its shape \(6, 4\) can't be split over the 4 devices along i; use a multiple of 4",
+            r"argument batch/x: dim 0 of its shape \(6, 4\) can't be split over the 4 devices "
+            r"along i; use a multiple of 4",
         ),
         (
             P(None, ("i", "j")),
@@ -34,6 +35,6 @@ def test_every_array_gets_the_sharding_of_its_spec() -> None:
         (P(None, None, "i"), r"batch/x: .* is for 3 dims, but its shape \(6, 4\) has 2"),
     ],
 )
-def test_what_does_not_fit_is_named(spec: PartitionSpec, message: str) -> None:
+def test_an_argument_that_its_spec_does_not_fit_is_named(spec: PartitionSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shardings(MESH, {"batch": {"x": spec}}, {"batch": {"x": np.zeros((6, 4))}})

@@ -32,10 +32,10 @@ def mapped(function: Callable, **options: Any) -> Callable:
     return jax.jit(jax.shard_map(function, mesh=MESH, **options))
 
 
-def test_pmean_of_the_gradient_is_as_many_times_too_large_as_there_are_devices() -> None:
+def test_pmean_of_a_gradient_is_too_large_by_the_number_of_devices() -> None:
     expected = jax.grad(loss)(W, X)
-    trapped = mapped(lambda w, x: jax.lax.pmean(jax.grad(loss)(w, x), "data"))(W, X)
-    np.testing.assert_allclose(trapped, 4 * expected, rtol=1e-4, atol=1e-6)  # Silently.
+    averaged = mapped(lambda w, x: jax.lax.pmean(jax.grad(loss)(w, x), "data"))(W, X)
+    np.testing.assert_allclose(averaged, 4 * expected, rtol=1e-4, atol=1e-6)  # no error is raised
     value, grad = mapped(manual.value_and_grad(loss, axis="data"))(W, X)
     np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(value, loss(W, X), rtol=1e-5)
@@ -44,14 +44,14 @@ def test_pmean_of_the_gradient_is_as_many_times_too_large_as_there_are_devices()
 @settings(max_examples=8)
 @given(
     sizes=st.tuples(*[st.integers(1, 3)] * 3),
-    place=st.sampled_from(["replicated", "gathered", "columns"]),
+    layout=st.sampled_from(["replicated", "gathered", "columns"]),
     axis=st.sampled_from(["data", ("data", "tensor")]),
 )
-def test_gradients_of_replicated_and_sharded_parameters_are_those_of_one_device(
-    sizes: tuple[int, int, int], place: str, axis: Any
+def test_gradients_of_replicated_and_sharded_parameters_equal_one_device(
+    sizes: tuple[int, int, int], layout: str, axis: Any
 ) -> None:
-    if place == "columns":
-        axis = "data"  # the other one is taken
+    if layout == "columns":
+        axis = "data"  # the parameters are split over the other axis
     batch, width, out = (8 * size for size in sizes)
     draw = np.random.default_rng(0)
     x, w, b = (
@@ -63,7 +63,7 @@ def test_gradients_of_replicated_and_sharded_parameters_are_those_of_one_device(
         return jnp.mean(jax.nn.gelu(x @ params["w"] + params["b"]) ** 2)
 
     def local(params: Any, x: jax.Array) -> jax.Array:
-        match place:
+        match layout:
             case "gathered":
                 return serial({**params, "w": manual.all_gather(params["w"], axis, 0)}, x)
             case "columns":
@@ -75,7 +75,7 @@ def test_gradients_of_replicated_and_sharded_parameters_are_those_of_one_device(
         "replicated": {"w": P(), "b": P()},
         "gathered": {"w": P(axis), "b": P()},
         "columns": {"w": P(None, "tensor"), "b": P("tensor")},
-    }[place]
+    }[layout]
     step = mapped(
         manual.value_and_grad(local, axis=axis), in_specs=(specs, P(axis)), out_specs=(P(), specs)
     )
@@ -83,15 +83,15 @@ def test_gradients_of_replicated_and_sharded_parameters_are_those_of_one_device(
     assert_allclose(step(params, x), jax.value_and_grad(serial)(params, x), rtol=1e-3, atol=1e-6)
 
 
-def test_a_parameter_that_is_used_twice_is_synchronised_once() -> None:
+def test_a_parameter_that_is_used_twice_is_synchronized_once() -> None:
     step = mapped(manual.value_and_grad(loss, axis="data"))
     text = step.lower(W, X).as_text()
-    assert text.count('"stablehlo.all_reduce"') == 2  # Of the gradient and of the loss.
-    careless = mapped(jax.value_and_grad(lambda w, x: jax.lax.pmean(loss(w, x), "data")))
-    assert careless.lower(W, X).as_text().count('"stablehlo.all_reduce"') == 3
+    assert text.count('"stablehlo.all_reduce"') == 2  # one of the gradient, one of the loss
+    unsynchronized = mapped(jax.value_and_grad(lambda w, x: jax.lax.pmean(loss(w, x), "data")))
+    assert unsynchronized.lower(W, X).as_text().count('"stablehlo.all_reduce"') == 3
 
 
-def test_auxiliary_values_and_several_arguments_are_as_jax_has_them() -> None:
+def test_auxiliary_values_and_several_arguments_equal_those_of_jax() -> None:
     def with_aux(w: jax.Array, x: jax.Array) -> Any:
         return loss(w, x), x.sum(0)
 

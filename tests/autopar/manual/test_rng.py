@@ -12,7 +12,7 @@ MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("i", "j"), axis_types=(AxisT
 
 
 def keys(axis) -> np.ndarray:
-    """Return the key of every device by its place in the mesh."""
+    """Return the key of every device, by its position in the mesh."""
     fold = partial(fold_rng_over_axis, axis=axis)
     folded = jax.shard_map(
         fold, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(("i", "j"))
@@ -32,12 +32,12 @@ def test_keys_differ_along_the_axis_and_nowhere_else() -> None:
     )
 
 
-def test_folded_over_all_axes_every_device_has_a_key_of_its_own() -> None:
+def test_every_device_has_its_own_key_if_the_key_is_folded_over_all_axes() -> None:
     folded = [jax.random.fold_in(jax.random.PRNGKey(0), device) for device in range(8)]
     np.testing.assert_array_equal(keys(("i", "j")).reshape(8, 2), folded)
 
 
-def test_dropout_on_shards_has_the_same_mask_everywhere_unless_the_key_is_folded() -> None:
+def test_shards_have_the_same_dropout_mask_unless_the_key_is_folded() -> None:
     def masks(fold: bool) -> np.ndarray:
         def mask(key: jax.Array) -> jax.Array:
             key = fold_rng_over_axis(key, ("i", "j")) if fold else key

@@ -51,7 +51,7 @@ NAMES = replace(
 
 
 @pytest.mark.slow
-def test_a_schedule_takes_the_names_of_the_model() -> None:
+def test_a_shipped_schedule_applies_to_other_module_names() -> None:
     """The feed-forward layer of a block is not a module, and attention is Flax's."""
     sch = scheduled(Decoder(), TOKENS)
     knobs = Knobs(
