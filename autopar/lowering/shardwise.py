@@ -13,7 +13,7 @@ from autopar.ir.evaluate import Apply, as_traced
 from autopar.ir.spec import AnyMesh, LogicalMesh, Spec, partition_spec, replicated
 from autopar.microbatch.accumulation import complete_sum, spec_along
 from autopar.plan import Stage
-from autopar.primitives import bind_shards, is_partitioned_wrongly, op_factors
+from autopar.primitives import bind_shards, op_factors, runs_on_shards
 from autopar.primitives.factors import assignment_of
 
 type PinnedSpecs = Mapping[tuple[int, str], Mapping[int, Spec]]
@@ -39,7 +39,7 @@ def shardwise(mesh: AnyMesh, pinned: PinnedSpecs | None = None) -> Apply:
     specs = pinned or {}
 
     def apply(number: int, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        if not is_partitioned_wrongly(eqn):
+        if not runs_on_shards(eqn):
             return as_traced(number, eqn, operands)
         return _on_shards(
             eqn, operands, specs.get((number, "in"), {}), specs.get((number, "out"), {}), mesh

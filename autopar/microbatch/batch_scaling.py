@@ -26,7 +26,7 @@ from autopar.ir.graph import Atom, Where, aval_of, constant, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable, power_of
 from autopar.primitives import op_factors, record_of
-from autopar.primitives.linearity import adds, data_operands, is_exact, is_linear
+from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,8 @@ class BatchScalings:
         """Return the scalings of the results if operands are replaced; None if that doesn't help.
 
         A statistic is replaced by that of the whole batch. A summand that does not grow with the
-        batch, added to a sum over the batch, is divided by the number of microbatches.
+        batch, added to a sum over the batch, is divided by the number of microbatches. What a
+        nonlinear equation reads is scaled to its value in the whole batch.
         """
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
         where = Where(eqn)
@@ -340,7 +341,18 @@ class BatchScalings:
         return None
 
     def _scaled(self, eqn: JaxprEqn, kinds: list[BatchScaling]) -> dict[int, int]:
-        """Return the powers of `count` by which to divide operands of a sum; update `kinds`."""
+        """Return the powers of `count` by which to divide operands; update `kinds`.
+
+        The summands of a sum get the same power. The operands of a nonlinear equation get the
+        values that they have in the whole batch.
+        """
+        if algebra_of(eqn) is None:
+            grown = {k: -kind.power for k, kind in enumerate(kinds) if kind.power}
+            if any(is_exact(eqn.invars[k]) for k in grown):
+                return {}
+            for k in grown:
+                kinds[k] = replace(kinds[k], power=0)
+            return grown
         if not adds(eqn) or is_exact(eqn.outvars[0]):
             return {}
         known = {k: power for k in data_operands(eqn) if (power := kinds[k].power) is not None}

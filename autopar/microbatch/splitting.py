@@ -207,7 +207,7 @@ def _repaired(
     return jaxpr.replace(eqns=eqns), later, combine
 
 
-def _divided(by: int, value: jax.Array) -> jax.Array:
+def _divided(by: float, value: jax.Array) -> jax.Array:
     return (value / by).astype(value.dtype)
 
 

@@ -14,7 +14,7 @@ from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
 from autopar.plan import MemorySplit, Plan, ShardingConstraint, Stage, TimeSplit, Value
-from autopar.primitives import is_partitioned_wrongly, record_of
+from autopar.primitives import record_of, runs_on_shards
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.plan_shardings import Shardings, plan_shardings
@@ -92,7 +92,7 @@ def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:
 
     def stays(constraint: ShardingConstraint) -> bool:
         eqn = eqns[constraint.eqn]
-        return is_partitioned_wrongly(eqn) or (eqn.primitive is name_p and constraint.side == "out")
+        return runs_on_shards(eqn) or (eqn.primitive is name_p and constraint.side == "out")
 
     stage = stage.model_copy(update={"constraints": tuple(filter(stays, stage.constraints))})
     warning = (

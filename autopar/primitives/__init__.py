@@ -21,6 +21,7 @@ from autopar.primitives import (
     moves,
     opaque,
     order,
+    pallas_kernels,
     pointwise,
     random,
     reduce,
@@ -36,11 +37,11 @@ __all__ = [
     "MissingRuleError",
     "PrimitiveRecord",
     "bind_shards",
-    "is_partitioned_wrongly",
     "kernel_of",
     "op_factors",
     "record_of",
     "register",
+    "runs_on_shards",
 ]
 
 FAMILIES = {
@@ -52,6 +53,7 @@ FAMILIES = {
     "moves": moves.RECORDS,
     "opaque": opaque.RECORDS,
     "order": order.RECORDS,
+    "pallas_kernels": pallas_kernels.RECORDS,
     "pointwise": pointwise.RECORDS,
     "random": random.RECORDS,
     "reduce": reduce.RECORDS,
@@ -116,10 +118,10 @@ def bind_shards(
     return arrays
 
 
-def is_partitioned_wrongly(eqn: JaxprEqn) -> bool:
-    """Return whether XLA's partitioner computes wrong numbers for the equation.
+def runs_on_shards(eqn: JaxprEqn) -> bool:
+    """Return whether the equation runs on shards (`bind_shards`), not through XLA's partitioner.
 
-    Such an equation runs on shards instead (`bind_shards`).
+    The partitioner would compute wrong numbers, or all of the results on every device.
     """
-    defect = record_of(eqn).is_partitioned_wrongly
-    return defect is not None and defect(eqn)
+    condition = record_of(eqn).runs_on_shards
+    return condition is not None and condition(eqn)

@@ -174,7 +174,7 @@ RECORDS = {
         fusion="contraction",
         layouts=conv_layouts,
         algebra="product",
-        is_partitioned_wrongly=_has_groups,
+        runs_on_shards=_has_groups,
     ),
     "dot_general": PrimitiveRecord(
         factors=_dot_general,

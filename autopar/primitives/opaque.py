@@ -8,7 +8,6 @@ _WHOLE = PrimitiveRecord(factors=replicated)
 RECORDS = {
     "cholesky_update": _WHOLE,
     "custom_linear_solve": _WHOLE,
-    "pallas_call": PrimitiveRecord(factors=replicated, runs_body=True),
     "pure_callback": _WHOLE,
     "random_gamma": _WHOLE,
     "rng_bit_generator": _WHOLE,

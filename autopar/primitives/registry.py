@@ -107,7 +107,8 @@ class PrimitiveRecord:
         commutes: whether its two operands may be exchanged.
         collective: the collective that it is inside a `jax.shard_map` region.
         runs_body: whether it runs a jaxpr of its own, of unknown cost.
-        is_partitioned_wrongly: whether XLA's partitioner computes wrong numbers for an equation.
+        runs_on_shards: whether an equation runs on shards, because XLA's partitioner would compute
+            wrong numbers, or all of the results on every device.
     """
 
     factors: ShardingRule = _whole_or_refused
@@ -123,7 +124,7 @@ class PrimitiveRecord:
     commutes: bool = False
     runs_body: bool = False
     collective: CollectiveKind | None = None
-    is_partitioned_wrongly: Callable[[JaxprEqn], bool] | None = None
+    runs_on_shards: Callable[[JaxprEqn], bool] | None = None
 
     @property
     def is_replicated_only(self) -> bool:

@@ -10,7 +10,7 @@ from jax.extend.core import Var
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Spec, replicated
 from autopar.ir.step_graph import StepGraph
-from autopar.primitives import is_partitioned_wrongly
+from autopar.primitives import runs_on_shards
 from autopar.sharding.objective import Decisions, Placement
 from autopar.sharding.reshard_hoisting import passes_moves
 
@@ -126,7 +126,7 @@ class _ConstraintBuilder:
     def constrain_shardwise(self) -> None:
         """Constrain all operands of equations that run on shards because XLA gets them wrong."""
         for use in self.decisions.uses:
-            if use.eqn is not None and is_partitioned_wrongly(self.step.jaxpr.eqns[use.eqn]):
+            if use.eqn is not None and runs_on_shards(self.step.jaxpr.eqns[use.eqn]):
                 required = use.required[self.choice[use.decision]]
                 self.operands.append(Constraint(use.eqn, "in", use.operand, required))
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.ir.spec import LogicalMesh
-from autopar.primitives import is_partitioned_wrongly
+from autopar.primitives import runs_on_shards
 from autopar.sharding.options import ShardingOptions
 from autopar.testing import assert_allclose
 from tests.autopar.sharding.equation_cases import CASES
@@ -179,7 +179,7 @@ def test_every_split_of_a_convolution_with_groups_is_right(label):
     ((eqn, operands),) = [
         equation
         for equation in equations("conv_general_dilated", fun, args)
-        if is_partitioned_wrongly(equation[0])
+        if runs_on_shards(equation[0])
     ]
     splits = list(wrong_splits(eqn, operands, mesh))
     assert len(splits) > 1

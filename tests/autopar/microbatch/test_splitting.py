@@ -136,6 +136,10 @@ REPAIRED = {
         (per_example(p, b) * normalised(b["mask"])).mean() + mean_loss(p, b)
     ),
     "sum with weight decay": lambda p, b: per_example(p, b).sum() + (p["w"] ** 2).sum(),
+    "square root of the size of the batch": lambda p, b: (
+        mean_loss(p, b) * jnp.sqrt(b["x"].shape[0])
+    ),
+    "gradients limited per example": lambda p, b: limited(per_example(p, b)).mean(),
 }
 
 GROUPED = {
@@ -148,6 +152,15 @@ GROUPED = {
         outputs(p, b).sum(1) * jnp.tile(p["w"][:2, 0], len(b["x"]) // 2)
     ).mean(),
 }
+
+
+@jax.custom_vjp
+def limited(x):
+    """Return `x`, the gradient of which is a nonlinear function of the gradient of the result."""
+    return x
+
+
+limited.defvjp(lambda x: (x, None), lambda _, gradient: (jnp.tanh(20 * gradient),))
 
 
 def preferences(scores, size):
@@ -182,7 +195,6 @@ REFUSED = {
     "tiled examples": lambda p, b: (
         jnp.tile(outputs(p, b), (2, 1)).reshape(2, -1, 3).max(0)
     ).mean(),
-    "size of the batch": lambda p, b: mean_loss(p, b) * jnp.sqrt(b["x"].shape[0]),
 }
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 type Sizes = Callable[[], int]
 type Built = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -37,6 +38,18 @@ def _matrices(fun: Callable[..., Any], count: int = 1) -> Case:
         return fun, (half @ half.swapaxes(-1, -2) + 9 * np.eye(4, dtype=np.float32),) * count
 
     return case
+
+
+def _pallas_exp(x: Any) -> Any:
+    """Compute exp row by row, in a kernel."""
+
+    def kernel(x: Any, out: Any) -> None:
+        out[...] = jnp.exp(x[...])
+
+    spec = pl.BlockSpec((1, x.shape[1]), lambda row: (row, 0))
+    return pl.pallas_call(
+        kernel, x, grid=(len(x),), in_specs=[spec], out_specs=spec, interpret=True
+    )(x)
 
 
 def _dot(numbers: tuple) -> Callable[[Any, Any], Any]:
@@ -349,6 +362,8 @@ CASES: dict[str, Case] = {
     "triangular_solve": _matrices(lambda a, b: lax.linalg.triangular_solve(a, b), 2),
     "tridiagonal": _matrices(lax.linalg.tridiagonal),
     "tridiagonal_solve": _matrices(lambda a: lax.linalg.tridiagonal_solve(a[..., 0], a[..., 1] + 20, a[..., 2], a)),
+    # pallas_kernels
+    "pallas_call": _on(_pallas_exp),
     # random
     "threefry2x32": lambda size: (
         lambda x: jax.extend.random.threefry2x32_p.bind(np.uint32(1), np.uint32(2), x, 2 * x),
