@@ -4,7 +4,9 @@ An error is one bounded line that names the file and says what was expected.
 """
 
 import json
+import os
 import reprlib
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,14 +91,23 @@ def read_text(
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file.
+    """Write a file as a whole: after an error, the former file is still there.
 
     Raises:
         FileError: it can't be written, e.g. because its folder doesn't exist.
     """
+    target = Path(os.path.realpath(path))
+    is_special = target.exists() and not target.is_file()  # /dev/stdout, a pipe, or a folder
+    partial = target if is_special else target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
+        if not is_special:
+            if target.exists():
+                shutil.copymode(target, partial)
+            partial.replace(target)
     except OSError as reason:
+        if not is_special:
+            partial.unlink(missing_ok=True)
         raise unwritable(path, reason) from None
 
 
@@ -114,18 +125,23 @@ def check_writable(*paths: Path | None) -> None:
         paths: the files; None for an output that is not wanted.
 
     Raises:
-        FileError: a path is a folder, or its folder doesn't exist.
+        FileError: a path is a folder, its folder doesn't exist, or either can't be written to.
     """
     for path in paths:
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            reason = (
-                "it is a folder"
-                if path.is_dir()
-                else f"there is no folder {path.absolute().parent}"
-            )
-            raise FileError(
-                f"{path}: can't be written ({reason}); expected a file in a folder that is there"
-            )
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if path.is_dir():
+            reason = "it is a folder"
+        elif not folder.is_dir():
+            reason = f"there is no folder {folder}"
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            reason = "no permission to write"
+        else:
+            continue
+        raise FileError(
+            f"{path}: can't be written ({reason}); expected a file in a folder that is there"
+        )
 
 
 def parse_json(text: str, source: object, error: type[ValueError] = FileError) -> Any:

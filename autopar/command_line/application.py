@@ -7,11 +7,17 @@ from autopar.command_line.explain_command import explain
 from autopar.command_line.hardware_commands import calibrate, clusters
 from autopar.command_line.new_command import new
 from autopar.command_line.plan_commands import diff, plan, predict, show
-from simulator.cli import fit, llm, schema, simulate, validate
+from simulator.cli.error_lines import OneLineErrors, with_debug
+from simulator.cli.hardware_file_commands import fit, schema
+from simulator.cli.prediction_commands import llm, simulate
+from simulator.cli.validate_command import validate
 
 app = typer.Typer(
-    help="Plans, runs and predicts parallel training of JAX steps.", no_args_is_help=True
+    name="autopar",
+    cls=OneLineErrors,
+    help="Plans, runs and predicts parallel training of JAX steps.",
 )
+app.callback()(with_debug)
 for command in (
     *(new, plan, show, predict, diff, explain, compare),
     *(simulate, llm, validate),

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autopar.command_line.named_methods import (
     MethodName,
@@ -13,10 +11,19 @@ from autopar.command_line.named_methods import (
     cluster_of_hosts,
     plan_with,
 )
-from autopar.command_line.plan_commands import ClusterNames, Hosts, MicroBatches
-from autopar.command_line.usage import Json, StepPlace, print_json, print_table, usage_errors
+from autopar.command_line.plan_commands import predict_step
+from autopar.command_line.planning_progress import planning_progress
+from autopar.command_line.usage import (
+    MIN_WIDTH,
+    ClusterNames,
+    Hosts,
+    MicroBatches,
+    StepPlace,
+    unique,
+)
 from autopar.command_line.user_step import UserStep, load_step
-from autopar.prediction.predicting import predict
+from simulator.cli.common_options import Json, print_json, print_table
+from simulator.cli.error_lines import NegativeAnswer, usage_errors
 from simulator.engine.prediction import Prediction
 from simulator.files import one_line
 from simulator.hardware.heterogeneous import AnyCluster
@@ -38,39 +45,33 @@ def compare(
 ) -> None:
     """Plan a step with several methods, and predict time and memory of each in a column.
 
-    Predictions use the planner's model; `autopar predict --compiled` compiles a plan.
+    Predictions use the planner's model; `autopar predict --compiled` compiles a plan. The exit code
+    is 1 if no method has a plan.
     """
     with usage_errors():
-        clusters = {name: cluster_of_hosts(name, hosts) for name in cluster}
-    methods = list(dict.fromkeys(method or _DEFAULT))
+        clusters = {name: cluster_of_hosts(name, hosts) for name in unique(cluster)}
+    methods = [MethodName(name) for name in unique(method or _DEFAULT)]
     user_step = load_step(step)
     predictions: dict[str, Prediction] = {}
     reasons: dict[str, str] = {}
     with (
-        Progress(
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        ) as progress,
+        planning_progress("comparing", len(clusters) * len(methods), as_json) as bar,
         user_step.usage_errors(),
     ):
-        task = progress.add_task("", total=len(clusters) * len(methods))
         for name, method_name, hardware in _pairs(clusters, methods):
-            progress.update(task, description=name)
+            bar.update(name)
             try:
                 predictions[name] = _predict(user_step, method_name, hardware, micro_batches)
             except NoFitError as error:
                 reasons[name] = one_line(error)
-            progress.advance(task)
+            bar.advance()
     if not predictions:
-        raise typer.BadParameter("; ".join(f"{name}: {why}" for name, why in reasons.items()))
+        raise NegativeAnswer("; ".join(f"{name}: {why}" for name, why in reasons.items()))
     if as_json:
         errors = {name: {"error": reason} for name, reason in reasons.items()}
         print_json(prediction_rows(predictions) | errors)
         return
-    print_table(prediction_table(predictions))
+    print_table(prediction_table(predictions), MIN_WIDTH)
     for name, reason in reasons.items():
         typer.echo(f"{name}: no plan: {reason}")
 
@@ -89,6 +90,4 @@ def _predict(
     step: UserStep, method: MethodName, cluster: AnyCluster, micro_batches: int | None
 ) -> Prediction:
     plan = plan_with(method, step, cluster, micro_batches)
-    return predict(
-        step.fun, step.args, plan, cluster, fidelity="analytic", **step.prediction_options
-    )
+    return predict_step(step, plan, cluster, "analytic")

@@ -11,18 +11,14 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.command_line.usage import (
-    Json,
-    PlanFile,
-    StepPlace,
-    load_plan,
-    print_json,
-    print_table,
-)
+from autopar.command_line.planning_progress import planning_progress
+from autopar.command_line.usage import MIN_WIDTH, PlanFile, StepPlace, load_plan
 from autopar.command_line.user_step import load_step
 from autopar.plan import Plan
 from autopar.planning.plan_step import planned_step
 from autopar.report import PlannedStep, decisions
+from simulator.cli.common_options import Json, print_json, print_table, shipped_clusters
+from simulator.cli.error_lines import usage_errors
 from simulator.costs.cost_model import ClusterCosts, CostModel
 from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
 from simulator.hardware.heterogeneous import HeterogeneousCluster
@@ -46,6 +42,7 @@ def explain(
         typer.Option(
             metavar="NAME_OR_FILE",
             help="The cluster that the plan was made for; needed if it is not a shipped one.",
+            autocompletion=shipped_clusters,
         ),
     ] = None,
     stage: Annotated[
@@ -59,11 +56,19 @@ def explain(
     """Explain why a value has its sharding: its costs, and the candidates that cost more."""
     loaded = load_plan(plan)
     stages = range(len(loaded.stages)) if stage is None else (stage,)
-    user_step = load_step(step)
-    with user_step.usage_errors():
-        planned = planned_step(user_step.fun, user_step.args, loaded, **user_step.batch_options)
+    with usage_errors():
         costs = _costs(loaded, cluster)
-        rows = [row for number in stages for row in _rows(planned, number, costs, runners_up)]
+    user_step = load_step(step)
+    rows: list[dict[str, Any]] = []
+    with (
+        planning_progress("explaining", len(stages), as_json) as bar,
+        user_step.usage_errors(),
+    ):
+        planned = planned_step(user_step.fun, user_step.args, loaded, **user_step.batch_options)
+        for number in stages:
+            bar.update(f"explaining stage {number}")
+            rows += _rows(planned, number, costs, runners_up)
+            bar.advance()
     selected = [row for row in rows if _matches(row, path)]
     if not selected:
         names = list(dict.fromkeys(row["name"] for row in rows))
@@ -75,11 +80,23 @@ def explain(
     if as_json:
         print_json(selected)
     else:
-        print_table(Group(*map(_explanation, selected)))
+        print_table(Group(*map(_explanation, selected)), MIN_WIDTH)
 
 
 def _costs(plan: Plan, cluster: str | None) -> CostModel | None:
-    """Return the costs of a cluster; None, for those of the plan's own, if it is a shipped one."""
+    """Return the cost model to explain a plan with.
+
+    Args:
+        plan: the plan.
+        cluster: the name or file of the cluster that the plan was made for, if it was given.
+
+    Returns:
+        The costs of `cluster`. None if it was not given and the plan names a shipped cluster:
+        `decisions` then uses the costs of that one.
+
+    Raises:
+        ValueError: no cluster was given, and the plan names none of the shipped ones.
+    """
     if cluster is None:
         if plan.cluster in cluster_names() + heterogeneous_cluster_names():
             return None

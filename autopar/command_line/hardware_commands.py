@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from autopar.command_line.usage import Json, print_json, print_table, usage_errors
+from autopar.command_line.usage import MIN_WIDTH
+from simulator.cli.common_options import Json, print_json, print_table, print_written
+from simulator.cli.error_lines import usage_errors
+from simulator.cli.progress_bars import progress_bar
 from simulator.files import check_writable
 from simulator.hardware.cluster import Cluster, cluster_names, heterogeneous_cluster_names
 from simulator.hardware.heterogeneous import load_cluster
@@ -34,13 +35,11 @@ def clusters(as_json: Json = False) -> None:
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*row.values())
-    print_table(table)
+    print_table(table, MIN_WIDTH)
 
 
 def calibrate(
-    output: Annotated[
-        Path, typer.Argument(help="The cluster file to write, .yaml.", dir_okay=False)
-    ],
+    output: Annotated[Path, typer.Argument(help="The cluster file to write, .yaml.")],
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds in which to measure.")] = 240.0,
     as_json: Json = False,
 ) -> None:
@@ -55,19 +54,17 @@ def calibrate(
     from autopar.calibrate import calibrate
     from simulator.calibration.shipped_profiles import write_profile
 
-    with Progress(
-        BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task("calibrating", total=1.0)
+    with progress_bar("calibrating", total=1.0, as_json=as_json) as bar:
         cluster = calibrate(
-            progress=lambda what, spent: bar.update(task, completed=spent, description=what),
-            budget=budget,
+            progress=lambda what, spent: bar.update(what, completed=spent), budget=budget
         )
-    write_profile(output, cluster)
+    with usage_errors():
+        write_profile(output, cluster)
+    print_written(output)
     if as_json:
         print_json(cluster.model_dump(mode="json"))
         return
-    print_table(_errors_table(cluster))
+    print_table(_errors_table(cluster), MIN_WIDTH)
     typer.echo(f"{output}: {cluster.description}; {cluster.source}")
 
 

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from autopar.command_line import template_step
-from autopar.command_line.usage import print_written, usage_errors
+from simulator.cli.common_options import print_written
+from simulator.cli.error_lines import usage_errors
 from simulator.files import check_writable, read_text, write_text
 
 

@@ -6,44 +6,30 @@ from typing import Annotated
 import typer
 
 from autopar.command_line.named_methods import MethodName, cluster_of_hosts, plan_with
+from autopar.command_line.planning_progress import planning_progress
 from autopar.command_line.usage import (
-    Json,
+    MIN_WIDTH,
+    ClusterName,
+    ClusterNames,
+    Hosts,
+    MicroBatches,
     PlanFile,
     StepPlace,
     load_plan,
-    print_json,
-    print_table,
-    print_written,
-    usage_errors,
+    unique,
 )
 from autopar.command_line.user_step import UserStep, load_step
 from autopar.plan import Plan
 from autopar.prediction import predicting
 from autopar.prediction.predicting import Fidelity
 from autopar.report import diff as report_diff
+from simulator.cli.common_options import Json, print_json, print_table, print_written
+from simulator.cli.error_lines import NO, usage_errors
+from simulator.cli.prediction_commands import print_predictions
 from simulator.engine.prediction import Prediction
 from simulator.files import check_writable
-from simulator.report.prediction_table import prediction_json, prediction_table
+from simulator.hardware.heterogeneous import AnyCluster
 from simulator.transformer.scenario_files import load_for_program
-
-ClusterName = Annotated[
-    str, typer.Option(metavar="NAME_OR_FILE", help="A shipped cluster, or a YAML file.")
-]
-ClusterNames = Annotated[
-    list[str],
-    typer.Option(
-        metavar="NAME_OR_FILE", help="A shipped cluster, or a YAML file; several to compare."
-    ),
-]
-Hosts = Annotated[
-    int | None, typer.Option(min=1, help="Number of hosts; by default that of the cluster.")
-]
-MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Number of microbatches; by default one, and the fastest for pipelines."
-    ),
-]
 
 
 def plan(
@@ -67,7 +53,10 @@ def plan(
         check_writable(output)
         hardware = cluster_of_hosts(cluster, hosts)
     user_step = load_step(step)
-    with user_step.usage_errors():
+    with (
+        planning_progress(f"planning with {method}", as_json=as_json),
+        user_step.usage_errors(),
+    ):
         made = plan_with(method, user_step, hardware, micro_batches)
         made.save(output)
     _print_plan(made, as_json)
@@ -94,31 +83,29 @@ def predict(
 ) -> None:
     """Predict the time and memory of a planned step on clusters, each in a column.
 
-    A cluster that is smaller than the plan's is extended by whole hosts.
+    A cluster that is smaller than the plan's is extended by whole hosts. The exit code is 1 if the
+    step fits in the memory of none of the clusters.
     """
     loaded = load_plan(plan)
+    with usage_errors():
+        devices = 1 + max(device for stage in loaded.stages for device in stage.devices)
+        clusters = {name: load_for_program(name, devices) for name in unique(cluster)}
     user_step = load_step(step)
     fidelity: Fidelity = "compiled" if compiled else "analytic"
-    with user_step.usage_errors():
-        predictions = {
-            name: predict_step(user_step, loaded, name, fidelity) for name in dict.fromkeys(cluster)
-        }
-    if as_json:
-        typer.echo(prediction_json(predictions))
-    else:
-        print_table(prediction_table(predictions))
+    predictions = {}
+    for name, hardware in clusters.items():
+        with (
+            planning_progress(f"predicting for {name}", as_json=as_json),
+            user_step.usage_errors(),
+        ):
+            predictions[name] = predict_step(user_step, loaded, hardware, fidelity)
+    print_predictions(predictions, as_json, MIN_WIDTH)
 
 
-def predict_step(step: UserStep, plan: Plan, cluster: str, fidelity: Fidelity) -> Prediction:
-    """Return the prediction of a planned step on a cluster with enough hosts for the plan."""
-    devices = 1 + max(device for stage in plan.stages for device in stage.devices)
+def predict_step(step: UserStep, plan: Plan, cluster: AnyCluster, fidelity: Fidelity) -> Prediction:
+    """Return the prediction of a planned step on a cluster."""
     return predicting.predict(
-        step.fun,
-        step.args,
-        plan,
-        load_for_program(cluster, devices),
-        fidelity=fidelity,
-        **step.prediction_options,
+        step.fun, step.args, plan, cluster, fidelity=fidelity, **step.prediction_options
     )
 
 
@@ -127,16 +114,21 @@ def diff(
     second: PlanFile,
     as_json: Json = False,
 ) -> None:
-    """Print the differences between two plans: shardings, settings, predicted time and memory."""
+    """Print the differences between two plans: shardings, settings, predicted time and memory.
+
+    The exit code is 1 if there are differences.
+    """
     difference = report_diff(load_plan(first), load_plan(second))
     if as_json:
         print_json({"lines": difference.lines})
     else:
         typer.echo(str(difference))
+    if difference:
+        raise typer.Exit(NO)
 
 
 def _print_plan(plan: Plan, as_json: bool) -> None:
     if as_json:
         typer.echo(plan.to_json())
     else:
-        print_table(plan.table())
+        print_table(plan.table(), MIN_WIDTH)

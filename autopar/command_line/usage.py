@@ -1,14 +1,14 @@
-"""What subcommands share: arguments, usage errors, tables and JSON on stdout."""
+"""What subcommands about steps and plans share: arguments and options, and reading plans."""
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
 
 from autopar.plan import Plan
-from simulator.cli import Json, usage_errors
+from simulator.cli.common_options import shipped_clusters
+from simulator.cli.error_lines import usage_errors
 
 PlanFile = Annotated[Path, typer.Argument(help="A file that `autopar plan` or Plan.save wrote.")]
 StepPlace = Annotated[
@@ -19,19 +19,34 @@ StepPlace = Annotated[
         " steps/my_step.py:make_step.",
     ),
 ]
-
-__all__ = [
-    "Json",
-    "PlanFile",
-    "StepPlace",
-    "load_plan",
-    "print_json",
-    "print_table",
-    "print_written",
-    "usage_errors",
+ClusterName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME_OR_FILE",
+        help="A shipped cluster, or a YAML file.",
+        autocompletion=shipped_clusters,
+    ),
+]
+ClusterNames = Annotated[
+    list[str],
+    typer.Option(
+        metavar="NAME_OR_FILE",
+        help="A shipped cluster, or a YAML file; several to compare.",
+        autocompletion=shipped_clusters,
+    ),
+]
+Hosts = Annotated[
+    int | None, typer.Option(min=1, help="Number of hosts; by default that of the cluster.")
+]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Number of microbatches; by default one, and the fastest for pipelines."
+    ),
 ]
 
-_MIN_WIDTH = 105
+MIN_WIDTH = 105
+"""Least width of tables, in characters, where stdout is not a terminal."""
 
 
 def load_plan(path: Path) -> Plan:
@@ -40,18 +55,6 @@ def load_plan(path: Path) -> Plan:
         return Plan.load(path)
 
 
-def print_table(table: RenderableType) -> None:
-    """Print a table, with room for its columns where stdout is not a terminal."""
-    console = Console()
-    console.width = max(console.width, _MIN_WIDTH)
-    console.print(table)
-
-
-def print_json(value: Any) -> None:
-    """Print a value as JSON."""
-    typer.echo(json.dumps(value, indent=1))
-
-
-def print_written(path: Path) -> None:
-    """Name a file that was written, on stderr."""
-    typer.echo(f"written: {path}", err=True)
+def unique(names: Iterable[str]) -> list[str]:
+    """Return names in their order, each once."""
+    return list(dict.fromkeys(names))

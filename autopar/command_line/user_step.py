@@ -1,9 +1,10 @@
 """A user's step, given as MODULE:FUNCTION: importing it, checking it, and locating its errors."""
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -18,7 +19,11 @@ import typer
 from autopar.checks import short_repr
 from autopar.methods import PlanningMethod
 from autopar.plan import PlanError
+from autopar.planning.stage_problem import NoStagesError
+from autopar.sharding.selection_problem import InfeasibleError
+from autopar.tracing.arguments import check_arrays
 from autopar.tracing.trace import TraceError
+from simulator.cli.error_lines import NegativeAnswer
 from simulator.files import one_line
 
 OPTIONS = ("batch_argnums", "donate_argnums", "tokens", "method")
@@ -68,21 +73,27 @@ class UserStep:
         try:
             jax.eval_shape(self.fun, *self.args)
         except Exception as error:
-            raise typer.BadParameter(_raised(f"the step of {self.place}", error, self.file)) from (
-                None
-            )
+            raise typer.BadParameter(
+                _raised(f"the step of {self.place}", error, self.file)
+            ) from error
 
     @contextmanager
     def usage_errors(self) -> Iterator[None]:
-        """Turn errors of the step, and errors for users, into usage errors."""
+        """Turn errors of the step, and errors for users, into usage errors.
+
+        What the step prints while it is traced goes to stderr, because stdout has the result.
+        """
         try:
-            yield
+            with redirect_stdout(sys.stderr):
+                yield
+        except (InfeasibleError, NoStagesError) as error:
+            raise NegativeAnswer(one_line(error)) from error
         except (TraceError, PlanError) as error:
-            raise typer.BadParameter(one_line(error)) from None
+            raise typer.BadParameter(one_line(error)) from error
         except Exception as error:
             self.check_runs()
             if isinstance(error, ValueError | TypeError | ImportError | NotImplementedError):
-                raise typer.BadParameter(one_line(error)) from None
+                raise typer.BadParameter(one_line(error)) from error
             raise
 
 
@@ -104,12 +115,14 @@ def load_step(place: str) -> UserStep:
     make = getattr(module, function_name, None)
     if not callable(make):
         raise typer.BadParameter(_no_function(module_name, module, function_name))
+    _check_needs_nothing(place, make)
     file = str(getattr(module, "__file__", None) or "")
     try:
-        made = make()
-    except Exception as error:
-        raise typer.BadParameter(_raised(place, error, file)) from None
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        with redirect_stdout(sys.stderr):
+            made = make()
+    except (Exception, SystemExit) as error:
+        raise typer.BadParameter(_raised(place, error, file)) from error
+    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
         raise typer.BadParameter(
             f"{place} returns {short_repr(made)}; expected (step, args) or (step, args, options)"
         )
@@ -117,11 +130,34 @@ def load_step(place: str) -> UserStep:
     options = rest[0] if rest else {}
     if not callable(step) or not isinstance(args, tuple | list):
         raise typer.BadParameter(
-            f"{place} returns a {type(step).__name__} and a {type(args).__name__}; expected a"
-            " function and a tuple of its arguments"
+            f"{place} returns a {type(step).__name__} and a {type(args).__name__}; expected the"
+            " step, which is a function, and a tuple of its arguments"
         )
+    try:
+        check_arrays(args)
+    except TypeError as error:
+        raise typer.BadParameter(f"{place}: {error}") from error
     _check_options(place, options)
     return UserStep(place, file, getattr(step, "fun", step), tuple(args), options)
+
+
+def _check_needs_nothing(place: str, make: Callable[..., Any]) -> None:
+    """Raise a usage error if a function has required parameters."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind not in variadic
+    ]
+    if required:
+        raise typer.BadParameter(
+            f"{place} needs {', '.join(required)}; expected a function without required parameters"
+            " that returns (step, args)"
+        )
 
 
 def _check_options(place: str, options: object) -> None:
@@ -153,16 +189,17 @@ def _module(name: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return _from_path(path) if from_path else import_module(name)
+        with redirect_stdout(sys.stderr):
+            return _from_path(path) if from_path else import_module(name)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name
         if missing and not from_path and f"{name}.".startswith(f"{missing}."):
             raise typer.BadParameter(
                 f"there is no module {missing!r} in {folder} or among the installed packages;"
                 f" expected {_EXAMPLE}"
-            ) from None
+            ) from error
         file = str(path.absolute()) if from_path else f"{folder}/{name.replace('.', '/')}.py"
-        raise typer.BadParameter(_raised(f"importing {name}", error, file)) from None
+        raise typer.BadParameter(_raised(f"importing {name}", error, file)) from error
 
 
 def _from_path(path: Path) -> ModuleType:

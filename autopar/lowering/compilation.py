@@ -11,6 +11,7 @@ from autopar.lowering.planned import PlannedStep
 from autopar.lowering.program_memory import MeshMemory
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.lowering.target import compile_for, target_mesh
+from autopar.progress import log_progress
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo import memory_roles_at_peak, parse_hlo
 from simulator.memory import MemoryUse, Role
@@ -69,6 +70,7 @@ def compile_planned(
                 compiled[key] = body, target.memory, memory_roles_at_peak(target.hlo_text)
             body, used, temporaries = compiled[key]
             bodies[function.task.name] = body
+            log_progress(f"compiled {function.task.name}", len(bodies), len(planned.tasks))
             memory.add_task(function.task, used, temporaries)
     program = planned.program
     levels = memory.levels(program)

@@ -59,8 +59,13 @@ class OptionSpace:
     @property
     def has_choice(self) -> bool:
         """Whether there is more than one combination."""
-        counts, options = len(self.micro_batch_counts), len(self.layer_options)
-        return self.has_whole_step or counts * options * len(self.schedules) > 1
+        return self.num_combinations > 1
+
+    @property
+    def num_combinations(self) -> int:
+        """Number of combinations."""
+        pipelines = len(self.layer_options) * len(self.schedules)
+        return len(self.micro_batch_counts) * (pipelines + self.has_whole_step)
 
 
 def micro_batch_counts(given: int | Literal["auto"], rows: Sequence[int]) -> list[int]:
@@ -171,7 +176,7 @@ def search(
             planning_seconds += sum(plan.planning_seconds for plan in plans)
             candidates.append((step, best))
         if space.has_choice:
-            log_progress(str(trials[-1]))
+            log_progress(str(trials[-1]), len(trials), space.num_combinations)
     if not candidates:
         raise errors[0]
     step, plan = min(candidates, key=lambda candidate: candidate[1].predicted_seconds)

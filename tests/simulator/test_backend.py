@@ -147,7 +147,7 @@ def test_the_command_line_takes_a_backend(tmp_path: Path) -> None:
 
     def row(*options: str) -> dict[str, float]:
         result = CliRunner().invoke(
-            app, ["predict", str(tmp_path / "step.json"), "--json", *options]
+            app, ["simulate", str(tmp_path / "step.json"), "--json", *options]
         )
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)["dgx_a100_80"]
@@ -156,7 +156,7 @@ def test_the_command_line_takes_a_backend(tmp_path: Path) -> None:
     assert row("--backend", "eager")["host"] > row("--backend", "jitted")["host"] > 0
     assert list(BACKENDS) == ["eager", "jitted", "cuda-graph", "zero-2021"]
     unknown = CliRunner().invoke(
-        app, ["predict", str(tmp_path / "step.json"), "--backend", "lazy"], env={"COLUMNS": "300"}
+        app, ["simulate", str(tmp_path / "step.json"), "--backend", "lazy"], env={"COLUMNS": "300"}
     )
     assert unknown.exit_code == 2
     assert (

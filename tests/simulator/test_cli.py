@@ -10,7 +10,6 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-import simulator.transformer
 from simulator.calibration.measured_samples import DATA
 from simulator.cli import app
 from simulator.engine.breakdown import predict
@@ -19,8 +18,6 @@ from simulator.program import Program, Run
 from simulator.program_file import save_program
 from simulator.work import Kernel
 from tests.simulator.test_breakdown import PIPELINE
-
-SCENARIO = Path(simulator.transformer.__file__).parent / "examples" / "gpt3_175b.yaml"
 
 
 @pytest.fixture
@@ -37,7 +34,7 @@ def run(*args: object, code: int = 0) -> str:
 
 def test_a_program_is_predicted_on_each_cluster_as_in_python(program: Path) -> None:
     rows = json.loads(
-        run("predict", program, "--cluster", "dgx_h100", "--cluster", "a2_uneven", "--json")
+        run("simulate", program, "--cluster", "dgx_h100", "--cluster", "a2_uneven", "--json")
     )
     assert list(rows) == ["dgx_h100", "a2_uneven"]
     expected = predict(PIPELINE, Cluster.load("dgx_h100"))
@@ -48,7 +45,7 @@ def test_a_program_is_predicted_on_each_cluster_as_in_python(program: Path) -> N
 
 def test_a_change_of_the_cluster_changes_the_prediction(program: Path) -> None:
     def seconds(*change: str) -> float:
-        return json.loads(run("predict", program, "--cluster", "dgx_h100", "--json", *change))[
+        return json.loads(run("simulate", program, "--cluster", "dgx_h100", "--json", *change))[
             "dgx_h100"
         ]["seconds"]
 
@@ -57,7 +54,7 @@ def test_a_change_of_the_cluster_changes_the_prediction(program: Path) -> None:
 
 
 def test_the_table_has_a_line_for_each_known_quantity(program: Path) -> None:
-    table = run("predict", program, "--cluster", "dgx_h100")
+    table = run("simulate", program, "--cluster", "dgx_h100")
     assert all(
         label in table
         for label in (
@@ -74,14 +71,14 @@ def test_the_table_has_a_line_for_each_known_quantity(program: Path) -> None:
 def test_kernels_of_unknown_cost_are_in_the_table(tmp_path: Path) -> None:
     body = (Kernel("r", "memory", 0, 32, unmodelled="custom-call mystery"),)
     save_program(Program(((0,),), ((Run(0, "S"),),), {"0S": body}), tmp_path / "program.json")
-    table = run("predict", tmp_path / "program.json")
+    table = run("simulate", tmp_path / "program.json")
     assert "cost unknown: custom-call mystery" in table
     assert "memory" not in table
 
 
 def test_a_timeline_is_drawn_and_written(program: Path, tmp_path: Path) -> None:
     run(
-        "predict",
+        "simulate",
         program,
         "--cluster",
         "dgx_h100",
@@ -113,17 +110,13 @@ def test_a_timeline_is_drawn_and_written(program: Path, tmp_path: Path) -> None:
 def test_what_a_program_can_not_have_is_explained(
     program: Path, options: list[str], message: str
 ) -> None:
-    assert message in run("predict", program, *options, code=2)
-
-
-def test_a_scenario_has_no_timeline() -> None:
-    assert "a scenario has no timeline" in run("predict", SCENARIO, "--gantt", "g.svg", code=2)
+    assert message in run("simulate", program, *options, code=2)
 
 
 def test_what_is_no_program_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "program.json").write_text("{}")
     assert "expected a program that save_program wrote" in run(
-        "predict", tmp_path / "program.json", code=2
+        "simulate", tmp_path / "program.json", code=2
     )
 
 

@@ -137,7 +137,7 @@ def test_an_output_that_can_not_be_written_is_told_before_the_work(
 ) -> None:
     save_program(PROGRAM, tmp_path / "step.json")
     for output, why in (("nowhere/x.svg", "there is no folder"), ("", "it is a folder")):
-        arguments = ["predict", str(tmp_path / "step.json"), option, str(tmp_path / output)]
+        arguments = ["simulate", str(tmp_path / "step.json"), option, str(tmp_path / output)]
         result = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
         assert result.exit_code == 2
         assert why in " ".join(result.output.split())

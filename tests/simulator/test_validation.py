@@ -171,7 +171,7 @@ def test_other_rows_are_compared_where_there_are_some(
         lambda rows: rows.head(5).assign(**{rows.columns[-1]: 1e3}),
     )
     own(twice, "korthikanti_table5", lambda rows: rows.head(1)[list(reversed(rows.columns))])
-    found = json.loads(validate("--data", twice, "--json"))
+    found = json.loads(validate("--data", twice, "--json", code=1))
     assert {each["name"]: each["count"] for each in found} == {
         "korthikanti-table5": 2,
         "vtrain-multi-node": 5,

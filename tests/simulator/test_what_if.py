@@ -421,7 +421,7 @@ EXAMPLE = Path(simulator.transformer.__file__).parent / "examples" / "gpt3_175b.
 def test_a_scenario_is_predicted_on_several_clusters_with_changes() -> None:
     result = CliRunner().invoke(
         app,
-        ["predict", str(EXAMPLE), "--cluster", "dgx_a100_80", "--cluster", "dgx_h100", "--json"],
+        ["llm", str(EXAMPLE), "--cluster", "dgx_a100_80", "--cluster", "dgx_h100", "--json"],
     )
     assert result.exit_code == 0, result.output
     both = json.loads(result.stdout)
@@ -429,7 +429,7 @@ def test_a_scenario_is_predicted_on_several_clusters_with_changes() -> None:
     halved = CliRunner().invoke(
         app,
         [
-            "predict",
+            "llm",
             str(EXAMPLE),
             "--set",
             "execution.recompute=full",
@@ -441,7 +441,7 @@ def test_a_scenario_is_predicted_on_several_clusters_with_changes() -> None:
     changed = json.loads(halved.stdout)["dgx_a100_80"]
     assert changed["recompute"] > 3 * both["dgx_a100_80"]["recompute"]
     assert changed["exposed data"] > 1.5 * both["dgx_a100_80"]["exposed data"]
-    table = CliRunner().invoke(app, ["predict", str(EXAMPLE)])
+    table = CliRunner().invoke(app, ["llm", str(EXAMPLE)])
     assert "memory, GB" in table.stdout
 
 
@@ -467,8 +467,6 @@ def test_a_scenario_is_predicted_on_several_clusters_with_changes() -> None:
     ],
 )
 def test_a_change_that_can_not_be_made_is_explained(change: str, message: str) -> None:
-    result = CliRunner().invoke(
-        app, ["predict", str(EXAMPLE), "--set", change], env={"COLUMNS": "300"}
-    )
+    result = CliRunner().invoke(app, ["llm", str(EXAMPLE), "--set", change], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
