@@ -15,13 +15,15 @@ from autopar.runtime.local_backend import LOCAL, backend, use_backend
 
 
 def pytest_collection_modifyitems(items):
-    places = [
-        place for place, item in enumerate(items) if Path(__file__).parent in item.path.parents
+    positions = [
+        position
+        for position, item in enumerate(items)
+        if Path(__file__).parent in item.path.parents
     ]
-    for place, item in zip(
-        places, sorted((items[place] for place in places), key=_size), strict=True
+    for position, item in zip(
+        positions, sorted((items[position] for position in positions), key=_size), strict=True
     ):
-        items[place] = item
+        items[position] = item
         if "raylets" in item.fixturenames:  # a raylet starts with fork and exec
             item.add_marker(pytest.mark.filterwarnings("ignore:os.fork"))
 
@@ -39,22 +41,25 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.fixture(scope="session")
 def raylets():
-    """A cluster that this process has joined."""
+    """Yield a cluster that this process has joined."""
     pytest.importorskip("ray")
     from autopar.testing import raylets
 
-    os.environ.setdefault("AUTOPAR_SILENCE_SECONDS", "60")  # machines may be busy
+    os.environ.setdefault("AUTOPAR_SILENCE_SECONDS", "60")  # a busy machine may be slow to answer
     with raylets(4) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def hosts(request, raylets):
-    """The hosts of the test's mark. Running workers are reused, after arrays of other tests are freed."""
-    from tests.autopar.hosts.workers import joined
+    """Return the hosts of the test's mark.
+
+    Running workers are reused, after arrays of other tests are freed.
+    """
+    from tests.autopar.hosts.workers import join_hosts
 
     gc.collect()
-    return joined(*request.node.get_closest_marker("hosts").args)
+    return join_hosts(*request.node.get_closest_marker("hosts").args)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +69,7 @@ def _in_this_process(request, monkeypatch):
         yield
         return
     monkeypatch.setattr(session, "current", session.Session())
-    joined = backend()
+    outer_backend = backend()
     use_backend(LOCAL)
     yield
-    use_backend(joined)
+    use_backend(outer_backend)

@@ -11,11 +11,11 @@ from numpy.testing import assert_allclose
 import autopar
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.worker import Worker
-from tests.autopar.hosts.workers import disturbed, joined, pipeline
-from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
+from tests.autopar.hosts.workers import call_before_instruction, join_hosts, pipeline
+from tests.autopar.pipeline.stack_steps import serial_stack, stack_batch, stack_params, stack_step
 
 
-def kept(hosts: RayHosts) -> list[frozenset[int]]:
+def stored_keys(hosts: RayHosts) -> list[frozenset[int]]:
     """Return the keys of each worker's arrays after its pending calls, without freeing any."""
     return [hosts.on_worker(host, Worker.array_keys) for host in range(len(hosts.numbers))]
 
@@ -25,30 +25,30 @@ def kept(hosts: RayHosts) -> list[frozenset[int]]:
 def test_an_array_without_a_handle_is_freed_with_the_next_call(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     executable = function.get_executable(stack_params(), stack_batch())
-    home = executable.places[0]  # pyright: ignore[reportAttributeAccessIssue]
+    array_place = executable.places[0]  # pyright: ignore[reportAttributeAccessIssue]
     placements = executable.get_input_placement_specs()[0]
     autopar.save_checkpoint(tmp_path, stack_params(), 0)
-    asked = {
+    requests = {
         "wait": lambda: hosts.wait(),
-        "put": lambda: hosts.put(np.zeros(home.shape, home.dtype), home),
-        "zeros": lambda: hosts.zeros(home),
+        "put": lambda: hosts.put(np.zeros(array_place.shape, array_place.dtype), array_place),
+        "zeros": lambda: hosts.zeros(array_place),
         "restore": lambda: autopar.restore_checkpoint(tmp_path, 0, placements),
         "load": lambda: autopar.parallelize(
             stack_step, method=pipeline(2, pipeline_schedule="gpipe")
         ).get_executable(stack_params(), stack_batch()),
     }
-    for name, ask in asked.items():
-        array = hosts.zeros(home)
+    for name, request in requests.items():
+        array = hosts.zeros(array_place)
         key = array.key
-        assert key in kept(hosts)[0]
+        assert key in stored_keys(hosts)[0]
         del array
-        assert key in kept(hosts)[0]
-        ask()
-        assert key not in kept(hosts)[0], name
+        assert key in stored_keys(hosts)[0]
+        request()
+        assert key not in stored_keys(hosts)[0], name
 
 
 @pytest.mark.hosts(2, 4)
-def test_a_deleted_array_is_freed_at_once(hosts):
+def test_a_deleted_array_is_freed_immediately(hosts):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, loss = function(stack_params(), stack_batch())
     autopar.prefetch((params, loss))
@@ -57,28 +57,28 @@ def test_a_deleted_array_is_freed_at_once(hosts):
     with pytest.raises(TypeError, match="format"):
         f"{params['w0']:.3f}"
     key = params["w0"].key
-    assert key in kept(hosts)[0]
+    assert key in stored_keys(hosts)[0]
     params["w0"].delete()
-    assert key not in kept(hosts)[0]
+    assert key not in stored_keys(hosts)[0]
     assert params["w0"].is_deleted()
     assert not loss.is_deleted()
-    for use in (np.array, lambda each: function({**params, "w0": each}, stack_batch())):
+    for use in (np.array, lambda array: function({**params, "w0": array}, stack_batch())):
         with pytest.raises(RuntimeError, match="was deleted"):
             use(params["w0"])
 
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_arrays_of_workers_that_have_ended_are_refused_by_every_use(hosts, tmp_path):
+def test_every_use_of_an_array_of_ended_workers_is_refused(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, _ = function(stack_params(), stack_batch())
     fetched, _ = function(stack_params(), stack_batch())
     autopar.prefetch(fetched)
     executable = function.get_last_executable()
     autopar.shutdown()
-    here = autopar.parallelize(stack_step, method=autopar.ShardParallel(8))
+    local_function = autopar.parallelize(stack_step, method=autopar.ShardParallel(8))
     uses = {
-        "another function in this process": lambda: here(params, stack_batch()),
+        "another function in this process": lambda: local_function(params, stack_batch()),
         "the executable that has ended": lambda: executable(params, stack_batch()),
         "numpy": lambda: np.array(params["w0"]),
         "saving": lambda: autopar.save_checkpoint(tmp_path, params, 0),
@@ -89,7 +89,7 @@ def test_arrays_of_workers_that_have_ended_are_refused_by_every_use(hosts, tmp_p
         ) as error:
             use()
         assert "\n" not in str(error.value), name
-    joined(2, 4)
+    join_hosts(2, 4)
     uses["the same function on new workers"] = lambda: function(params, stack_batch())
     uses["one array of many"] = lambda: function(
         {**stack_params(), "w0": params["w0"]}, stack_batch()
@@ -100,18 +100,12 @@ def test_arrays_of_workers_that_have_ended_are_refused_by_every_use(hosts, tmp_p
             autopar.HostsError, match=r"was in the memory of workers that have ended"
         ):
             use()
-    again, _ = function(fetched, stack_batch())  # fetched before the workers ended
-    assert_allclose(
-        np.array(again["w0"]), jax.jit(stack_step)(*first_step())[0]["w0"], rtol=1e-5, atol=1e-6
-    )
-
-
-def first_step() -> Any:
-    return jax.jit(stack_step)(stack_params(), stack_batch())[0], stack_batch()
+    updated, _ = function(fetched, stack_batch())  # fetched before the workers ended
+    assert_allclose(np.array(updated["w0"]), serial_stack(2)[0]["w0"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.hosts(2, 4)
-def test_arguments_that_are_placed_are_not_sent_again(hosts, monkeypatch):
+def test_placed_arguments_are_not_sent_again(hosts, monkeypatch):
     import ray
 
     function = autopar.parallelize(stack_step, method=pipeline(2))
@@ -119,18 +113,18 @@ def test_arguments_that_are_placed_are_not_sent_again(hosts, monkeypatch):
     assert all(isinstance(leaf, autopar.DistributedArray) for leaf in jax.tree.leaves(args))
     monkeypatch.setattr(ray, "put", None)
     params, loss = function(*args)
-    expected, value = jax.jit(stack_step)(stack_params(), stack_batch())
+    expected, value = serial_stack(1)
     assert_allclose(np.array(loss), value, rtol=1e-5)
     assert_allclose(np.array(params["w3"]), expected["w3"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_step_is_one_call_of_each_worker_and_the_driver_runs_ahead(hosts, monkeypatch):
+def test_a_step_is_one_call_per_worker_and_the_driver_does_not_wait(hosts, monkeypatch):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, loss = function(stack_params(), stack_batch())
     autopar.prefetch((params, loss))
-    disturbed(hosts, 0, "0F0", lambda: time.sleep(4))
+    call_before_instruction(hosts, 0, "0F0", lambda: time.sleep(4))
     calls, call = [], hosts.call
 
     def spy(host: int, method: str, *args: Any) -> Any:
@@ -141,7 +135,7 @@ def test_a_step_is_one_call_of_each_worker_and_the_driver_runs_ahead(hosts, monk
     start = time.monotonic()
     for _ in range(2):
         params, loss = function(params, stack_batch())
-    asked = time.monotonic() - start
+    dispatch_seconds = time.monotonic() - start
     assert calls == [(0, "run"), (1, "run")] * 2
     hosts.wait()
-    assert asked < 4 < 8 < time.monotonic() - start
+    assert dispatch_seconds < 4 < 8 < time.monotonic() - start

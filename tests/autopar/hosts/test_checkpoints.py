@@ -1,4 +1,4 @@
-"""Checkpoints of states on hosts are restored on other hosts and here; training survives workers."""
+"""Checkpoints of hosts are restored elsewhere; training continues when workers end."""
 
 import os
 import signal
@@ -14,38 +14,38 @@ import autopar
 from autopar.checkpoint import DamagedCheckpointError, saved_steps
 from autopar.checkpoint.manifest import Manifest
 from autopar.hosts.errors import HostsError, HostTimeoutError
-from tests.autopar.hosts.workers import is_alive, joined, joined_hosts, pids, pipeline, until
-from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
+from tests.autopar.hosts.workers import is_alive, join_hosts, joined_hosts, pids, pipeline, until
+from tests.autopar.pipeline.stack_steps import serial_stack, stack_batch, stack_params, stack_step
 from tests.autopar.test_training import assert_close, batches, expected
 
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(hosts, tmp_path):
+def test_a_state_is_restored_under_another_plan_on_another_number_of_hosts(hosts, tmp_path):
     params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
     saving = autopar.save_checkpoint(tmp_path, params, 0, wait=False)
     autopar.prefetch(params)
     values = jax.tree.map(np.array, params)
     assert saving.wait() == tmp_path / "0"
-    assert {each.name for each in (tmp_path / "0").iterdir()} == {
+    assert {entry.name for entry in (tmp_path / "0").iterdir()} == {
         "manifest.json",
         "host-0",
         "host-1",
     }
     del params
-    later = [
+    restores = [
         (4, autopar.ShardParallel((1, 8))),
         (4, pipeline(4)),
         (1, pipeline(2)),
         (0, autopar.ShardParallel(8)),
     ]
-    there = 2
-    for step, (count, method) in enumerate(later):
+    current_count = 2
+    for step, (count, method) in enumerate(restores):
         if count == 0:
             autopar.shutdown()
-        elif count != there:
-            joined(count, 8 // count)
-        there = count
+        elif count != current_count:
+            join_hosts(count, 8 // count)
+        current_count = count
         executable = autopar.parallelize(stack_step, method=method).get_executable(
             stack_params(), stack_batch()
         )
@@ -55,16 +55,16 @@ def test_a_state_goes_on_under_another_plan_on_another_number_of_hosts(hosts, tm
         assert jax.tree.structure(restored) == jax.tree.structure(values)
         autopar.save_checkpoint(tmp_path, restored, step + 1)
         written = autopar.restore_checkpoint(tmp_path, step + 1)
-        for one, other in zip(jax.tree.leaves(values), written.values(), strict=True):
-            np.testing.assert_array_equal(one, other)
+        for value, written_value in zip(jax.tree.leaves(values), written.values(), strict=True):
+            np.testing.assert_array_equal(value, written_value)
         if count == 1:
-            again, _ = executable(restored, executable.shard_args(restored, stack_batch())[1])
-            autopar.prefetch(again)
-            assert_close(again, jax.jit(stack_step)(values, stack_batch())[0])
+            updated, _ = executable(restored, executable.shard_args(restored, stack_batch())[1])
+            autopar.prefetch(updated)
+            assert_close(updated, jax.jit(stack_step)(values, stack_batch())[0])
 
 
 @pytest.mark.hosts(2, 4)
-def test_a_damaged_checkpoint_of_hosts_is_set_aside(hosts, tmp_path):
+def test_a_damaged_checkpoint_of_hosts_is_set_aside_for_the_one_before(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     params, _ = function(stack_params(), stack_batch())
     for step in (0, 1):
@@ -74,10 +74,12 @@ def test_a_damaged_checkpoint_of_hosts_is_set_aside(hosts, tmp_path):
         "host-0",
         "host-1",
     }
-    wrong = [piece.model_copy(update={"checksum": 1}) for piece in manifest.arrays[-1].pieces]
+    damaged_pieces = [
+        piece.model_copy(update={"checksum": 1}) for piece in manifest.arrays[-1].pieces
+    ]
     arrays = (
         *manifest.arrays[:-1],
-        manifest.arrays[-1].model_copy(update={"pieces": tuple(wrong)}),
+        manifest.arrays[-1].model_copy(update={"pieces": tuple(damaged_pieces)}),
     )
     (tmp_path / "1" / "manifest.json").write_text(
         manifest.model_copy(update={"arrays": arrays}).to_json()
@@ -91,16 +93,12 @@ def test_a_damaged_checkpoint_of_hosts_is_set_aside(hosts, tmp_path):
         UserWarning, match="of step 1 is set aside as .*, and that of step 0 is restored"
     ):
         restored = autopar.restore_checkpoint(tmp_path, placement_specs=placements)
-    assert_close(function(restored, stack_batch())[0], jax.jit(stack_step)(*expected_first())[0])
-
-
-def expected_first() -> tuple[Any, Any]:
-    return jax.jit(stack_step)(stack_params(), stack_batch())[0], stack_batch()
+    assert_close(function(restored, stack_batch())[0], serial_stack(2)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_worker_that_is_killed_while_it_writes_leaves_earlier_checkpoints(hosts, tmp_path):
+def test_a_worker_that_is_killed_while_it_writes_leaves_earlier_checkpoints_intact(hosts, tmp_path):
     params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
     autopar.save_checkpoint(tmp_path, params, 0)
     saving = autopar.save_checkpoint(tmp_path, params, 1, wait=False)
@@ -108,7 +106,7 @@ def test_a_worker_that_is_killed_while_it_writes_leaves_earlier_checkpoints(host
     try:
         saving.wait()
     except HostsError as error:
-        assert "host 1" in str(error)  # noqa: PT017 (it may as well have been quicker)
+        assert "host 1" in str(error)  # noqa: PT017 (no error if the write was faster)
     autopar.shutdown()
     last = autopar.latest_step(tmp_path)
     assert last in (0, 1)
@@ -117,7 +115,7 @@ def test_a_worker_that_is_killed_while_it_writes_leaves_earlier_checkpoints(host
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_worker_that_never_ends_writing_is_a_timeout(hosts, tmp_path):
+def test_a_worker_that_does_not_finish_writing_is_a_timeout(hosts, tmp_path):
     def stall(worker: Any) -> None:
         from autopar.hosts import worker as module
 
@@ -125,7 +123,7 @@ def test_a_worker_that_never_ends_writing_is_a_timeout(hosts, tmp_path):
 
     params, _ = autopar.parallelize(stack_step, method=pipeline(2))(stack_params(), stack_batch())
     autopar.save_checkpoint(tmp_path, params, 0)
-    there = pids()
+    worker_pids = pids()
     hosts.on_worker(1, stall)
     hosts.timeout = 3
     autopar.save_checkpoint(tmp_path, params, 1, wait=False)
@@ -135,18 +133,18 @@ def test_a_worker_that_never_ends_writing_is_a_timeout(hosts, tmp_path):
     ):
         autopar.shutdown()
     assert time.monotonic() - start < 20
-    assert until(lambda: not any(map(is_alive, there)))
+    assert until(lambda: not any(map(is_alive, worker_pids)))
     assert autopar.latest_step(tmp_path) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_placements_of_more_hosts_than_there_are_are_refused(hosts, tmp_path):
+def test_placements_on_more_devices_than_the_hosts_have_are_refused(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))
     placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[
         0
     ]
-    joined(1, 4)
+    join_hosts(1, 4)
     autopar.save_checkpoint(tmp_path, stack_params(), 0)
     with pytest.raises(ValueError, match="needs 8 devices, the 1 hosts have 4"):
         autopar.restore_checkpoint(tmp_path, 0, placements)
@@ -154,7 +152,7 @@ def test_placements_of_more_hosts_than_there_are_are_refused(hosts, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_numbers_of_numpy_are_restored_as_jax_has_them(hosts, tmp_path):
+def test_numpy_values_are_restored_with_the_dtypes_of_jax(hosts, tmp_path):
     state = {"count": np.int64(7), "x": np.arange(8.0)}
     function = autopar.parallelize(
         lambda state: state["x"] * state["count"], method=autopar.ShardParallel(4)
@@ -169,14 +167,14 @@ def test_numbers_of_numpy_are_restored_as_jax_has_them(hosts, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_loop_outlives_its_workers(hosts, tmp_path):
+def test_a_training_loop_continues_after_workers_are_killed(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
-    told: list[int] = []
+    steps_run: list[int] = []
 
     def kill_some(step: int, results: Any) -> None:
         autopar.prefetch(results[1])
-        told.append(step)
-        if told.count(step) == 1 and step in (5, 11):
+        steps_run.append(step)
+        if steps_run.count(step) == 1 and step in (5, 11):
             threading.Timer(0.05, os.kill, [pids()[step % 2], signal.SIGKILL]).start()
 
     state = autopar.train(
@@ -184,14 +182,14 @@ def test_a_loop_outlives_its_workers(hosts, tmp_path):
     )
     autopar.prefetch(state)
     assert_close(state, expected(14))
-    assert sorted(set(told)) == list(range(1, 15))
-    assert len(told) > 14
+    assert sorted(set(steps_run)) == list(range(1, 15))
+    assert len(steps_run) > 14
     assert saved_steps(tmp_path) == [12, 14]
 
 
 @pytest.mark.slow
-def test_a_step_is_planned_again_for_the_hosts_that_remain(raylets, tmp_path):
-    joined(4, 2)
+def test_a_step_is_replanned_for_the_remaining_hosts(raylets, tmp_path):
+    join_hosts(4, 2)
     function = autopar.parallelize(stack_step, method=pipeline(2), donate_argnums=(0,))
     placements = function.get_executable(stack_params(), stack_batch()).get_input_placement_specs()[
         1

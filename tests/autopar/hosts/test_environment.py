@@ -23,7 +23,7 @@ from autopar.hosts.errors import HostsError, PortTakenError
 from autopar.hosts.worker import ProcessGroup, Worker
 from autopar.hosts.workers import start_process_groups
 
-HERE = {
+DRIVER_VERSIONS = {
     "Python": "3.12",
     "jax": "0.11.2",
     "jaxlib": "0.11.2",
@@ -34,8 +34,8 @@ HERE = {
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
-    """A port that is in use."""
+def port_in_use() -> Iterator[int]:
+    """Yield a port that is in use."""
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -45,14 +45,14 @@ def taken() -> Iterator[int]:
 # --- without Ray
 
 
-def test_everything_that_programs_and_arrays_depend_on_is_compared():
-    assert set(versions()) == set(HERE)
+def test_versions_of_all_packages_that_programs_depend_on_are_compared():
+    assert set(versions()) == set(DRIVER_VERSIONS)
     assert versions()["jax"] == jax.__version__
-    check_versions(1, "10.0.0.2", HERE, dict(HERE))
+    check_versions(1, "10.0.0.2", DRIVER_VERSIONS, dict(DRIVER_VERSIONS))
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("changes", "message"),
     [
         (
             {"jaxlib": "0.10.0"},
@@ -72,19 +72,19 @@ def test_everything_that_programs_and_arrays_depend_on_is_compared():
         ),
     ],
 )
-def test_another_version_is_an_error_with_the_host_and_what_to_install(there, said):
-    with pytest.raises(HostsError, match=rf"host 1 \(10\.0\.0\.2\) .*{said}"):
-        check_versions(1, "10.0.0.2", HERE, HERE | there)
+def test_the_error_of_another_version_names_the_host_and_what_to_install(changes, message):
+    with pytest.raises(HostsError, match=rf"host 1 \(10\.0\.0\.2\) .*{message}"):
+        check_versions(1, "10.0.0.2", DRIVER_VERSIONS, DRIVER_VERSIONS | changes)
 
 
-def test_too_few_devices_are_an_error_with_the_host():
+def test_the_error_of_too_few_devices_names_the_host():
     with pytest.raises(
         HostsError, match=r"host 0 has 8 cpu devices that JAX can use, but 9 are wanted of it"
     ):
         Worker(0, [range(9)], "127.0.0.1").start()
 
 
-def test_no_accelerator_is_an_error_with_the_host(monkeypatch):
+def test_the_error_of_a_missing_accelerator_names_the_host(monkeypatch):
     def devices() -> list:
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
@@ -96,26 +96,26 @@ def test_no_accelerator_is_an_error_with_the_host(monkeypatch):
         Worker(1, [range(4), range(4, 8)], "127.0.0.1").start()
 
 
-def test_an_address_of_another_host_is_an_error():
+def test_an_address_of_another_host_is_refused():
     with pytest.raises(
         HostsError, match=r"host 0 can't listen for transfers on its address 203\.0\.113\.9"
     ):
         Worker(0, [range(8)], "203.0.113.9").start()
 
 
-def test_a_port_in_use_is_an_error_before_jax_starts(taken):
-    assert free_port() != taken
+def test_a_port_in_use_is_refused_before_jax_starts(port_in_use):
+    assert free_port() != port_in_use
     with pytest.raises(
-        PortTakenError, match=rf"host 0: port {taken}, for JAX's coordinator .* can't be used"
+        PortTakenError, match=rf"host 0: port {port_in_use}, for JAX's coordinator .* can't be used"
     ):
         Worker(0, [range(4), range(4, 8)], "127.0.0.1").start(
-            ProcessGroup((0, 1), f"127.0.0.1:{taken}")
+            ProcessGroup((0, 1), f"127.0.0.1:{port_in_use}")
         )
 
 
-def test_ports_that_are_always_in_use_are_an_error_after_some_attempts():
-    class Unlucky:
-        """Workers on whose hosts every port is taken before JAX listens on it."""
+def test_ports_that_are_always_in_use_are_an_error_after_three_attempts():
+    class WorkersWithoutFreePort:
+        """Workers on whose hosts another process takes every port before JAX does."""
 
         addresses = ("127.0.0.1",) * 2
         restarts = 0
@@ -129,15 +129,15 @@ def test_ports_that_are_always_in_use_are_an_error_after_some_attempts():
         def restart(self) -> None:
             self.restarts += 1
 
-    unlucky = Unlucky()
+    stub = WorkersWithoutFreePort()
     with pytest.raises(PortTakenError, match="host 0: port 1"):
-        start_process_groups(unlucky, {(0, 1)}, ports=3)
-    assert unlucky.restarts == 2
+        start_process_groups(stub, {(0, 1)}, ports=3)
+    assert stub.restarts == 2
 
 
 def test_the_driver_leaves_gpus_to_the_workers(monkeypatch):
     updates: list[tuple[str, str]] = []
-    monkeypatch.setattr(jax.config, "update", lambda *given: updates.append(given))
+    monkeypatch.setattr(jax.config, "update", lambda *update: updates.append(update))
     monkeypatch.setattr(environment, "backends_started", lambda: False)
     leave_gpus()
     assert updates == [("jax_platforms", "cpu")]
@@ -157,13 +157,13 @@ def test_the_driver_leaves_gpus_to_the_workers(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 1)
-def test_a_port_in_use_is_replaced_by_another(hosts, taken, monkeypatch):
+def test_a_port_in_use_is_replaced_by_another(hosts, port_in_use, monkeypatch):
     original = RayHosts.free_port
-    ports = iter([taken])
+    ports = iter([port_in_use])
     monkeypatch.setattr(
         RayHosts, "free_port", lambda self, host: next(ports, None) or original(self, host)
     )
-    # Workers that wait for a coordinator are ended and started anew.
+    # workers that wait for a coordinator are ended and restarted
     hosts.form_groups(frozenset({(0, 1)}))
     assert list(ports) == []
     assert hosts.ask(hosts.owner, "num_arrays") == [0, 0]
@@ -186,23 +186,25 @@ def test_a_port_in_use_is_replaced_by_another(hosts, taken, monkeypatch):
         ("--xla_a=1", "cuda", {"XLA_FLAGS": "--xla_a=1"}),
     ],
 )
-def test_workers_have_the_flags_of_xla_that_the_driver_has(monkeypatch, flags, platform, expected):
+def test_workers_get_the_xla_flags_of_the_driver_with_their_number_of_devices(
+    monkeypatch, flags, platform, expected
+):
     monkeypatch.setenv("XLA_FLAGS", flags)
     assert variables_of_worker(platform, 4) == {"JAX_PLATFORMS": platform} | expected
 
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 1)
-def test_flags_of_xla_arrive_at_workers(hosts):
+def test_xla_flags_are_set_on_workers(hosts):
     flags = hosts.on_worker(1, lambda _: __import__("os").environ["XLA_FLAGS"]).split()
-    here = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1").split()
-    assert len(here) > 1
-    assert set(flags) == set(here)
+    expected = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1").split()
+    assert len(expected) > 1
+    assert set(flags) == set(expected)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("raylets")
-def test_hosts_with_other_versions_are_not_used(monkeypatch):
+def test_hosts_with_other_versions_are_refused(monkeypatch):
     monkeypatch.setattr(workers, "versions", lambda: versions() | {"flax": "0.0.1"})
     with pytest.raises(
         HostsError,
@@ -214,13 +216,16 @@ def test_hosts_with_other_versions_are_not_used(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("raylets")
-def test_a_host_that_lacks_a_package_is_an_error(tmp_path, monkeypatch):
+def test_a_host_that_lacks_a_package_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lacking.py").write_text(
         "from autopar.hosts import worker\nclass Worker(worker.Worker): pass\n"
     )
     monkeypatch.setattr(reservation, "Worker", importlib.import_module("lacking").Worker)
     shutil.rmtree(tmp_path)
-    said = r"host 0 \(.*\) can't run a worker: ModuleNotFoundError: No module named 'lacking'; install there what the driver has"
-    with pytest.raises(HostsError, match=said):
+    message = (
+        r"host 0 \(.*\) can't run a worker: ModuleNotFoundError: No module named 'lacking'; "
+        r"install there what the driver has"
+    )
+    with pytest.raises(HostsError, match=message):
         autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=1)

@@ -17,7 +17,7 @@ from autopar.hosts.driver import RayHosts
 from autopar.testing import assert_allclose
 from experiments.models import GPT
 from simulator.hardware.cluster import Cluster
-from tests.autopar.hosts.workers import joined
+from tests.autopar.hosts.workers import join_hosts
 from tests.steps import SGD, sgd_args
 
 pytestmark = [pytest.mark.usefixtures("raylets"), pytest.mark.slow]
@@ -32,7 +32,7 @@ def step(state: Any, batch: Any) -> Any:
     return MODEL.train_step(state, batch, autopar.value_and_grad)
 
 
-def trained(function: Any, args: Any) -> Any:
+def train_three_steps(function: Any, args: Any) -> Any:
     """Return the parameters after three steps."""
     state, batch = args
     for _ in range(3):
@@ -41,7 +41,9 @@ def trained(function: Any, args: Any) -> Any:
     return jax.tree.map(np.array, state.params)
 
 
-def test_the_plan_of_a_gpt_runs_in_one_process_and_where_a_stage_spans_two_hosts(tmp_path):
+def test_the_plan_of_a_gpt_equals_one_device_in_one_process_and_on_hosts_that_share_a_stage(
+    tmp_path,
+):
     args = sgd_args(MODEL)
     stages = autopar.ManualStageOption([[0], [1]], [(1, 2), (2, 2)], [(2,), (2, 2)])
     method = autopar.PipeshardParallel(
@@ -53,19 +55,19 @@ def test_the_plan_of_a_gpt_runs_in_one_process_and_where_a_stage_spans_two_hosts
     assert [stage.devices for stage in plan.stages] == [(0, 1), (2, 3, 4, 5)]
     function = autopar.parallelize(step, method=autopar.PlanMethod(plan), donate_argnums=())
     autopar.shutdown()
-    found = [trained(function, args)]
-    joined(HOSTS, DEVICES)
-    found.append(trained(function, args))
+    results = [train_three_steps(function, args)]
+    join_hosts(HOSTS, DEVICES)
+    results.append(train_three_steps(function, args))
     autopar.shutdown()
-    expected = trained(jax.jit(step), args)
-    for each in found:
-        assert_allclose(each, expected, rtol=1e-5, atol=1e-6)
+    expected = train_three_steps(jax.jit(step), args)
+    for params in results:
+        assert_allclose(params, expected, rtol=1e-5, atol=1e-6)
 
 
 SMALL = ["--dim", "32", "--batch-size", "32", "--cluster", "ray"]
 
 
-def test_a_tutorial_runs_as_it_is_written(raylets):
+def test_the_pipeline_tutorial_runs_as_a_program_on_two_hosts(raylets):
     nodes = ["--num-nodes", "2", "--num-devices-per-node", "4"]
     command = [sys.executable, "-m", "experiments.tutorials.pipeshard", *SMALL, *nodes]
     environment = {**os.environ, "RAY_ADDRESS": raylets.address}
@@ -75,16 +77,14 @@ def test_a_tutorial_runs_as_it_is_written(raylets):
     assert "Automatic assignment: equal to the single device" in run.stdout
 
 
-def on_workers(
+def run_tutorial(
     name: str, hosts: RayHosts, monkeypatch: pytest.MonkeyPatch, *flags: str
 ) -> dict[str, Any]:
     """Run a tutorial in this process on the running workers, and return its globals."""
     import ray
 
-    init, shape = (
-        autopar.init,
-        {"num_nodes": len(hosts.numbers), "num_devices_per_node": len(hosts.numbers[0])},
-    )
+    init = autopar.init
+    shape = {"num_nodes": len(hosts.numbers), "num_devices_per_node": len(hosts.numbers[0])}
 
     def join(**_: Any) -> None:
         if session.hosts() is None:
@@ -97,8 +97,8 @@ def on_workers(
 
 
 @pytest.mark.hosts(4, 2)
-def test_the_pipeline_tutorial_runs_on_more_hosts(hosts, monkeypatch, capsys):
-    on_workers("pipeshard", hosts, monkeypatch)
+def test_the_pipeline_tutorial_runs_on_four_hosts(hosts, monkeypatch, capsys):
+    run_tutorial("pipeshard", hosts, monkeypatch)
     printed = capsys.readouterr().out
     assert "Manual assignment: equal to the single device" in printed
     assert "Automatic assignment: equal to the single device" in printed
@@ -108,24 +108,24 @@ def test_the_pipeline_tutorial_runs_on_more_hosts(hosts, monkeypatch, capsys):
     "count", [pytest.param(n, marks=pytest.mark.hosts(n, 8 // n), id=f"{n} hosts") for n in (2, 4)]
 )
 def test_the_quickstart_trains_as_one_device_does(hosts, count, monkeypatch, capsys):
-    def once(run: Any, sync: Any, **_: Any) -> np.ndarray:
+    def run_once(run: Any, sync: Any, **_: Any) -> np.ndarray:
         run()
         sync()
         return np.ones(1)
 
-    monkeypatch.setattr(autopar.util, "benchmark_func", once)
-    found = on_workers("quickstart", hosts, monkeypatch, "--num-layers", "2")
+    monkeypatch.setattr(autopar.util, "benchmark_func", run_once)
+    tutorial = run_tutorial("quickstart", hosts, monkeypatch, "--num-layers", "2")
     printed = capsys.readouterr().out
     assert "Output parameter type: <class 'autopar.hosts.arrays.DistributedArray'>" in printed
     assert "Alpa execution per GPU memory usage" in printed
-    batch = {"x": found["x"], "y": found["y"]}
+    batch = {"x": tutorial["x"], "y": tutorial["y"]}
     states = [
-        TrainState.create(apply_fn=found["model"].apply, params=found["params"], tx=SGD)
+        TrainState.create(apply_fn=tutorial["model"].apply, params=tutorial["params"], tx=SGD)
         for _ in range(2)
     ]
-    steps = [jax.jit(found["train_step"]), found["alpa_train_step"]]
+    steps = [jax.jit(tutorial["train_step"]), tutorial["alpa_train_step"]]
     for _ in range(3):
         states = [step(state, batch) for step, state in zip(steps, states, strict=True)]
     autopar.prefetch(states[1].params)
     assert_allclose(states[1].params, states[0].params, rtol=1e-4, atol=1e-6)
-    found.clear()  # JAX caches traced functions, which refer to all globals of the tutorial
+    tutorial.clear()  # JAX caches traced functions, which refer to all globals of the tutorial

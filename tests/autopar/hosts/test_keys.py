@@ -17,7 +17,7 @@ from tests.autopar.pipeline.stack_steps import descend, stack_batch, stack_param
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_the_implementation_of_keys_is_named(impl):
+def test_the_name_of_a_key_implementation_gives_its_dtype(impl):
     keys = jax.random.split(jax.random.key(1, impl=impl), 3)
     assert impl_of(keys.dtype) == impl
     assert key_dtype(impl) == keys.dtype
@@ -25,31 +25,34 @@ def test_the_implementation_of_keys_is_named(impl):
     assert (data_aval(keys).shape, data_aval(keys).dtype) == (data.shape, data.dtype)
 
 
-def test_a_function_of_keys_becomes_one_of_their_data():
+def test_a_function_of_keys_is_converted_to_one_of_their_data():
     def function(key: jax.Array, x: jax.Array) -> list[jax.Array]:
         return [jax.random.fold_in(key, 7), jax.random.normal(key) + x]
 
     key, x = jax.random.key(3), jnp.float32(1)
-    made = jax.jit(on_data(function, [jax.typeof(key), jax.typeof(x)]))(jax.random.key_data(key), x)
+    results = jax.jit(on_data(function, [jax.typeof(key), jax.typeof(x)]))(
+        jax.random.key_data(key), x
+    )
     folded, drawn = function(key, x)
-    np.testing.assert_array_equal(made[0], jax.random.key_data(folded))
-    assert_allclose(made[1], drawn, rtol=1e-5)
+    np.testing.assert_array_equal(results[0], jax.random.key_data(folded))
+    assert_allclose(results[1], drawn, rtol=1e-5)
 
 
 # --- on a Ray cluster
 
 
 def dropout_step(state: Any, batch: Any, key: jax.Array) -> Any:
-    """Return a step whose layers draw random numbers and pass keys on; the state carries a key too."""
+    """Take a step with dropout: layers draw random numbers and pass keys on, as does the state."""
 
     @autopar.manual_layer_construction
     def loss(params: Any) -> jax.Array:
-        x, here = batch["x"] + jax.random.normal(state["seed"]), key
+        x = batch["x"] + jax.random.normal(state["seed"])
+        layer_key = key
         for i in range(4):
             if i:
                 autopar.mark_pipeline_boundary()
-            here, mine = jax.random.split(here)
-            x = jnp.tanh(x @ params[f"w{i}"]) * jax.random.bernoulli(mine, 0.8, x.shape[1:])
+            layer_key, mask_key = jax.random.split(layer_key)
+            x = jnp.tanh(x @ params[f"w{i}"]) * jax.random.bernoulli(mask_key, 0.8, x.shape[1:])
         return jnp.mean((x - batch["y"]) ** 2)
 
     params, value = descend(state["params"], autopar.value_and_grad(loss)(state["params"]))
@@ -60,15 +63,15 @@ def first_state() -> Any:
     return {"params": stack_params(), "seed": jax.random.key(5)}
 
 
-def trained(step: Any, state: Any, count: int = 2) -> tuple[Any, Any]:
+def train(step: Any, state: Any, count: int = 2) -> tuple[Any, Any]:
     value = None
     for k in range(count):
         state, value = step(state, stack_batch(), jax.random.key(k))
     return state, value
 
 
-def assert_as_one_device(found: tuple[Any, Any]) -> None:
-    (state, value), (expected, loss) = found, trained(jax.jit(dropout_step), first_state())
+def assert_as_one_device(actual: tuple[Any, Any]) -> None:
+    (state, value), (expected, loss) = actual, train(jax.jit(dropout_step), first_state())
     assert_allclose(np.array(value), loss, rtol=1e-5)
     for name, leaf in expected["params"].items():
         assert_allclose(np.array(state["params"][name]), leaf, rtol=1e-5, atol=1e-6)
@@ -76,19 +79,19 @@ def assert_as_one_device(found: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.hosts(2, 4)
-def test_stages_on_hosts_draw_what_one_device_draws(hosts):
+def test_stages_on_hosts_draw_as_one_device_does(hosts):
     function = autopar.parallelize(dropout_step, method=pipeline(2), donate_argnums=(0,))
-    state, value = trained(function, first_state())
+    state, value = train(function, first_state())
     assert_as_one_device((state, value))
     executable = function.get_last_executable()
-    sent = {name for name, _ in executable.description.job.deliveries}
+    sent_names = {name for name, _ in executable.description.job.deliveries}
     keys = {
-        each.name
+        operand.name
         for call in executable.description.job.calls.values()
-        for each in call.operands
-        if each.impl
+        for operand in call.operands
+        if operand.impl
     }
-    assert sent & keys  # a key goes from stage to stage
+    assert sent_names & keys  # a stage sends a key to the next
     assert executable.profile_with_dummy_inputs(warmup=0, number=1, repeat=1).shape == (1,)
 
     seed = state["seed"]
@@ -105,12 +108,12 @@ def test_stages_on_hosts_draw_what_one_device_draws(hosts):
 
 
 @pytest.mark.hosts(2, 4)
-def test_a_state_with_a_key_is_made_and_restored_where_a_step_on_one_mesh_wants_it(hosts, tmp_path):
+def test_a_state_with_a_key_is_created_and_restored_with_the_placement_of_its_step(hosts, tmp_path):
     step = autopar.parallelize(dropout_step, method=autopar.ShardParallel(devices=(4,)))
     make = autopar.parallelize(
         first_state, method=autopar.CreateStateParallel(step, (stack_batch(), jax.random.key(0)))
     )
-    state, value = trained(step, make())
+    state, value = train(step, make())
     assert_as_one_device((state, value))
     autopar.save_checkpoint(tmp_path, state, 2)
     placements = step.get_last_executable().get_input_placement_specs()[0]

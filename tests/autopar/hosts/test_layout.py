@@ -6,6 +6,7 @@ import pytest
 
 import autopar
 from autopar.hosts.layout import HostLayout, check_plan, cluster_of_hosts, mesh_shape
+from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import HeterogeneousCluster
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
@@ -17,7 +18,7 @@ def layout(*counts: int, platform: str = "cpu", kinds: tuple[str, ...] | None = 
     return HostLayout(counts, addresses, kinds or ("",) * len(counts), platform)
 
 
-def test_devices_are_numbered_host_by_host():
+def test_devices_are_numbered_in_the_order_of_hosts():
     hosts = layout(2, 1, 3)
     assert hosts.numbers == ((0, 1), (2,), (3, 4, 5))
     assert [hosts.owner[device] for device in range(hosts.num_devices)] == [0, 0, 1, 2, 2, 2]
@@ -28,25 +29,23 @@ def test_devices_are_numbered_host_by_host():
         hosts.check_devices([(0, 6)])
 
 
-def test_hosts_that_differ_are_pools_each_of_its_own_kind():
-    found = cluster_of_hosts(layout(8, 8, 4, platform="cuda", kinds=("V100", "A100", "A100")))
-    assert isinstance(found, HeterogeneousCluster)
-    assert [(pool.device.name, pool.hosts, pool.devices_per_host) for pool in found.pools] == [
-        (autopar_device("p3.16xlarge"), 1, 8),
-        (autopar_device("dgx_a100_80"), 1, 8),
-        (autopar_device("dgx_a100_80"), 1, 4),
+def test_hosts_with_different_devices_are_separate_pools():
+    cluster = cluster_of_hosts(layout(8, 8, 4, platform="cuda", kinds=("V100", "A100", "A100")))
+    assert isinstance(cluster, HeterogeneousCluster)
+    assert [(pool.device.name, pool.hosts, pool.devices_per_host) for pool in cluster.pools] == [
+        (device_name("p3.16xlarge"), 1, 8),
+        (device_name("dgx_a100_80"), 1, 8),
+        (device_name("dgx_a100_80"), 1, 4),
     ]
     assert [pool.num_devices for pool in cluster_of_hosts(layout(4, 2)).pools] == [4, 2]
     assert cluster_of_hosts(layout(4, 4)).num_devices == 8
 
 
-def autopar_device(name: str) -> str:
-    from simulator.hardware.cluster import Cluster
-
-    return Cluster.load(name).device.name
+def device_name(cluster: str) -> str:
+    return Cluster.load(cluster).device.name
 
 
-def test_a_stage_that_the_hosts_split_is_a_warning():
+def test_a_stage_that_spans_more_hosts_than_necessary_is_a_warning():
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(
         stack_step, args, method=pipeline(2), cluster="cpu-virtual", mesh_shape=(8,)
@@ -59,11 +58,8 @@ def test_a_stage_that_the_hosts_split_is_a_warning():
         check_plan(layout(3, 5), plan, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for hosts in (
-            layout(4, 4),
-            layout(2, 2, 2, 2),
-            layout(8),
-        ):  # no host of the second layout could hold a stage
+        # a stage has more devices than any host of the second layout
+        for hosts in (layout(4, 4), layout(2, 2, 2, 2), layout(8)):
             check_plan(hosts, plan, None)
         check_plan(layout(4, 4, 4), plan, (2, 4))
     with pytest.raises(

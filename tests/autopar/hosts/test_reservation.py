@@ -9,13 +9,13 @@ from autopar.hosts.errors import HostsError
 from autopar.hosts.reservation import choose_devices, reserve
 
 
-def test_hosts_may_give_different_numbers_of_devices():
+def test_hosts_may_contribute_different_numbers_of_devices():
     assert choose_devices([0, 0, 0], None, (4, 2)) == [4, 2]
     assert choose_devices([8, 0, 4], 2, [2, 8]) == [2, 8]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "num_nodes", "per_node", "error", "said"),
+    ("gpus", "num_nodes", "per_node", "error", "message"),
     [
         ([0, 0, 0], 3, (4, 2), ValueError, r"\(4, 2\) is for 2 hosts, but num_nodes=3"),
         (
@@ -43,23 +43,23 @@ def test_hosts_may_give_different_numbers_of_devices():
     ],
 )
 def test_numbers_of_devices_that_hosts_do_not_have_are_refused(
-    gpus, num_nodes, per_node, error, said
+    gpus, num_nodes, per_node, error, message
 ):
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         choose_devices(gpus, num_nodes, per_node)
 
 
 @pytest.mark.parametrize("gpus", [0, 4])
-def test_a_cluster_with_gpus_has_the_driver_leave_them(gpus, monkeypatch):
-    left: list[bool] = []
+def test_the_driver_leaves_the_gpus_of_a_cluster(gpus, monkeypatch):
+    calls: list[bool] = []
     nodes = [{"Resources": {"CPU": 2.0, "GPU": float(gpus), "accelerator_type:A100": 1.0}}]
     monkeypatch.setattr(reservation, "alive_nodes", lambda: nodes)
-    monkeypatch.setattr(reservation, "leave_gpus", lambda: left.append(True))
+    monkeypatch.setattr(reservation, "leave_gpus", lambda: calls.append(True))
 
-    def stop(bundles: Any, strategy: str) -> None:
+    def refuse(bundles: Any, strategy: str) -> None:
         raise HostsError(f"would take {bundles}")
 
-    monkeypatch.setattr(reservation, "placement_group", stop)
+    monkeypatch.setattr(reservation, "placement_group", refuse)
     with pytest.raises(HostsError, match=r"would take \[\{'CPU': 1.0"):
         reserve(None, 2, 60.0)
-    assert left == [True] * bool(gpus)
+    assert calls == [True] * bool(gpus)

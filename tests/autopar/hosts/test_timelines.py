@@ -35,8 +35,8 @@ class OtherClock:
         return self._now
 
     def ask(self) -> float:
-        there, back = next(self._delays)
-        self._now += there
+        outward, back = next(self._delays)
+        self._now += outward
         shown = self._now + self._shift
         self._now += back
         return shown
@@ -46,10 +46,10 @@ delay = st.floats(1e-4, 1.0)
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.tuples(delay, delay), min_size=20, max_size=20))
-def test_an_offset_is_off_by_half_of_the_shortest_round_trip_at_most(shift, delays):
+def test_the_error_of_a_clock_offset_is_at_most_half_of_the_shortest_round_trip(shift, delays):
     clock = OtherClock(shift, delays)
     error = offset(clock.ask, clock.now) + shift
-    assert abs(error) <= min(there + back for there, back in delays) / 2 + 1e-8
+    assert abs(error) <= min(outward + back for outward, back in delays) / 2 + 1e-8
 
 
 F, B = Run(0, "F"), Run(1, "F")
@@ -60,17 +60,17 @@ def notes_of(
     times: list[tuple[float, float]], mesh: int, instructions: Any
 ) -> list[ExecutedInstruction]:
     return [
-        ExecutedInstruction(mesh, each, *when)
-        for each, when in zip(instructions, times, strict=True)
+        ExecutedInstruction(mesh, instruction, *interval)
+        for instruction, interval in zip(instructions, times, strict=True)
     ]
 
 
-def test_a_clock_that_is_wrong_is_corrected():
+def test_merged_timelines_correct_the_offset_of_a_clock():
     first = notes_of([(10.0, 11.0), (11.0, 11.5), (11.5, 11.6)], 0, PROGRAM[0])
     second = notes_of([(4.0, 6.0), (6.0, 7.0)], 1, PROGRAM[1])  # the clock is 6 seconds late
     timeline = merged([first, aligned(second, 6.0)], ((0,), (1,)), ())
-    found = [(span.mesh, span.name, span.start, span.end, span.category) for span in timeline.spans]
-    assert found == [
+    spans = [(span.mesh, span.name, span.start, span.end, span.category) for span in timeline.spans]
+    assert spans == [
         (0, "0F0", 0.0, 1.0, "task"),
         (0, "send x>1", 1.0, 1.5, "send"),
         (1, "recv x<0", 0.0, 2.0, "bubble"),
@@ -81,7 +81,7 @@ def test_a_clock_that_is_wrong_is_corrected():
     assert timeline.makespan == 3.0
 
 
-def test_hosts_that_share_a_mesh_begin_and_end_with_the_first_of_them():
+def test_spans_of_hosts_that_share_a_mesh_begin_and_end_with_the_earliest():
     one = notes_of([(0.0, 1.0), (1.5, 2.0), (2.0, 2.1)], 0, PROGRAM[0])
     other = notes_of([(0.2, 0.9), (0.9, 3.0), (3.0, 3.1)], 0, PROGRAM[0])
     receiver = notes_of([(0.0, 2.5), (2.5, 3.0)], 1, PROGRAM[1])
@@ -108,14 +108,16 @@ def test_each_worker_executes_the_instructions_of_the_program_in_order(hosts):
     notes = remote().recorded()
     for mesh, row in enumerate(remote().program.instructions):
         (worker,) = (
-            of_worker for of_worker in notes if any(each.mesh == mesh for each in of_worker)
+            worker_notes
+            for worker_notes in notes
+            if any(note.mesh == mesh for note in worker_notes)
         )
-        assert tuple(each.instruction for each in worker if each.mesh == mesh) == row
-    assert all(a.end <= b.start for of_worker in notes for a, b in pairwise(of_worker))
+        assert tuple(note.instruction for note in worker if note.mesh == mesh) == row
+    assert all(a.end <= b.start for worker_notes in notes for a, b in pairwise(worker_notes))
 
 
 @pytest.mark.hosts(2, 4)
-def test_the_timeline_of_the_workers_has_what_the_program_says_on_one_clock(hosts, tmp_path):
+def test_the_timeline_of_workers_has_every_instruction_of_the_program_in_order(hosts, tmp_path):
     executable = remote()
     timeline = executable.dump_stage_execution_trace(tmp_path / "trace.json")
     assert timeline.meshes == executable.program.meshes
@@ -123,10 +125,14 @@ def test_the_timeline_of_the_workers_has_what_the_program_says_on_one_clock(host
     for mesh, row in enumerate(executable.program.instructions):
         spans = [span for span in timeline.spans if span.mesh == mesh]
         assert [span.name for span in spans] == [
-            str(each) for each in row if not isinstance(each, Free)
+            str(instruction) for instruction in row if not isinstance(instruction, Free)
         ]
         assert all(a.end <= b.start for a, b in pairwise(spans))
-    sends = sum(isinstance(each, Send) for row in executable.program.instructions for each in row)
+    sends = sum(
+        isinstance(instruction, Send)
+        for row in executable.program.instructions
+        for instruction in row
+    )
     assert len(timeline.arrows) == sends
     assert all(arrow.sent < arrow.received for arrow in timeline.arrows)
     assert min(span.start for span in timeline.spans) == 0
@@ -135,69 +141,66 @@ def test_the_timeline_of_the_workers_has_what_the_program_says_on_one_clock(host
 
 
 @pytest.mark.hosts(2, 4)
-def test_a_pipeline_on_hosts_answers_as_one_in_this_process(hosts, tmp_path):
-    there = remote()
-    here = _in_this_process(there.plan, (0,))
-    assert there.memory == here.memory
-    assert there.get_total_allocation_size() == here.get_total_allocation_size()
-    assert there.get_stage_allocation_size() == here.get_stage_allocation_size()
-    assert there.get_stage_execution_info() == here.get_stage_execution_info()
-    asked: list[tuple[int, Status]] = [(0, "optimized"), (1, "annotated"), (3, "partitioned")]
-    for stage, status in asked:
-        assert _essentials(there.get_hlo_text(status, stage)) == _essentials(
-            here.get_hlo_text(status, stage)
+def test_a_pipeline_on_hosts_reports_the_same_as_one_in_this_process(hosts, tmp_path):
+    remote_executable = remote()
+    local = _in_this_process(remote_executable.plan, (0,))
+    assert remote_executable.memory == local.memory
+    assert remote_executable.get_total_allocation_size() == local.get_total_allocation_size()
+    assert remote_executable.get_stage_allocation_size() == local.get_stage_allocation_size()
+    assert remote_executable.get_stage_execution_info() == local.get_stage_execution_info()
+    programs: list[tuple[int, Status]] = [(0, "optimized"), (1, "annotated"), (3, "partitioned")]
+    for stage, status in programs:
+        assert _essentials(remote_executable.get_hlo_text(status, stage)) == _essentials(
+            local.get_hlo_text(status, stage)
         )
-    assert _specs(there.in_shardings) == _specs(here.in_shardings)
-    assert _specs(there.out_shardings) == _specs(here.out_shardings)
-    assert repr(there.get_input_placement_specs()) == repr(here.get_input_placement_specs())
-    assert repr(there.get_output_placement_specs()) == repr(here.get_output_placement_specs())
-    assert _names(there, tmp_path / "there") == _names(here, tmp_path / "here")
+    assert _specs(remote_executable.in_shardings) == _specs(local.in_shardings)
+    assert _specs(remote_executable.out_shardings) == _specs(local.out_shardings)
+    assert repr(remote_executable.get_input_placement_specs()) == repr(
+        local.get_input_placement_specs()
+    )
+    assert repr(remote_executable.get_output_placement_specs()) == repr(
+        local.get_output_placement_specs()
+    )
+    assert _names(remote_executable, tmp_path / "there") == _names(local, tmp_path / "here")
     with pytest.raises(ValueError, match=r"stage 4.*0 to 3"):
-        there.get_hlo_text(stage=4)
+        remote_executable.get_hlo_text(stage=4)
     with pytest.raises(ValueError, match="status 'traced' for a pipeline"):
-        there.get_hlo_text("traced")
+        remote_executable.get_hlo_text("traced")
     with pytest.raises(ValueError, match="structure"):
-        there(stack_params())
+        remote_executable(stack_params())
 
 
 @pytest.mark.slow
 @pytest.mark.hosts(2, 4)
-def test_a_step_that_is_not_cut_answers_as_one_in_this_process_also_over_several_hosts(
-    hosts, tmp_path
-):
-    there = autopar.parallelize(
+def test_a_step_on_one_mesh_over_hosts_reports_the_same_as_one_in_this_process(hosts, tmp_path):
+    remote_executable = autopar.parallelize(
         stack_step, method=autopar.ShardParallel(devices=(2, 4))
     ).get_executable(*ARGS)
-    assert isinstance(there, RemoteExecutable)
-    here = _in_this_process(there.plan)
-    assert there.memory == here.memory
-    assert there.get_total_allocation_size() == here.get_total_allocation_size()
-    assert there.get_hlo_text("traced") == here.get_hlo_text("traced")
-    asked: list[Status] = ["annotated", "partitioned", "optimized"]
-    for status in asked:
-        assert _essentials(there.get_hlo_text(status)) == _essentials(here.get_hlo_text(status))
-    assert _specs(there.in_shardings) == _specs(here.in_shardings)
-    assert _specs(there.out_shardings) == _specs(here.out_shardings)
-    assert _names(there, tmp_path / "there") == _names(here, tmp_path / "here")
-    with pytest.raises(ValueError, match="unknown status 'final'; expected one of traced"):
-        there.get_hlo_text("final")  # pyright: ignore[reportArgumentType]
-    assert (
-        len(
-            [
-                each
-                for each in there.recorded()
-                if [note.instruction for note in each] == [Run(0, "S")]
-            ]
+    assert isinstance(remote_executable, RemoteExecutable)
+    local = _in_this_process(remote_executable.plan)
+    assert remote_executable.memory == local.memory
+    assert remote_executable.get_total_allocation_size() == local.get_total_allocation_size()
+    assert remote_executable.get_hlo_text("traced") == local.get_hlo_text("traced")
+    statuses: list[Status] = ["annotated", "partitioned", "optimized"]
+    for status in statuses:
+        assert _essentials(remote_executable.get_hlo_text(status)) == _essentials(
+            local.get_hlo_text(status)
         )
-        == 2
-    )
-    (span,) = there.dump_stage_execution_trace(tmp_path / "trace.json").spans
+    assert _specs(remote_executable.in_shardings) == _specs(local.in_shardings)
+    assert _specs(remote_executable.out_shardings) == _specs(local.out_shardings)
+    assert _names(remote_executable, tmp_path / "there") == _names(local, tmp_path / "here")
+    with pytest.raises(ValueError, match="unknown status 'final'; expected one of traced"):
+        remote_executable.get_hlo_text("final")  # pyright: ignore[reportArgumentType]
+    notes = remote_executable.recorded()
+    instructions = [[note.instruction for note in worker_notes] for worker_notes in notes]
+    assert instructions.count([Run(0, "S")]) == 2
+    (span,) = remote_executable.dump_stage_execution_trace(tmp_path / "trace.json").spans
     assert (span.name, span.category, span.start) == ("0S0", "task", 0)
 
 
 def _in_this_process(plan: autopar.Plan, donated: tuple[int, ...] = ()) -> Any:
     """Return the executable of the same plan in this process."""
-    joined = backend()
+    outer_backend = backend()
     use_backend(LOCAL)
     try:
         function = autopar.parallelize(
@@ -205,13 +208,13 @@ def _in_this_process(plan: autopar.Plan, donated: tuple[int, ...] = ()) -> Any:
         )
         executable = function.get_executable(*ARGS)
     finally:
-        use_backend(joined)
+        use_backend(outer_backend)
     assert isinstance(executable, LocalExecutable)
     return executable
 
 
 def _essentials(text: str) -> list[str]:
-    """Return the lines of a program that do not depend on export: tasks, products, collectives."""
+    """Return the parts of a program that do not depend on export: tasks, products, collectives."""
     return re.findall(
         r"// task \w+|^HloModule|^module|dot_general|\b(?:dot|all-\w+|reduce-scatter)\(",
         text,
@@ -220,7 +223,7 @@ def _essentials(text: str) -> list[str]:
 
 
 def _specs(shardings: Any) -> Any:
-    return jax.tree.map(lambda each: (each.spec, each.mesh.shape), shardings)
+    return jax.tree.map(lambda sharding: (sharding.spec, sharding.mesh.shape), shardings)
 
 
 def _names(executable: Any, folder: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Helpers for tests on workers: joining hosts, disturbing workers, watching their processes."""
+"""Helpers for tests on workers: joining hosts, delaying instructions, watching processes."""
 
 import os
 import time
@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from autopar.hosts.driver import RayHosts
 
 
-def joined(hosts: int, devices: int) -> "RayHosts":
+def join_hosts(hosts: int, devices: int) -> "RayHosts":
     """Return this many hosts with this many devices each, reusing running workers that fit."""
-    here = session.hosts()
-    if here is None or not here.is_running or list(map(len, here.numbers)) != [devices] * hosts:
+    current = session.hosts()
+    if (
+        current is None
+        or not current.is_running
+        or list(map(len, current.numbers)) != [devices] * hosts
+    ):
         autopar.init(cluster="ray", num_nodes=hosts, num_devices_per_node=devices, timeout=120)
     return joined_hosts()
 
@@ -36,24 +40,26 @@ def pipeline(stages: int, **options: Any) -> autopar.PipeshardParallel:
 
 def pids() -> list[int]:
     """Return the process ids of the workers."""
-    return [each["pid"] for each in joined_hosts().ask_all("environment")]
+    return [environment["pid"] for environment in joined_hosts().ask_all("environment")]
 
 
-def disturbed(hosts: "RayHosts", host: int, name: str, disturb: Callable[[], None]) -> None:
-    """Make a worker call `disturb` before an instruction from now on."""
+def call_before_instruction(
+    hosts: "RayHosts", host: int, instruction_text: str, action: Callable[[], None]
+) -> None:
+    """Make a worker call `action` before each execution of an instruction."""
 
     def insert(worker: Any) -> None:
-        for loaded in worker.jobs.values():
-            execute = loaded.execute
+        for job in worker.jobs.values():
+            execute = job.execute
 
-            def instead(
+            def execute_after_call(
                 mesh: int, instruction: Any, values: Any, tag: int, execute: Any = execute
             ) -> None:
-                if str(instruction) == name:
-                    disturb()
+                if str(instruction) == instruction_text:
+                    action()
                 execute(mesh, instruction, values, tag)
 
-            loaded.execute = instead
+            job.execute = execute_after_call
 
     hosts.on_worker(host, insert)
 
@@ -67,7 +73,7 @@ def is_alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    """Return whether the condition becomes true in time."""
+    """Return whether the condition becomes true within `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)

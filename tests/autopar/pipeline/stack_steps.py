@@ -34,14 +34,27 @@ def stack(params: dict[str, Any], x: jax.Array) -> jax.Array:
     return x
 
 
+def stack_loss(params: dict[str, Any], batch: dict[str, Any]) -> jax.Array:
+    """Return the mean squared error of `stack`."""
+    return jnp.mean((stack(params, batch["x"]) - batch["y"]) ** 2)
+
+
 def stack_step(params: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, jax.Array]:
     """Take one step down the gradient of the mean squared error."""
 
     @autopar.manual_layer_construction
     def loss(params: Any) -> jax.Array:
-        return jnp.mean((stack(params, batch["x"]) - batch["y"]) ** 2)
+        return stack_loss(params, batch)
 
     return descend(params, autopar.value_and_grad(loss)(params))
+
+
+def serial_stack(steps: int) -> tuple[Any, Any]:
+    """Return the parameters and the last loss after `stack_step`s on one device."""
+    params, loss, step = stack_params(), None, jax.jit(stack_step)
+    for _ in range(steps):
+        params, loss = step(params, stack_batch())
+    return params, loss
 
 
 def descend(params: Any, value_and_grad: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -71,6 +84,6 @@ def assert_as_serial(
         expected, actual = serial(expected_state, *args[1:]), parallel(actual_state, *args[1:])
         assert_close_to_scale(actual, expected, rtol)
         expected_state, actual_state = (
-            r[0] if isinstance(r, tuple) else r for r in (expected, actual)
+            result[0] if isinstance(result, tuple) else result for result in (expected, actual)
         )
     return parallel

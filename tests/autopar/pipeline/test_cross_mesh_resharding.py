@@ -18,57 +18,63 @@ def mesh_of(shape) -> LogicalMesh:
     return LogicalMesh(shape, tuple("xyz"[: len(shape)]))
 
 
-def at(tile, origin=()) -> tuple[slice, ...]:
+def slices_in(tile, origin=()) -> tuple[slice, ...]:
     origin = origin or (0,) * len(tile)
     return tuple(slice(start - o, stop - o) for (start, stop), o in zip(tile, origin, strict=True))
 
 
-def send(value, source, destination, resharding: Resharding):
+def simulate_transfer(value, source, destination, resharding: Resharding):
     """Return the destination's shards after all pieces have arrived, and after the gather."""
     (source_mesh, source_spec), (mesh, spec) = source, destination
-    held = [(tile, value[at(tile)]) for tile in tiles(value.shape, source_mesh, source_spec)]
+    source_shards = [
+        (tile, value[slices_in(tile)]) for tile in tiles(value.shape, source_mesh, source_spec)
+    ]
     landing = tiles(value.shape, mesh, resharding.landing)
-    arrived = [np.full([stop - start for start, stop in tile], -1) for tile in landing]
-    filled = [np.zeros(shard.shape, int) for shard in arrived]
+    received = [np.full([stop - start for start, stop in tile], -1) for tile in landing]
+    write_counts = [np.zeros(shard.shape, int) for shard in received]
     for piece in resharding.pieces:
-        tile, shard = held[piece.source]
-        into = at(piece.tile, [start for start, _ in landing[piece.destination]])
-        arrived[piece.destination][into] = shard[at(piece.tile, [start for start, _ in tile])]
-        filled[piece.destination][into] += 1
-    assert all((times == 1).all() for times in filled)  # Every element exactly once.
-    extra = [
+        tile, shard = source_shards[piece.source]
+        region = slices_in(piece.tile, [start for start, _ in landing[piece.destination]])
+        received[piece.destination][region] = shard[
+            slices_in(piece.tile, [start for start, _ in tile])
+        ]
+        write_counts[piece.destination][region] += 1
+    assert all((counts == 1).all() for counts in write_counts)  # each element exactly once
+    gather_axes = [
         axis
         for axes, final in zip(resharding.landing, spec, strict=True)
         for axis in axes[len(final) :]
     ]
-    groups = {device: group for group in mesh.groups(extra) for device in group}
+    groups = {device: group for group in mesh.groups(gather_axes) for device in group}
     gathered = []
     for device, tile in enumerate(tiles(value.shape, mesh, spec)):
         shard = np.full([stop - start for start, stop in tile], -1)
         for peer in groups[device]:
-            shard[at(landing[peer], [start for start, _ in tile])] = arrived[peer]
+            shard[slices_in(landing[peer], [start for start, _ in tile])] = received[peer]
         gathered.append(shard)
     return gathered
 
 
-def assert_arrives(shape, source, destination, gather=True) -> Resharding:
+def assert_transfers_exactly(shape, source, destination, gather=True) -> Resharding:
     value = np.arange(prod(shape)).reshape(shape)
     resharding = reshard(shape, source, destination, gather)
     for tile, shard in zip(
-        tiles(shape, *destination), send(value, source, destination, resharding), strict=True
+        tiles(shape, *destination),
+        simulate_transfer(value, source, destination, resharding),
+        strict=True,
     ):
-        np.testing.assert_array_equal(shard, value[at(tile)])
+        np.testing.assert_array_equal(shard, value[slices_in(tile)])
     return resharding
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("shapes", MESHES, ids=str)
-def test_every_pair_of_specs_arrives_exactly(shape, shapes):
+def test_every_pair_of_specs_transfers_exactly(shape, shapes):
     source_mesh, mesh = map(mesh_of, shapes)
     for source_spec in all_specs(shape, source_mesh):
         for spec in all_specs(shape, mesh):
             for gather in (True, False):
-                assert_arrives(shape, (source_mesh, source_spec), (mesh, spec), gather)
+                assert_transfers_exactly(shape, (source_mesh, source_spec), (mesh, spec), gather)
 
 
 @st.composite
@@ -81,24 +87,24 @@ def transfers(draw):
 
 
 @given(transfers())
-def test_any_meshes_and_specs_arrive_exactly(transfer):
+def test_random_meshes_and_specs_transfer_exactly(transfer):
     shape, source, destination = transfer
-    resharding = assert_arrives(shape, source, destination)
+    resharding = assert_transfers_exactly(shape, source, destination)
     copies = (
         prod(shape)
         * destination[0].num_devices
         // destination[0].ways(a for axes in resharding.landing for a in axes)
     )
-    assert sum(resharding.traffic(1).values()) == copies  # No piece is sent that is not needed.
+    assert sum(resharding.traffic(1).values()) == copies  # every piece that is sent is needed
 
 
-def test_the_axes_of_a_dim_count_major_first():
+def test_the_first_axis_of_a_dim_is_the_major_one():
     mesh = mesh_of((2, 3))
     assert tiles((6,), mesh, (("x", "y"),)) == [((i, i + 1),) for i in range(6)]
     assert tiles((6,), mesh, (("y", "x"),)) == [((i, i + 1),) for i in (0, 2, 4, 1, 3, 5)]
 
 
-def test_copies_share_the_sending():
+def test_replicas_of_the_source_share_the_sends():
     source, destination = mesh_of((4,)), mesh_of((4,))
     resharding = reshard((8, 8), (source, ((), ())), (destination, (("x",), ())))
     assert resharding.traffic(4) == {(device, device): 2 * 8 * 4 for device in range(4)}
@@ -115,11 +121,11 @@ def test_a_replicated_destination_receives_every_byte_once_and_gathers():
     assert sum(direct.traffic(4).values()) == 4 * sum(resharding.traffic(4).values())
 
 
-def test_an_axis_that_divides_nothing_stays_replicated():
+def test_an_axis_that_divides_no_dim_stays_replicated():
     assert landing_spec((3, 5), mesh_of((2, 5)), ((), ())) == ((), ("y",))
 
 
-def test_a_scalar_goes_to_everyone():
+def test_a_scalar_is_sent_to_every_device():
     resharding = reshard((), (mesh_of((2,)), ()), (mesh_of((3,)), ()))
     assert [(piece.destination, piece.size) for piece in resharding.pieces] == [
         (0, 1),

@@ -22,7 +22,7 @@ from tests.autopar.pipeline.stack_steps import (
     stack_step,
 )
 
-ACTIVATION = 4 * WIDTH * 4  # Bytes of 4 rows of a microbatch.
+ACTIVATION = 4 * WIDTH * 4  # bytes of the 4 rows of a microbatch
 WEIGHT = WIDTH * WIDTH * 4
 
 
@@ -31,7 +31,7 @@ def compiled(schedule: str = "1f1b", donate: bool = True) -> LocalExecutable:
     method = pipeline(pipeline_schedule=schedule)
     parallel = autopar.parallelize(stack_step, method=method, donate_argnums=(0,) if donate else ())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # Donated operands are used.
+        warnings.simplefilter("error")  # a donated operand that is not reused is a warning
         executable = parallel.get_executable(stack_params(), stack_batch())
     assert isinstance(executable, LocalExecutable)
     return executable
@@ -42,18 +42,18 @@ def aliased(executable: LocalExecutable, *task: Any) -> int:
     return memory_of(executable.tasks[Task(*task)].compiled).aliased
 
 
-def test_sums_grow_where_they_are() -> None:
+def test_a_gradient_sum_reuses_the_memory_of_its_operand() -> None:
     assert aliased(compiled(), 0, "B") == WEIGHT
 
 
-def test_an_inner_stage_leaves_the_gradient_of_its_input_where_something_was() -> None:
-    """It reads its output's gradient and saved values last, and returns one such array and a sum."""
+def test_the_backward_pass_of_an_inner_stage_reuses_the_memory_of_an_activation() -> None:
+    """It donates its output's gradient and saved values, and returns a gradient and a sum."""
     for stage in (1, 2):
         assert aliased(compiled(), stage, "B") == WEIGHT + ACTIVATION
 
 
-def test_an_update_uses_state_and_gradients_up() -> None:
-    """New weights replace the old ones, or the gradient if the old ones belong to the caller."""
+def test_an_update_donates_state_or_gradients() -> None:
+    """New weights reuse the old ones' memory, or the gradients' if the caller keeps the state."""
     assert aliased(compiled(donate=True), 1, "U") == WEIGHT
     assert aliased(compiled(donate=False), 1, "U") == WEIGHT
     step = compiled(donate=False)
@@ -62,15 +62,14 @@ def test_an_update_uses_state_and_gradients_up() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(args))
 
 
-def test_what_a_forward_pass_keeps_is_not_used_up() -> None:
-    """The backward pass reads activations again, and inputs belong to the caller."""
-    assert all(
-        aliased(compiled(), stage, "F") <= 4 for stage in range(4)
-    )  # The last one sums the loss, a float.
+def test_a_forward_pass_does_not_donate_activations() -> None:
+    """The backward pass reads activations again, and the caller keeps the inputs."""
+    # the last stage adds to the sum of the loss, a float
+    assert all(aliased(compiled(), stage, "F") <= 4 for stage in range(4))
 
 
-def test_inference_keeps_nothing() -> None:
-    """Every stage but the first, which reads an input, writes to its operand's memory."""
+def test_inference_donates_the_activations_of_every_stage() -> None:
+    """The first stage reads an input, which is not donated."""
     method = pipeline(pipeline_schedule="inference", layer_option=autopar.ManualLayerOption())
     executable = autopar.parallelize(stack, method=method).get_executable(
         stack_params(), stack_batch()["x"]
@@ -85,19 +84,19 @@ def test_inference_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble_h1"])
-def test_what_is_used_up_is_freed_next(schedule: str) -> None:
-    """Values that a task reads last are in the Free after each of its runs."""
+def test_donated_values_are_freed_after_the_task_that_donates_them(schedule: str) -> None:
+    """The Free after each run of a task has the values that the task reads last."""
     instructions = compiled(schedule).planned.instructions
     names = compiled(schedule).planned.names
     for row in instructions.program.instructions:
         freed: set[str] = set()
-        for each in reversed(row):
-            match each:
+        for instruction in reversed(row):
+            match instruction:
                 case Free(values):
                     freed = set(values)
                 case Run():
-                    last = instructions.last_reads[task_of(each)]
-                    assert {names.of(var, each.micro_batch) for var in last} <= freed
+                    last = instructions.last_reads[task_of(instruction)]
+                    assert {names.of(var, instruction.micro_batch) for var in last} <= freed
                     freed = set()
                 case _:
                     pass

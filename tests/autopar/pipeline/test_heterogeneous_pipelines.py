@@ -6,7 +6,6 @@ from functools import cache
 from itertools import groupby
 
 import jax
-import jax.numpy as jnp
 import pandas as pd
 import pytest
 
@@ -38,8 +37,8 @@ from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, l
 from tests.autopar.pipeline.stack_steps import (
     assert_as_serial,
     pipeline,
-    stack,
     stack_batch,
+    stack_loss,
     stack_params,
     stack_step,
 )
@@ -66,9 +65,11 @@ def mlp() -> StepGraph:
     return trace(step, model.abstract_args(), (1,), 16, AutoLayerOption(LAYERS), marked=True)
 
 
-def planned(step: StepGraph, cluster: AnyCluster, option=None, **more) -> Plan:
+def planned(step: StepGraph, cluster: AnyCluster, option=None, **options) -> Plan:
     option = option or AutoStageOption()
-    return make_pipeline_plan(step, cluster, option, AUTO, ONE_F_ONE_B, "PipeshardParallel", **more)
+    return make_pipeline_plan(
+        step, cluster, option, AUTO, ONE_F_ONE_B, "PipeshardParallel", **options
+    )
 
 
 def layers_by_pool(plan: Plan, cluster: AnyCluster) -> list[int]:
@@ -79,11 +80,11 @@ def layers_by_pool(plan: Plan, cluster: AnyCluster) -> list[int]:
     return layers
 
 
-def beside(*pools: Cluster) -> HeterogeneousCluster:
+def cluster_of_pools(*pools: Cluster) -> HeterogeneousCluster:
     return HeterogeneousCluster(name="toy", description="", pools=pools)
 
 
-def changed(cluster: Cluster, **device) -> Cluster:
+def with_device(cluster: Cluster, **device) -> Cluster:
     return cluster.model_copy(update={"device": cluster.device.model_copy(update=device)})
 
 
@@ -96,26 +97,26 @@ def test_faster_devices_get_more_layers(mlp):
     assert slow + fast == LAYERS
     assert 0 < slow < fast
     assert sorted(device for stage in plan.stages for device in stage.devices) == list(range(8))
-    reverse = beside(A100, V100)
+    reverse = cluster_of_pools(A100, V100)
     assert layers_by_pool(planned(mlp, reverse), reverse) == [fast, slow]
 
 
 def test_devices_with_less_memory_get_fewer_layers(mlp):
     one = V100.with_size(devices_per_host=1)
-    equal = planned(mlp, beside(one, one))
-    assert layers_by_pool(equal, beside(one, one)) == [4, 4]
-    small = changed(one, memory_gb=0.8 * equal.predicted_bytes / 1e9, reserve_gb=0.0)
-    for cluster in (beside(small, one), beside(one, small)):
+    equal = planned(mlp, cluster_of_pools(one, one))
+    assert layers_by_pool(equal, cluster_of_pools(one, one)) == [4, 4]
+    small = with_device(one, memory_gb=0.8 * equal.predicted_bytes / 1e9, reserve_gb=0.0)
+    for cluster in (cluster_of_pools(small, one), cluster_of_pools(one, small)):
         of_small, of_large = (
             layers_by_pool(planned(mlp, cluster), cluster)[i]
             for i in map(cluster.pools.index, (small, one))
         )
         assert 0 < of_small < 4 < of_large
     with pytest.raises(MemoryBudgetError):
-        planned(mlp, beside(small, one), UniformStageOption(2))
+        planned(mlp, cluster_of_pools(small, one), UniformStageOption(2))
 
 
-def test_hosts_of_unequal_size_all_get_work(mlp):
+def test_all_hosts_of_unequal_size_get_layers(mlp):
     plan = planned(mlp, UNEVEN)
     assert sorted(device for stage in plan.stages for device in stage.devices) == list(range(12))
     large, small = layers_by_pool(plan, UNEVEN)
@@ -124,35 +125,37 @@ def test_hosts_of_unequal_size_all_get_work(mlp):
 
 @pytest.mark.slow
 def test_equal_pools_are_planned_like_the_hosts_of_one_cluster(mlp):
-    """The slow network rules out stages over both hosts; even stages may differ between pools."""
-    two, hosts = beside(V100, V100), V100.with_size(hosts=2)
-    assert planned(mlp, two).predicted_seconds == pytest.approx(
+    """The slow network rules out stages over both hosts."""
+    two_pools, hosts = cluster_of_pools(V100, V100), V100.with_size(hosts=2)
+    assert planned(mlp, two_pools).predicted_seconds == pytest.approx(
         planned(mlp, hosts).predicted_seconds, rel=0.02
     )
 
 
-def test_costs_of_a_stage_are_those_of_its_pool(mlp):
+def test_costs_of_a_stage_equal_those_on_a_cluster_of_its_pool_alone(mlp):
     planner = PipelinePlanner(mlp, MIXED)
     problem = stage_problem(
         planner._stage_costs(AUTO, ONE_F_ONE_B), MIXED, AutoStageOption(), "1f1b"
     )
     for pool, cluster in enumerate((V100, A100)):
-        alone = stage_problem(
+        pool_problem = stage_problem(
             PipelinePlanner(mlp, cluster)._stage_costs(AUTO, ONE_F_ONE_B),
             cluster,
             AutoStageOption(),
             "1f1b",
         )
-        assert problem.pools[pool] == alone.pools[0]
-        assert problem.costs(2, 4, Submesh(pool, 1, 2)) == alone.costs(2, 4, Submesh(0, 1, 2))
+        assert problem.pools[pool] == pool_problem.pools[0]
+        assert problem.costs(2, 4, Submesh(pool, 1, 2)) == pool_problem.costs(
+            2, 4, Submesh(0, 1, 2)
+        )
     inside, across = (
         problem.transfer(4, Submesh(0, 1, 2), Submesh(pool, 1, 2), None) for pool in (0, 1)
     )  # pyright: ignore[reportOptionalCall]
     assert inside < across == problem.transfer(4, Submesh(1, 1, 2), Submesh(0, 1, 2), 2)  # pyright: ignore[reportOptionalCall]
 
 
-def test_a_share_of_the_work_counts_by_what_devices_can_do(mlp):
-    """All stages are even, so that half of the work is too much for the slower half."""
+def test_the_imbalance_of_a_stage_counts_the_speed_of_its_devices(mlp):
+    """Tolerated stages have equal times, so half of the layers is too much for slow devices."""
     planner = PipelinePlanner(mlp, MIXED)
     option = AutoStageOption(stage_imbalance_tolerance=0.3)
     problem = stage_problem(planner._stage_costs(AUTO, ONE_F_ONE_B), MIXED, option, "1f1b")
@@ -161,18 +164,18 @@ def test_a_share_of_the_work_counts_by_what_devices_can_do(mlp):
     assert problem.costs(2, LAYERS, fast) or problem.costs(1, LAYERS, fast)
 
 
-def test_what_was_found_can_be_given(mlp):
-    plan, found = planned(mlp, MIXED), autopar.get_last_dp_result()
-    assert found is not None
-    assert found.submesh_devices == tuple(stage.devices for stage in plan.stages)
-    assert len({MIXED.pool_of(devices) for devices in found.submesh_devices}) == 2
-    given = ManualStageOption(
-        found.forward_stage_layer_ids,
-        found.submesh_shapes,
-        found.logical_mesh_shapes,
-        submesh_devices=found.submesh_devices,
+def test_the_last_dp_result_can_be_given_as_manual_stages(mlp):
+    plan, dp_result = planned(mlp, MIXED), autopar.get_last_dp_result()
+    assert dp_result is not None
+    assert dp_result.submesh_devices == tuple(stage.devices for stage in plan.stages)
+    assert len({MIXED.pool_of(devices) for devices in dp_result.submesh_devices}) == 2
+    option = ManualStageOption(
+        dp_result.forward_stage_layer_ids,
+        dp_result.submesh_shapes,
+        dp_result.logical_mesh_shapes,
+        submesh_devices=dp_result.submesh_devices,
     )
-    assert planned(mlp, MIXED, given).stages == plan.stages
+    assert planned(mlp, MIXED, option).stages == plan.stages
 
 
 # From a step to its timeline
@@ -207,7 +210,7 @@ def gpt_plan() -> Plan:
     return autopar.plan_step(gpt_step, gpt().abstract_args(), method=METHOD, cluster=MIXED)
 
 
-def test_a_plan_goes_to_json_and_back():
+def test_a_plan_survives_json():
     plan = gpt_plan()
     assert (plan.cluster, [stage.devices for stage in plan.stages]) == (
         "mixed",
@@ -218,7 +221,7 @@ def test_a_plan_goes_to_json_and_back():
 
 
 @pytest.mark.slow
-def test_a_plan_is_predicted_with_every_stage_compiled_for_its_own_gpus(monkeypatch):
+def test_each_stage_is_compiled_for_the_devices_of_its_pool(monkeypatch):
     compiled_for = []
 
     def record(jitted, avals, cluster):
@@ -227,27 +230,21 @@ def test_a_plan_is_predicted_with_every_stage_compiled_for_its_own_gpus(monkeypa
 
     monkeypatch.setattr("autopar.lowering.compilation.compile_for", record)
     timeline = autopar.simulate(gpt_step, gpt().abstract_args(), gpt_plan(), MIXED)
-    assert [name for name, _ in groupby(compiled_for)] == [
-        A100.device.name,
-        V100.device.name,
-    ]  # The first stage is on A100s.
+    # the first stage is on A100s
+    assert [name for name, _ in groupby(compiled_for)] == [A100.device.name, V100.device.name]
     assert timeline.meshes == ((4, 5, 6, 7), (2, 3))
     assert timeline.fits(MIXED)
     assert 0 < timeline.makespan < 1
 
 
 @pytest.mark.slow
-def test_a_plan_runs_as_on_one_device():
+def test_a_plan_with_manual_stages_equals_one_device():
     executable = assert_as_serial(gpt_step, METHOD, *sgd_args(gpt())).get_last_executable()
     assert executable is not None
     assert [stage.devices for stage in executable.plan.stages] == [(4, 5, 6, 7), (2, 3)]
 
 
-def stack_loss(params, batch):
-    return jnp.mean((stack(params, batch["x"]) - batch["y"]) ** 2)
-
-
-def test_automatic_stages_run_as_on_one_device_and_so_does_what_follows_them():
+def test_automatic_stages_and_an_evaluation_on_them_equal_one_device():
     method = pipeline(devices=8, stage_option=AutoStageOption(), cluster=MIXED)
     train = assert_as_serial(stack_step, method, stack_params(), stack_batch())
     plan = train.get_last_executable().plan
@@ -258,15 +255,15 @@ def test_automatic_stages_run_as_on_one_device_and_so_does_what_follows_them():
 
 
 @pytest.mark.slow
-def test_the_reasons_of_a_stage_are_priced_in_its_pool():
+def test_decisions_of_a_stage_have_the_costs_of_its_pool():
     step, cluster = trace_of_gpt(), load_cluster("p3_beside_p4d")
     option = ManualStageOption(
         [[0], [1]], [(1, 2)] * 2, [(2,)] * 2, submesh_devices=[(0, 1), (8, 9)]
     )
     planned_step = PlannedStep(step, planned(step, cluster, option))
     for stage, pool in enumerate(cluster.pools):
-        given = autopar.report.decisions(planned_step, stage=stage, costs=ClusterCosts(pool))
-        pd.testing.assert_frame_equal(autopar.report.decisions(planned_step, stage=stage), given)
+        expected = autopar.report.decisions(planned_step, stage=stage, costs=ClusterCosts(pool))
+        pd.testing.assert_frame_equal(autopar.report.decisions(planned_step, stage=stage), expected)
 
 
 def trace_of_gpt() -> StepGraph:
@@ -279,7 +276,7 @@ def trace_of_gpt() -> StepGraph:
 @pytest.mark.parametrize(
     "method", [autopar.ShardParallel(), autopar.DataParallel(), autopar.Zero3Parallel()]
 )
-def test_one_mesh_over_different_devices_is_refused(method):
+def test_a_method_with_one_mesh_is_refused_on_a_heterogeneous_cluster(method):
     name = type(method).__name__
     with pytest.raises(
         ClusterError, match=rf"{name} shards .* 'a2_uneven' has 2 pools .* use PipeshardParallel"
@@ -293,7 +290,7 @@ def test_one_mesh_over_different_devices_is_refused(method):
         )
 
 
-def test_a_plan_of_one_stage_is_predicted_where_its_devices_lie_in_one_pool():
+def test_a_plan_with_one_mesh_is_predicted_if_its_devices_are_in_one_pool():
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(stack_step, args, cluster="p3.16xlarge", mesh_shape=(2,))
     predicted = [
@@ -311,7 +308,7 @@ def test_a_plan_of_one_stage_is_predicted_where_its_devices_lie_in_one_pool():
     [
         (
             UniformStageOption(4),
-            r"stage 2: devices 6, 7, 8 lie in several pools of cluster 'a2_uneven'.*AutoStageOption",
+            r"stage 2: devices 6, 7, 8 lie in several pools of cluster 'a2_uneven'.*AutoStage",
         ),
         (
             ManualStageOption([range(8)], [(1, 2)], [(2,)], submesh_devices=[(7, 8)]),
@@ -332,7 +329,7 @@ def test_a_plan_of_one_stage_is_predicted_where_its_devices_lie_in_one_pool():
         (AutoStageOption(profile=True), "devices differ in cluster 'a2_uneven'.*profile=False"),
     ],
 )
-def test_stages_that_do_not_keep_to_a_pool_are_refused(mlp, option, message):
+def test_stages_over_several_pools_are_refused(mlp, option, message):
     with pytest.raises(StageError, match=message):
         planned(mlp, UNEVEN, option)
 
@@ -341,7 +338,7 @@ def test_a_plan_for_another_cluster_is_refused():
     args = gpt().abstract_args()
     with pytest.raises(ClusterError, match=re.escape("'p3.16xlarge': it has 4 devices")):
         autopar.simulate(gpt_step, args, gpt_plan(), V100)
-    other = beside(V100.with_size(hosts=2, devices_per_host=3), A100)
+    other = cluster_of_pools(V100.with_size(hosts=2, devices_per_host=3), A100)
     with pytest.raises(ClusterError, match="lie in several pools of cluster 'toy'"):
         autopar.simulate(gpt_step, args, gpt_plan(), other)
     with pytest.raises(ValueError, match="the plan needs 8 devices, got 4"):

@@ -55,43 +55,47 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(
     "case", cases(), ids=lambda case: f"{case[0].__name__}-{case[2]}-{case[3]}"
 )
-def test_every_read_finds_its_value_and_nothing_is_left_but_inputs_and_outputs(case: Any) -> None:
-    whole = planned(*case)
-    partition, names, mesh_of = whole.partition, whole.names, whole.schedule.mesh_of
-    numbers = range(whole.step.num_micro_batches)
-    inputs = {names.of(var, k) for var in whole.step.jaxpr.invars for k in numbers}
+def test_values_are_stored_before_they_are_read_and_all_but_inputs_and_outputs_are_freed(
+    case: Any,
+) -> None:
+    step_plan = planned(*case)
+    partition, names, mesh_of = step_plan.partition, step_plan.names, step_plan.schedule.mesh_of
+    numbers = range(step_plan.step.num_micro_batches)
+    inputs = {names.of(var, k) for var in step_plan.step.jaxpr.invars for k in numbers}
     sums = {
-        names.of(each.sum, 0): mesh_of(task.stage)
+        names.of(total.sum, 0): mesh_of(task.stage)
         for task, totals in partition.totals.items()
-        for each in totals
+        for total in totals
     }
-    has = [
-        inputs | {name for name, where in sums.items() if where == mesh}
-        for mesh in range(len(whole.program.meshes))
+    stored = [
+        inputs | {name for name, sum_mesh in sums.items() if sum_mesh == mesh}
+        for mesh in range(len(step_plan.program.meshes))
     ]
     sent: set[tuple[str, int]] = set()
-    for mesh, each in walk(whole.program):
-        match each:
+    for mesh, instruction in walk(step_plan.program):
+        match instruction:
             case Run():
-                task = task_of(each)
-                assert {names.of(var, each.micro_batch) for var in partition.reads[task]} <= has[
-                    mesh
-                ]
-                has[mesh] |= {names.of(var, each.micro_batch) for var in partition.results[task]}
+                task = task_of(instruction)
+                assert {
+                    names.of(var, instruction.micro_batch) for var in partition.reads[task]
+                } <= stored[mesh]
+                stored[mesh] |= {
+                    names.of(var, instruction.micro_batch) for var in partition.results[task]
+                }
             case Send(name, to):
-                assert name in has[mesh]
+                assert name in stored[mesh]
                 assert (name, to) not in sent
                 sent.add((name, to))
             case Recv(name):
-                has[mesh].add(name)
+                stored[mesh].add(name)
             case Free(values):
-                assert set(values) <= has[mesh]
-                has[mesh] -= set(values)
+                assert set(values) <= stored[mesh]
+                stored[mesh] -= set(values)
     outputs = {
         names.of(part, k)
-        for part in map(partition.microbatch_value, whole.step.jaxpr.outvars)
+        for part in map(partition.microbatch_value, step_plan.step.jaxpr.outvars)
         if part in partition.producers
         for k in numbers
     }
-    assert all(left <= inputs | outputs for left in has)
-    assert outputs <= set().union(*has)
+    assert all(values_left <= inputs | outputs for values_left in stored)
+    assert outputs <= set().union(*stored)

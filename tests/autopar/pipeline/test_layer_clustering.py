@@ -1,4 +1,4 @@
-"""Layer clustering cuts a step where few bytes cross, as golden cases and brute force do."""
+"""Layer clustering cuts a step where few bytes cross, as in golden cases and by brute force."""
 
 import json
 from itertools import combinations, pairwise
@@ -22,7 +22,7 @@ INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "layer_clusters.j
 
 
 def from_rows(rows):
-    """Return the golden file's `received`, [start][stop - start - 1], as columns by stop."""
+    """Convert the golden file's `received`, rows by start, to columns by stop."""
     return lambda: (
         np.array([rows[start][stop - start - 1] for start in range(stop)])
         for stop in range(1, len(rows) + 1)
@@ -32,7 +32,7 @@ def from_rows(rows):
 @pytest.mark.parametrize(
     "golden", INSTANCES, ids=lambda x: f"{len(x['flops'])}-{x['num_layers']}-{x['eps']}"
 )
-def test_the_recorded_optimum_is_found(golden):
+def test_clustering_finds_the_recorded_optimum(golden):
     flops, rows = np.array(golden["flops"]), golden["received"]
     arguments = (
         flops,
@@ -50,11 +50,11 @@ def test_the_recorded_optimum_is_found(golden):
     assert max(rows[a][b - a - 1] for a, b in pairwise((0, *layers.stops))) == golden["bottleneck"]
 
 
-def received_by(values, start: int, stop: int) -> float:
+def bytes_received(values, start: int, stop: int) -> float:
     return sum(
         size
-        for maker, size, users in values
-        if maker < start and any(start <= user < stop for user in users)
+        for producer, size, users in values
+        if producer < start and any(start <= user < stop for user in users)
     )
 
 
@@ -63,26 +63,26 @@ def graphs(draw):
     """Draw the work of equations, and values as (producing equation, bytes, users)."""
     size = draw(st.integers(1, 9))
     values = []
-    for maker in range(size - 1):
-        users = draw(st.lists(st.integers(maker + 1, size - 1), unique=True, max_size=3))
-        values.append((maker, float(draw(st.integers(0, 9))), sorted(users)))
+    for producer in range(size - 1):
+        users = draw(st.lists(st.integers(producer + 1, size - 1), unique=True, max_size=3))
+        values.append((producer, float(draw(st.integers(0, 9))), sorted(users)))
     return np.array(draw(st.lists(st.integers(0, 4), min_size=size, max_size=size)), float), values
 
 
 @given(graphs())
-def test_bytes_received_are_those_of_the_values_made_before(graph):
+def test_received_bytes_are_those_of_values_produced_before_the_layer(graph):
     flops, values = graph
     for stop, column in enumerate(received_bytes(len(flops), values)(), start=1):
-        assert column.tolist() == [received_by(values, start, stop) for start in range(stop)]
+        assert column.tolist() == [bytes_received(values, start, stop) for start in range(stop)]
 
 
 @given(graphs(), st.integers(1, 4), st.sampled_from([0.0, 0.2, 1.0]))
-def test_the_cut_is_the_best_of_all(graph, num_layers, eps):
+def test_clustering_finds_the_optimum_of_brute_force(graph, num_layers, eps):
     flops, values = graph
     heavy = flops > 0
     assume(num_layers <= heavy.sum())
     least, share = min(MIN_HEAVY, heavy.sum() // num_layers), (1 + eps) * flops.sum() / num_layers
-    found = []
+    candidates = []
     for cut in combinations(range(1, len(flops)), num_layers - 1):
         layers = list(pairwise((0, *cut, len(flops))))
         counts = [heavy[a:b].sum() for a, b in layers]
@@ -91,20 +91,20 @@ def test_the_cut_is_the_best_of_all(graph, num_layers, eps):
             n >= least and (w <= share * (1 + 1e-9) or n == least)
             for n, w in zip(counts, work, strict=True)
         ):
-            found.append(
-                (max(received_by(values, a, b) for a, b in layers), sum(w * w for w in work))
+            candidates.append(
+                (max(bytes_received(values, a, b) for a, b in layers), sum(w * w for w in work))
             )
     received = received_bytes(len(flops), values)
-    if not found:
+    if not candidates:
         with pytest.raises(NoLayersError):
             cluster_layers(flops, received, num_layers, eps)
         return
     layers = cluster_layers(flops, received, num_layers, eps)
     work = [flops[a:b].sum() for a, b in pairwise((0, *layers.stops))]
-    assert (layers.bottleneck, sum(w * w for w in work)) == min(found)
+    assert (layers.bottleneck, sum(w * w for w in work)) == min(candidates)
 
 
-def test_equal_blocks_are_cut_between_blocks():
+def test_a_stack_of_blocks_is_cut_between_blocks():
     """10 bytes are live inside a block, 1 byte between blocks."""
     blocks, size = 4, 6
     values = [(e, 1.0 if e % size == size - 1 else 10.0, [e + 1]) for e in range(blocks * size - 1)]

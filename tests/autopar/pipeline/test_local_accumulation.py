@@ -25,7 +25,7 @@ COUNT = 2
 
 
 @pytest.fixture(scope="module")
-def trained():
+def traced_gpt():
     """Return a traced GPT with two layers and two microbatches, and its results on one device."""
     model = replace(SMALL["gpt"], batch_size=32)
     args = sgd_args(model, optax.sgd(1.0))
@@ -50,7 +50,7 @@ def planned(step, shapes, options):
     )
 
 
-def as_changes(options):
+def option_fields(options):
     names = ("data_parallel", "parameters", "optimizer_state")
     return {name: getattr(options, name) for name in names}
 
@@ -65,13 +65,13 @@ def as_changes(options):
     ],
     ids=["data", "zero", "first stage only", "second stage only"],
 )
-def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(
-    trained, first, second, ways
+def test_stages_with_data_parallelism_of_different_degrees_equal_one_device(
+    traced_gpt, first, second, ways
 ):
-    """Gradients of a mean are smaller in a stage of one device, which has whole microbatches."""
-    step, args, expected = trained
+    """A device has whole microbatches or parts of them, which scales gradients of a mean."""
+    step, args, expected = traced_gpt
     shapes = [(4,) if options is not None else (1,) for options in (first, second)]
-    changes = [as_changes(options) if options is not None else {} for options in (first, second)]
+    changes = [option_fields(options) if options is not None else {} for options in (first, second)]
     plan = planned(step, shapes, changes)
     assert [stage.mesh.ways(stage.deferred) for stage in plan.stages] == ways
     executable = LocalExecutable(PlannedStep(step, plan), submeshes(jax.devices(), plan.stages))
@@ -79,13 +79,13 @@ def test_stages_that_see_parts_of_any_size_compute_what_one_device_does(
     assert_close_to_scale(actual, expected)
 
 
-def test_gradients_are_completed_in_the_update_alone(trained):
-    step, *_ = trained
-    plan = planned(step, [(4,), (4,)], [as_changes(DATA_PARALLEL)] * 2)
+def test_gradients_are_all_reduced_only_in_the_update(traced_gpt):
+    step, *_ = traced_gpt
+    plan = planned(step, [(4,), (4,)], [option_fields(DATA_PARALLEL)] * 2)
     executable = LocalExecutable(PlannedStep(step, plan), submeshes(jax.devices(), plan.stages))
     reduces = {
-        task: each.compiled.as_text().count(" all-reduce(")
-        for task, each in executable.tasks.items()
+        task: task_executable.compiled.as_text().count(" all-reduce(")
+        for task, task_executable in executable.tasks.items()
     }
     assert all(not count for task, count in reduces.items() if task.phase != "U")
     assert sum(reduces.values()) >= 2

@@ -1,4 +1,4 @@
-"""Options that are "auto" become the fastest of all choices."""
+"""Options that are "auto" are replaced by the fastest combination of values."""
 
 import jax
 import pytest
@@ -29,17 +29,17 @@ def planned(**options) -> autopar.Plan:
     return autopar.plan_step(train_step, MODEL.abstract_args(), method=method, cluster=CLUSTER)
 
 
-def test_counts_are_the_powers_of_two_that_divide_the_batch():
+def test_numbers_of_microbatches_are_powers_of_two_that_divide_the_batch():
     assert micro_batch_counts("auto", [24, 8]) == [1, 2, 4, 8]
     assert micro_batch_counts("auto", [7]) == [1]
     assert micro_batch_counts(3, [7]) == [3]
 
 
-def test_schedules_to_try_come_with_chunks_where_they_interleave():
-    tried = schedules("auto", "auto")
-    assert {name for name, _ in tried} == set(schedule_names()) - {"inference", "inference_v"}
-    assert [chunks for name, chunks in tried if name == "interleaved_1f1b"] == list(CHUNKS[1:])
-    assert {name for name, chunks in tried if chunks == 2} == {
+def test_candidate_schedules_have_the_chunks_that_they_allow():
+    candidates = schedules("auto", "auto")
+    assert {name for name, _ in candidates} == set(schedule_names()) - {"inference", "inference_v"}
+    assert [chunks for name, chunks in candidates if name == "interleaved_1f1b"] == list(CHUNKS[1:])
+    assert {name for name, chunks in candidates if chunks == 2} == {
         "interleaved_1f1b",
         "zero_bubble_v",
         "dualpipe_v",
@@ -49,8 +49,10 @@ def test_schedules_to_try_come_with_chunks_where_they_interleave():
     assert schedules("interleaved_1f1b", 2) == [("interleaved_1f1b", 2)]
 
 
-def test_remat_is_tried_both_ways():
-    assert [each and each.remat_layer for each in layer_options(AutoLayerOption(2, "auto"))] == [
+def test_automatic_remat_is_tried_on_and_off():
+    assert [
+        option and option.remat_layer for option in layer_options(AutoLayerOption(2, "auto"))
+    ] == [
         False,
         True,
     ]
@@ -59,19 +61,21 @@ def test_remat_is_tried_both_ways():
 
 
 @pytest.mark.slow
-def test_the_fastest_of_all_that_was_tried_is_the_plan():
+def test_the_plan_is_the_fastest_candidate():
     plan = planned(num_micro_batches="auto", pipeline_schedule="auto", num_chunks="auto")
-    tried = autopar.get_last_search_result()
-    assert len(tried) == 5 * (len(schedules("auto", "auto")) + 1)
-    best = min((each for each in tried if each.seconds is not None), key=lambda each: each.seconds)
+    trials = autopar.get_last_search_result()
+    assert len(trials) == 5 * (len(schedules("auto", "auto")) + 1)
+    best = min(
+        (trial for trial in trials if trial.seconds is not None), key=lambda trial: trial.seconds
+    )
     assert plan.predicted_seconds == best.seconds
     assert (plan.num_micro_batches, plan.schedule) == (best.num_micro_batches, best.schedule)
     whole = autopar.plan_step(train_step, MODEL.abstract_args(), cluster=CLUSTER)
-    assert WHOLE_STEP in [each.schedule for each in tried]
+    assert WHOLE_STEP in [trial.schedule for trial in trials]
     assert plan.predicted_seconds <= whole.predicted_seconds
 
 
-def test_a_step_that_is_fastest_as_one_program_is_not_cut():
+def test_a_step_that_is_fastest_on_one_mesh_has_no_stages():
     """On one host collectives are cheap, and a pipeline of few microbatches has a bubble."""
     options = {"num_micro_batches": 1, "pipeline_schedule": "auto"}
     plan = planned(**options)
@@ -83,7 +87,7 @@ def test_a_step_that_is_fastest_as_one_program_is_not_cut():
 
 
 @pytest.mark.slow
-def test_planning_takes_what_all_that_is_compared_takes(monkeypatch):
+def test_planning_seconds_are_the_sum_over_all_candidates(monkeypatch):
     def plan_in_a_second(*args, plan=PipelinePlanner.plan):
         return plan(*args).model_copy(update={"planning_seconds": 1.0})
 
@@ -93,23 +97,23 @@ def test_planning_takes_what_all_that_is_compared_takes(monkeypatch):
     )
     assert (
         plan.planning_seconds
-        == sum(each.seconds is not None for each in autopar.get_last_search_result())
+        == sum(trial.seconds is not None for trial in autopar.get_last_search_result())
         > 1
     )
 
 
-def test_a_choice_alone_is_planned_as_if_it_was_given():
+def test_the_selected_options_given_explicitly_have_the_same_plan():
     plan = planned(num_micro_batches="auto", stage_option=UniformStageOption(4))
     assert autopar.get_last_search_result()
-    alone = planned(num_micro_batches=plan.num_micro_batches, stage_option=UniformStageOption(4))
-    assert alone.stages == plan.stages
+    explicit = planned(num_micro_batches=plan.num_micro_batches, stage_option=UniformStageOption(4))
+    assert explicit.stages == plan.stages
     assert (
         str(autopar.get_last_search_result()[0])
-        == f"{plan.num_micro_batches} microbatches, 1f1b: {alone.predicted_seconds:.4g} s"
+        == f"{plan.num_micro_batches} microbatches, 1f1b: {explicit.predicted_seconds:.4g} s"
     )
 
 
-def test_what_was_found_runs_and_equals_one_device():
+def test_a_plan_with_automatic_options_equals_one_device():
     method = autopar.PipeshardParallel(
         devices=4,
         num_micro_batches="auto",
@@ -119,31 +123,31 @@ def test_what_was_found_runs_and_equals_one_device():
     )
     state, batch = MODEL.init_state(jax.random.key(0)), MODEL.make_batch(jax.random.key(1))
     expected = jax.jit(train_step)(state, batch)
-    found = autopar.parallelize(train_step, method=method)(state, batch)
-    assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    actual = autopar.parallelize(train_step, method=method)(state, batch)
+    assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_memory_decides_for_more_microbatches():
+def test_a_small_memory_budget_selects_more_microbatches():
     """Fewer microbatches are larger and need more memory."""
-    free = planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
-    used = {
+    unlimited = planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
+    bytes_by_count = {
         n: planned(num_micro_batches=n, stage_option=UniformStageOption(2)).predicted_bytes
         for n in (1, 16)
     }
-    assert used[16] < used[1]
-    budget = WORKSPACE_BYTES + MEMORY_MARGIN * used[16]
+    assert bytes_by_count[16] < bytes_by_count[1]
+    budget = WORKSPACE_BYTES + MEMORY_MARGIN * bytes_by_count[16]
     tight = planned(
         num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=budget
     )
-    assert tight.predicted_bytes <= used[16]
-    assert tight.predicted_seconds >= free.predicted_seconds
+    assert tight.predicted_bytes <= bytes_by_count[16]
+    assert tight.predicted_seconds >= unlimited.predicted_seconds
 
 
-def test_the_first_refusal_is_told_where_nothing_can_be_planned():
+def test_without_a_feasible_candidate_the_first_error_is_raised():
     with pytest.raises(ValueError, match="fits into"):
         planned(num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=10.0)
-    assert all(each.seconds is None and each.reason for each in autopar.get_last_search_result())
+    assert all(trial.seconds is None and trial.reason for trial in autopar.get_last_search_result())
 
 
 @pytest.mark.parametrize(
@@ -158,11 +162,11 @@ def test_the_first_refusal_is_told_where_nothing_can_be_planned():
         ({"pipeline_schedule": "automatic"}, "pipeline_schedule is 'automatic', expected one of"),
     ],
 )
-def test_other_words_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         autopar.PipeshardParallel(**options)
 
 
-def test_a_decorator_can_not_leave_remat_open():
+def test_automatic_remat_is_refused_in_a_decorator():
     with pytest.raises(ValueError, match="layer_option of PipeshardParallel"):
         autopar.automatic_layer_construction(layer_num=2, remat_layer="auto")(MODEL.train_step)

@@ -44,14 +44,14 @@ def order(partition: Partition) -> list[Task]:
     phases = {"F": 0, "B": 1, "I": 1, "W": 2, "U": 3}
 
     def key(task: Task) -> tuple[int, int, int]:
-        way = task.stage if task.phase == "F" else last - task.stage
-        return phases[task.phase], task.round if task.phase == "U" else way, task.stage
+        depth = task.stage if task.phase == "F" else last - task.stage
+        return phases[task.phase], task.round if task.phase == "U" else depth, task.stage
 
     return sorted(partition.eqns, key=key)
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_every_needed_equation_is_in_one_task_unless_it_is_computed_anywhere(
+def test_every_needed_equation_is_in_one_task_or_duplicated_from_small_inputs(
     step: Any, split: bool
 ) -> None:
     graph, stages = step
@@ -66,62 +66,60 @@ def test_every_needed_equation_is_in_one_task_unless_it_is_computed_anywhere(
             tasks.setdefault(number, []).append(task)
     needed = {number for number, _ in (*micro.body, *micro.tail)}
     assert set(tasks) <= needed
-    made = {number: graph.jaxpr.eqns[number].outvars for number in needed}
+    results = {number: graph.jaxpr.eqns[number].outvars for number in needed}
     marked = {atom for _, mark in micro.marks for atom in mark.invars if isinstance(atom, Var)}
-    for number in needed - set(
-        tasks
-    ):  # No equation reads it, for example the rest of a constant loss.
-        assert not any(var in marked or var in graph.jaxpr.outvars for var in made[number])
+    # no equation reads results of the others, for example the rest of a constant loss
+    for number in needed - set(tasks):
+        assert not any(var in marked or var in graph.jaxpr.outvars for var in results[number])
     small = set(graph.jaxpr.invars) | set(graph.jaxpr.constvars)
-    for number, places in tasks.items():
-        if len(places) > 1:  # Depends on constants and small inputs alone.
+    for number, owners in tasks.items():
+        if len(owners) > 1:  # an equation that depends on constants and small inputs alone
             reads = [a for a in graph.jaxpr.eqns[number].invars if isinstance(a, Var)]
-            makers = [n for n in tasks if any(a in made[n] for a in reads)]
-            assert all(a in small or any(a in made[n] for n in makers) for a in reads)
-            assert all(len(tasks[n]) >= len(places) for n in makers)
+            producers = [n for n in tasks if any(a in results[n] for a in reads)]
+            assert all(a in small or any(a in results[n] for n in producers) for a in reads)
+            assert all(len(tasks[n]) >= len(owners) for n in producers)
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_what_a_task_reads_was_made_before(step: Any, split: bool) -> None:
+def test_a_task_reads_only_values_of_earlier_tasks(step: Any, split: bool) -> None:
     graph, stages = step
     partition = partition_step(graph, stages, split)
-    known: set[Any] = set(graph.jaxpr.invars) | set(graph.jaxpr.constvars)
+    computed: set[Any] = set(graph.jaxpr.invars) | set(graph.jaxpr.constvars)
     totals: set[Any] = set()
     for task in order(partition):
         if task.phase == "U":
-            known |= totals
-        assert known.issuperset(partition.reads[task]), task
-        known |= set(partition.results[task])
-        totals |= {each.sum for each in partition.totals.get(task, ())}
-    assert known.issuperset(a for a in graph.jaxpr.outvars if isinstance(a, Var))
+            computed |= totals
+        assert computed.issuperset(partition.reads[task]), task
+        computed |= set(partition.results[task])
+        totals |= {total.sum for total in partition.totals.get(task, ())}
+    assert computed.issuperset(a for a in graph.jaxpr.outvars if isinstance(a, Var))
 
 
-def test_splitting_the_backward_pass_keeps_all_of_it(step: Any) -> None:
+def test_the_split_backward_pass_has_the_same_equations(step: Any) -> None:
     graph, stages = step
     whole, split = partition_step(graph, stages), partition_step(graph, stages, True)
     for stage in stages:
         halves = [number for phase in ("I", "W") for number, _ in split.eqns[Task(stage, phase)]]
         assert sorted(halves) == [number for number, _ in whole.eqns[Task(stage, "B")]]
-        awaited = {
+        reads = {
             var
             for task in split.eqns
             if task.stage < stage and task.phase in "IW"
             for var in split.reads[task]
         }
-        assert awaited.isdisjoint(
-            split.results[Task(stage, "W")]
-        )  # No task waits for gradients of weights.
+        # no task of another stage reads gradients of weights
+        assert reads.isdisjoint(split.results[Task(stage, "W")])
 
 
-def test_a_total_is_kept_where_its_parts_are_made(step: Any) -> None:
+def test_a_sum_is_accumulated_by_the_task_that_has_its_summands(step: Any) -> None:
     graph, stages = step
     partition = partition_step(graph, stages)
     for task, totals in partition.totals.items():
-        here = {var for _, eqn in partition.eqns[task] for var in eqn.outvars} | set(
+        values = {var for _, eqn in partition.eqns[task] for var in eqn.outvars} | set(
             partition.reads[task]
         )
-        assert all(not isinstance(each.part, Var) or each.part in here for each in totals)
+        assert all(not isinstance(total.part, Var) or total.part in values for total in totals)
 
 
-def test_updates_of_a_step_without_a_global_norm_take_one_round() -> None:
+def test_the_update_of_a_step_without_a_global_norm_has_one_round() -> None:
     assert {task.round for task in partition_step(traced("stack"), range(4)).eqns} == {0}

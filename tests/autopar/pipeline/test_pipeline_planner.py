@@ -1,4 +1,4 @@
-"""Pipelines are planned: uniform, manual and automatic stages, within memory, the same every time."""
+"""Pipelines are planned with uniform, manual or automatic stages, within memory."""
 
 from dataclasses import replace
 from functools import cache
@@ -63,15 +63,15 @@ def traced(name: str, sizes: dict, num_layers: int) -> StepGraph:
     )
 
 
-def planned(step: StepGraph, option, schedule: str = "1f1b", **more) -> Plan:
+def planned(step: StepGraph, option, schedule: str = "1f1b", **options) -> Plan:
     return make_pipeline_plan(
-        step, CLUSTER, option, AUTO, PipelineSchedule(name=schedule), "PipeshardParallel", **more
+        step, CLUSTER, option, AUTO, PipelineSchedule(name=schedule), "PipeshardParallel", **options
     )
 
 
 @cache
 def layer_costs(step: StepGraph) -> tuple[LayerRanges, LayerCosts]:
-    """The layers of a step, solved once for all tests."""
+    """Return the layers of a step, solved once for all tests."""
     return LayerRanges(step, LAYERS), LayerCosts(
         ClusterCosts(CLUSTER), replace(AUTO, tolerance=TOLERANCE)
     )
@@ -87,41 +87,41 @@ def one_f_one_b(step: StepGraph, option: AutoStageOption) -> StageProblem:
     return stage_problem(ClusterStageCosts((costs,), costs.model), CLUSTER, option, "1f1b")
 
 
-def whole(
+def solved_stage(
     costs: StageCosts, start: int, stop: int, shape: Shape, in_flight: int = 1
 ) -> SolvedStage:
     return costs.cheapest(costs.ranges.graph(start, stop), range(start, stop), [shape], in_flight)
 
 
 @pytest.mark.slow
-def test_two_runs_give_the_same_plan(gpt):
+def test_planning_is_deterministic(gpt):
     a, b = (planned(gpt, AutoStageOption()) for _ in range(2))
     assert a == b.model_copy(update={"planning_seconds": a.planning_seconds})
 
 
 @pytest.mark.slow
-def test_what_was_found_is_on_the_plan_and_at_hand(gpt):
-    plan, found = planned(gpt, AutoStageOption()), autopar.get_last_dp_result()
-    assert found is not None
-    assert tuple(stage.layers for stage in plan.stages) == found.forward_stage_layer_ids
-    assert tuple(stage.mesh_shape for stage in plan.stages) == found.logical_mesh_shapes
+def test_the_last_dp_result_describes_the_stages_of_the_plan(gpt):
+    plan, dp_result = planned(gpt, AutoStageOption()), autopar.get_last_dp_result()
+    assert dp_result is not None
+    assert tuple(stage.layers for stage in plan.stages) == dp_result.forward_stage_layer_ids
+    assert tuple(stage.mesh_shape for stage in plan.stages) == dp_result.logical_mesh_shapes
     assert sorted(device for stage in plan.stages for device in stage.devices) == list(
         range(CLUSTER.num_devices)
     )
     manual = ManualStageOption(
-        found.forward_stage_layer_ids, found.submesh_shapes, found.logical_mesh_shapes
+        dp_result.forward_stage_layer_ids, dp_result.submesh_shapes, dp_result.logical_mesh_shapes
     )
     assert planned(gpt, manual).stages == plan.stages
 
 
 @pytest.mark.slow
-def test_found_stages_are_predicted_to_be_no_slower_than_even_ones(gpt):
-    found = planned(gpt, AutoStageOption()).predicted_seconds
+def test_automatic_stages_are_predicted_to_be_no_slower_than_uniform_ones(gpt):
+    automatic = planned(gpt, AutoStageOption()).predicted_seconds
     for stages in (1, 2, 4):
-        assert found <= planned(gpt, UniformStageOption(stages)).predicted_seconds * (1 + 1e-6)
+        assert automatic <= planned(gpt, UniformStageOption(stages)).predicted_seconds * (1 + 1e-6)
 
 
-def test_layers_alike_have_one_kind_and_are_solved_once(gpt):
+def test_equal_layers_have_one_kind_and_are_solved_once(gpt):
     ranges = LayerRanges(gpt, LAYERS)
     assert ranges.kinds[1] == ranges.kinds[2]
     assert len(set(ranges.kinds)) == 3
@@ -131,9 +131,9 @@ def test_layers_alike_have_one_kind_and_are_solved_once(gpt):
     assert len(set(fronts)) == 3
 
 
-def test_layers_alike_have_one_kind_whatever_their_parameters_are_called():
+def test_the_kind_of_a_layer_does_not_depend_on_names_of_parameters():
     """Pytrees are sorted by name, so that block_10 comes before block_9."""
-    names = [("a", "b"), ("d", "c"), ("e", "f"), ("h", "g")]  # those of a layer, first and second
+    names = [("a", "b"), ("d", "c"), ("e", "f"), ("h", "g")]  # of both parameters of each layer
     params = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for pair in names for name in pair}
     adam = optax.adam(1e-3)
 
@@ -159,8 +159,8 @@ def test_layers_alike_have_one_kind_whatever_their_parameters_are_called():
 
 
 @pytest.mark.parametrize("start", range(LAYERS))
-def test_a_range_of_layers_is_the_stage_that_cutting_the_step_makes(mlp, start):
-    """Checked where no stage adds up what several made."""
+def test_the_graph_of_a_layer_range_equals_that_of_a_stage_of_the_partition(mlp, start):
+    """The step has no value that is the sum of results of several stages."""
     ranges = LayerRanges(mlp, LAYERS)
     for stop in range(start + 1, LAYERS + 1):
         groups = [0 if layer < start else 1 if layer < stop else 2 for layer in range(LAYERS)]
@@ -168,7 +168,7 @@ def test_a_range_of_layers_is_the_stage_that_cutting_the_step_makes(mlp, start):
         assert graph_key(ranges.graph(start, stop)) == graph_key(partition[1 - groups[0]])
 
 
-def test_bounds_of_the_dynamic_program_are_bounds(gpt):
+def test_lower_bounds_of_stage_costs_hold_for_every_stage(gpt):
     problem, count = one_f_one_b(gpt, AutoStageOption()), gpt.num_micro_batches
     assert problem.lower_bound is not None
     for mesh in problem.submeshes:
@@ -185,54 +185,53 @@ def test_bounds_of_the_dynamic_program_are_bounds(gpt):
 
 
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)])
-def test_a_stage_is_what_its_layers_are_together(gpt, shape):
+def test_the_cost_of_a_stage_is_near_the_sum_of_its_layers(gpt, shape):
     costs = stage_costs(gpt)
     for start, stop in ((0, 2), (1, 3)):  # with the tied embedding in one of them
         composed = costs.composed(start, stop, [shape], 2)
         assert composed is not None
         solved = costs.solve(costs.ranges.graph(start, stop), composed, 2)
-        assert (
-            composed.bound(2, costs.budget) <= solved.shardings.seconds * 1.02
-        )  # scalars that each layer computes anew
+        # each layer computes shared scalars again, which the bound counts
+        assert composed.bound(2, costs.budget) <= solved.shardings.seconds * 1.02
         assert composed.cost.seconds == pytest.approx(solved.seconds, rel=0.1)
-        together = composed.cost.fixed_bytes + 2 * composed.cost.micro_batch_bytes
-        assert solved.bytes(2) <= together * 1.05
+        composed_bytes = composed.cost.fixed_bytes + 2 * composed.cost.micro_batch_bytes
+        assert solved.bytes(2) <= composed_bytes * 1.05
 
 
 @pytest.mark.slow
-def test_layers_share_less_memory_at_rising_cost(gpt):
-    """And what they agree on fits when the stage is solved whole."""
-    free = stage_costs(gpt).composed(0, LAYERS, [(4,)], 4)
-    assert free is not None
-    assert free.price == 0
-    most = free.cost.fixed_bytes + 4 * free.cost.micro_batch_bytes
-    seconds, used = [free.step_seconds], [most]
+def test_smaller_memory_budgets_cost_more_seconds(gpt):
+    """A stage fits the budget as a composition of layers and when it is solved as a whole."""
+    unlimited = stage_costs(gpt).composed(0, LAYERS, [(4,)], 4)
+    assert unlimited is not None
+    assert unlimited.price == 0
+    most_bytes = unlimited.cost.fixed_bytes + 4 * unlimited.cost.micro_batch_bytes
+    seconds, bytes_used = [unlimited.step_seconds], [most_bytes]
     for share in (0.95, 0.9, 0.85):
-        costs = stage_costs(gpt, share * most)
+        costs = stage_costs(gpt, share * most_bytes)
         composed = costs.composed(0, LAYERS, [(4,)], 4)
         assert composed is not None
         assert composed.price > 0
         seconds.append(composed.step_seconds)
-        used.append(composed.cost.fixed_bytes + 4 * composed.cost.micro_batch_bytes)
-        assert used[-1] <= share * most
-        assert composed.bound(4, share * most) <= composed.step_seconds
+        bytes_used.append(composed.cost.fixed_bytes + 4 * composed.cost.micro_batch_bytes)
+        assert bytes_used[-1] <= share * most_bytes
+        assert composed.bound(4, share * most_bytes) <= composed.step_seconds
         solved = costs.cheapest(costs.ranges.graph(0, LAYERS), range(LAYERS), [(4,)], 4)
-        assert solved.bytes(4) <= share * most
+        assert solved.bytes(4) <= share * most_bytes
     assert seconds == sorted(seconds)
-    assert used == sorted(used, reverse=True)
-    assert stage_costs(gpt, 0.1 * most).composed(0, LAYERS, [(4,)], 4) is None
+    assert bytes_used == sorted(bytes_used, reverse=True)
+    assert stage_costs(gpt, 0.1 * most_bytes).composed(0, LAYERS, [(4,)], 4) is None
 
 
 @pytest.mark.parametrize("option", [UniformStageOption(2), AutoStageOption()], ids=str)
-def test_pins_hold_in_the_stages_that_have_what_is_pinned(mlp, option):
+def test_pins_apply_in_the_stage_that_has_the_pinned_value(mlp, option):
     kernel = "0/params/params/Dense_1/kernel"
     options = replace(AUTO, pins={kernel: P(None, "x")})
     plan = make_pipeline_plan(mlp, CLUSTER, option, options, ONE_F_ONE_B, "PipeshardParallel")
     (owner,) = (
         stage for stage in plan.stages if any(value.path == kernel for value in stage.inputs)
     )
-    pinned = next(value.spec for value in owner.inputs if value.path == kernel)
-    assert pinned == ((), ("x",) if owner.mesh_shape[0] > 1 else ())
+    spec = next(value.spec for value in owner.inputs if value.path == kernel)
+    assert spec == ((), ("x",) if owner.mesh_shape[0] > 1 else ())
 
 
 def test_a_pin_that_matches_nothing_in_any_stage_is_refused(mlp):
@@ -243,41 +242,42 @@ def test_a_pin_that_matches_nothing_in_any_stage_is_refused(mlp):
         )
 
 
-def test_a_stage_receives_what_others_make(gpt):
-    """And not what its own microbatches add up to."""
+def test_a_stage_receives_only_values_of_other_stages(gpt):
+    """The sums over its own microbatches are not received."""
     for graph in stage_graphs(partition_step(gpt, [0, 0, 1, 1])):
         assert graph.received
         assert all(graph.partition.producers[var].stage != graph.stage for var in graph.received)
 
 
-def test_the_predicted_step_is_what_the_dynamic_program_minimises(gpt):
-    """With equal stages 1f1b takes what its formula says: transfers aside, which hide."""
-    plan, found = planned(gpt, AutoStageOption()), autopar.get_last_dp_result()
-    assert found is not None
-    assert plan.predicted_seconds == pytest.approx(found.seconds, rel=0.1)
+def test_the_predicted_seconds_are_near_the_objective_of_the_dynamic_program(gpt):
+    """For equal stages the formula of 1f1b is exact except for transfers, which overlap."""
+    plan, dp_result = planned(gpt, AutoStageOption()), autopar.get_last_dp_result()
+    assert dp_result is not None
+    assert plan.predicted_seconds == pytest.approx(dp_result.seconds, rel=0.1)
 
 
-def test_phases_of_a_stage_add_up_to_its_seconds(gpt):
+def test_seconds_of_a_stages_phases_add_up_to_those_of_the_stage(gpt):
     for shape in ((1,), (4,), (2, 2)):
-        solved = whole(stage_costs(gpt), 0, 2, shape)
+        solved = solved_stage(stage_costs(gpt), 0, 2, shape)
         phases = solved.phases
         assert BATCHES * (phases["F"] + phases["B"]) + phases["U"] == pytest.approx(
             solved.shardings.seconds
         )
-        assert phases["B"] > 1.9 * phases["F"] > 0  # two matrix products for one, and remat
+        # backward, each matrix product of the forward pass becomes two, and remat repeats it
+        assert phases["B"] > 1.9 * phases["F"] > 0
 
 
 def test_memory_grows_with_microbatches_in_flight(mlp):
     graph = LayerRanges(mlp, LAYERS).graph(1, 3)
-    one, three = (whole(stage_costs(mlp), 1, 3, (1,), k) for k in (1, 3))
+    one, three = (solved_stage(stage_costs(mlp), 1, 3, (1,), k) for k in (1, 3))
     assert (one.phases, one.bytes(2)) == (three.phases, three.bytes(2))
     rows, dim = 64 // BATCHES, 64
     assert one.micro_batch_bytes == graph_bytes(graph)
     assert one.micro_batch_bytes % (rows * dim) == 0
-    held = whole(stage_costs(mlp, one.bytes(3)), 1, 3, (1,), 3)
-    assert held.bytes(3) == one.bytes(3)
+    fitting = solved_stage(stage_costs(mlp, one.bytes(3)), 1, 3, (1,), 3)
+    assert fitting.bytes(3) == one.bytes(3)
     with pytest.raises(MemoryBudgetError):
-        whole(stage_costs(mlp, one.bytes(3) - 1), 1, 3, (1,), 3)
+        solved_stage(stage_costs(mlp, one.bytes(3) - 1), 1, 3, (1,), 3)
 
 
 def graph_bytes(graph) -> int:
@@ -285,7 +285,7 @@ def graph_bytes(graph) -> int:
 
 
 def test_gpipe_needs_the_memory_of_all_microbatches(mlp):
-    """So that a budget which 1f1b keeps may be too small for it."""
+    """A memory budget that suffices for 1f1b is too small for it."""
     option = UniformStageOption(4)
     used = planned(mlp, option).predicted_bytes
     assert planned(mlp, option, "gpipe").predicted_bytes > used
@@ -294,31 +294,31 @@ def test_gpipe_needs_the_memory_of_all_microbatches(mlp):
         planned(mlp, option, "gpipe", memory_budget=used)
 
 
-def test_no_stages_that_fit_is_an_error(mlp):
+def test_a_memory_budget_without_feasible_stages_is_refused(mlp):
     with pytest.raises(NoStagesError, match="more layers, more devices"):
         planned(mlp, AutoStageOption(), memory_budget=1000.0)
 
 
-def test_slow_links_between_stages_are_felt(gpt):
-    """With free compute, and nothing but transfers to pay, one stage is best."""
+def test_few_stages_are_planned_for_slow_links(gpt):
+    """Compute is free, so that only transfers count."""
     costs = BandwidthOnly(bandwidth=1e3, flop_per_s=1e30)
     plan = planned(gpt, AutoStageOption(submesh_physical_shape_space="all"), costs=costs)
     assert len(plan.stages) <= 2
 
 
-def test_unbalanced_stages_can_be_ruled_out(mlp):
+def test_the_imbalance_tolerance_excludes_unequal_stages(mlp):
     problem = one_f_one_b(mlp, AutoStageOption(stage_imbalance_tolerance=0.5))
     assert problem.costs(0, 2, Submesh(0, 1, 2))
     assert not problem.costs(0, LAYERS, Submesh(0, 1, 2))
     assert not problem.costs(0, 1, Submesh(0, 1, 4))
 
 
-def test_the_objective_of_found_stages_is_the_least_of_all(mlp):
-    """Against every cut on whole and half of the devices."""
+def test_automatic_stages_have_the_least_objective_of_all_cuts(mlp):
+    """The cuts have one stage on all devices or two stages on half of the devices each."""
     problem = one_f_one_b(mlp, AutoStageOption())
     planned(mlp, AutoStageOption())
-    found = autopar.get_last_dp_result()
-    assert found is not None
+    dp_result = autopar.get_last_dp_result()
+    assert dp_result is not None
 
     def seconds(cuts: list[tuple[int, int]], mesh: Submesh) -> float:
         stages = []
@@ -334,12 +334,12 @@ def test_the_objective_of_found_stages_is_the_least_of_all(mlp):
             )
         return step_seconds(problem, stages)
 
-    whole, half = Submesh(0, 1, 4), Submesh(0, 1, 2)
-    others = [
-        seconds([(0, LAYERS)], whole),
+    all_devices, half = Submesh(0, 1, 4), Submesh(0, 1, 2)
+    objectives = [
+        seconds([(0, LAYERS)], all_devices),
         *(seconds([(0, k), (k, LAYERS)], half) for k in range(1, LAYERS)),
     ]
-    assert found.seconds <= min(others) * (1 + 1e-9)
+    assert dp_result.seconds <= min(objectives) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_unknown_options_are_refused(change, message):
         replace(AutoStageOption(), **change)
 
 
-def test_several_chunks_want_uniform_stages(mlp):
+def test_several_chunks_without_uniform_stages_are_refused(mlp):
     schedule = PipelineSchedule(name="interleaved_1f1b", num_chunks=2)
     with pytest.raises(autopar.StageError, match="UniformStageOption"):
         make_pipeline_plan(mlp, CLUSTER, AutoStageOption(), AUTO, schedule, "PipeshardParallel")
@@ -371,7 +371,7 @@ def test_several_chunks_want_uniform_stages(mlp):
     assert len({stage.devices for stage in plan.stages}) == 2
 
 
-def test_a_logical_shape_is_of_all_devices_of_a_submesh(mlp):
+def test_a_logical_shape_must_have_all_devices_of_the_submesh(mlp):
     with pytest.raises(
         autopar.StageError,
         match=r"\(2,\) is of 2 device\(s\), but each of 1 submesh\(es\) has 4; give",

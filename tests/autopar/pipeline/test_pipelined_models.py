@@ -21,7 +21,7 @@ from tests.autopar.pipeline.stack_steps import assert_as_serial, pipeline
 from tests.steps import assert_close_to_scale, sgd_args
 from tests.tiers import pairs
 
-QUICK = ShardingOptions(mode="heuristic")  # a sharding like any other, without a solver
+QUICK = ShardingOptions(mode="heuristic")  # valid shardings without a solver
 STEPS = 3
 
 MODELS: dict[str, tuple[Model, int, tuple[str, ...]]] = {
@@ -31,11 +31,11 @@ MODELS: dict[str, tuple[Model, int, tuple[str, ...]]] = {
     "moe": (SMALL["moe"], 1, ("block_1", "feed_forward", "experts")),
     "wide_resnet": (SMALL["wide_resnet"], 1, ("block_0_0", "block_1_0", "head")),
 }
-"""Each with its number of microbatches, as many as it allows, and the modules where a layer begins."""
+"""Each model with the most microbatches that it allows and the modules where a layer begins."""
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_in_a_hurry() -> Iterator[None]:
+def without_optimizations() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -70,8 +70,8 @@ def step_of(name: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
 
 
 @cache
-def expected(name: str) -> list[Any]:
-    """Return the results of some steps on one device, which begin with the states."""
+def serial_results(name: str) -> list[Any]:
+    """Return the results of steps on one device, each of which begins with the state."""
     step, (state, batch) = step_of(name)
     serial, results = jax.jit(step), []
     for _ in range(STEPS):
@@ -98,10 +98,10 @@ def parallelized(
     return autopar.parallelize(step_of(name)[0], method=method, donate_argnums=())
 
 
-def assert_trains(name: str, stages: int, layers: str, schedule: str) -> None:
+def assert_trains_as_serial(name: str, stages: int, layers: str, schedule: str) -> None:
     _, (state, batch) = step_of(name)
     step = parallelized(name, stages, layers, schedule)
-    for result in expected(name):
+    for result in serial_results(name):
         actual = step(state, batch)
         assert_close_to_scale(actual, result)
         state = actual[0]
@@ -117,11 +117,11 @@ SCHEDULES = ("gpipe", "1f1b", "1f1b_overlap_friendly", "zero_bubble_h1")
 def test_a_model_trains_as_on_one_device(
     name: str, stages: int, layers: str, schedule: str
 ) -> None:
-    assert_trains(name, stages, layers, schedule)
+    assert_trains_as_serial(name, stages, layers, schedule)
 
 
 @pytest.mark.slow
-def test_a_model_with_its_layers_in_a_loop_trains_as_on_one_device() -> None:
+def test_a_model_with_layers_in_a_loop_trains_as_on_one_device() -> None:
     model = SMALL["gpt_scanned"]
     method = pipeline(
         2, devices=2, layer_option=AutoLayerOption(2), default_auto_sharding_option=QUICK
@@ -137,7 +137,7 @@ def test_a_model_with_its_layers_in_a_loop_trains_as_on_one_device() -> None:
 @pytest.mark.parametrize(
     "layers", [ManualLayerOption(remat_layer=True), AutoLayerOption(2, remat_layer=True)], ids=str
 )
-def test_layers_that_are_recomputed_train_as_on_one_device(layers: Any) -> None:
+def test_recomputed_layers_train_as_on_one_device(layers: Any) -> None:
     step, args = step_of("mlp")
     assert_as_serial(
         step,
@@ -151,6 +151,6 @@ def test_schedules_share_the_executables_of_their_stages() -> None:
     first, second = (parallelized("mlp", 2, "manual", schedule) for schedule in ("gpipe", "1f1b"))
     _, args = step_of("mlp")
     tasks = [step.get_executable(*args).tasks for step in (first, second)]
-    assert {task: each.compiled for task, each in tasks[0].items()} == {
-        task: each.compiled for task, each in tasks[1].items()
+    assert {task: task_executable.compiled for task, task_executable in tasks[0].items()} == {
+        task: task_executable.compiled for task, task_executable in tasks[1].items()
     }

@@ -1,4 +1,4 @@
-"""Steps of every kind equal one device in a pipeline, or are refused."""
+"""Pipelined steps equal one device: schedules, losses, state, skip connections, tied weights."""
 
 import functools
 from typing import Any
@@ -51,7 +51,7 @@ def test_stages_have_meshes_of_different_logical_shape() -> None:
 
 
 def tied_step(params: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, jax.Array]:
-    """An embedding that the first layer looks words up in, and the last one compares with."""
+    """Take a step with an embedding that the first and the last layer share."""
 
     @autopar.manual_layer_construction
     def loss(params: Any) -> jax.Array:
@@ -70,7 +70,7 @@ def tied_args() -> tuple[dict[str, Any], dict[str, Any]]:
     return {"embedding": embedding, **stack_params(2)}, batch
 
 
-def test_the_gradient_of_a_tied_embedding_is_added_up_once_per_step() -> None:
+def test_the_gradient_of_a_tied_embedding_is_sent_once_per_step() -> None:
     step = assert_as_serial(tied_step, pipeline(devices=3), *tied_args())
     program = step.get_executable(*tied_args()).program
     sizes = [
@@ -79,9 +79,8 @@ def test_the_gradient_of_a_tied_embedding_is_added_up_once_per_step() -> None:
         for i in row
         if isinstance(i, Send) and i.num_bytes == 48 * WIDTH * 4
     ]
-    assert (
-        len(sizes) == 2
-    )  # the embedding goes to the last stage, its gradient comes back; neither per microbatch
+    # once per step, the embedding is sent to the last stage and its gradient is sent back
+    assert len(sizes) == 2
 
 
 def test_skip_connections_pass_over_stages() -> None:
@@ -102,7 +101,7 @@ def test_skip_connections_pass_over_stages() -> None:
     assert_as_serial(step, pipeline(), stack_params(), stack_batch())
 
 
-def test_the_norm_of_all_gradients_is_clipped_over_stages() -> None:
+def test_the_global_norm_is_clipped_over_all_stages() -> None:
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(1.0, momentum=0.9))
 
     def step(state: Any, batch: Any) -> Any:
@@ -120,7 +119,7 @@ def test_the_norm_of_all_gradients_is_clipped_over_stages() -> None:
 
 
 @pytest.mark.parametrize("scale", [8.0, 3e38])
-def test_a_dynamic_loss_scale_halves_for_all_stages_when_one_overflows(scale: float) -> None:
+def test_a_dynamic_loss_scale_is_halved_on_all_stages_if_one_overflows(scale: float) -> None:
     def step(state: Any, batch: Any) -> Any:
         @autopar.manual_layer_construction
         def loss(params: Any) -> jax.Array:
@@ -144,7 +143,7 @@ def test_a_dynamic_loss_scale_halves_for_all_stages_when_one_overflows(scale: fl
 
 
 @pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
-def test_losses_are_sums_or_means(reduce: Any) -> None:
+def test_losses_that_are_sums_or_means_equal_one_device(reduce: Any) -> None:
     def step(params: Any, batch: Any) -> Any:
         @autopar.manual_layer_construction
         def loss(params: Any) -> jax.Array:
@@ -167,24 +166,23 @@ def masked_step(params: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
-def test_a_masked_mean_has_the_weights_of_the_whole_batch(
+def test_a_masked_mean_is_divided_by_the_mask_of_the_whole_batch(
     schedule: str, num_micro_batches: int
 ) -> None:
     method = pipeline(num_micro_batches, pipeline_schedule=schedule)
     parallel = assert_as_serial(masked_step, method, stack_params(), stack_batch())
     executable = parallel.get_executable(stack_params(), stack_batch())
     rounds = [
-        each.micro_batch
+        instruction.micro_batch
         for row in executable.program.instructions
-        for each in row
-        if str(each)[1:2] == "U"
+        for instruction in row
+        if str(instruction)[1:2] == "U"
     ]
-    assert (max(rounds) > 0) == (
-        num_micro_batches > 1
-    )  # the weights go to the other stages, then these divide
+    # a first round sends the sum of the mask to the other stages, which divide in a second one
+    assert (max(rounds) > 0) == (num_micro_batches > 1)
 
 
-def test_ratios_that_are_no_weighted_mean_are_refused() -> None:
+def test_a_ratio_that_is_no_weighted_mean_is_refused() -> None:
     def step(params: Any, batch: Any) -> Any:
         @autopar.manual_layer_construction
         def loss(params: Any) -> jax.Array:
@@ -199,20 +197,20 @@ def test_ratios_that_are_no_weighted_mean_are_refused() -> None:
         autopar.parallelize(step, method=pipeline())(stack_params(), stack_batch())
 
 
-def test_aux_values_keys_integers_and_constants_come_through() -> None:
+def test_a_step_returns_aux_values_and_uses_keys_integers_and_constants() -> None:
     def step(state: Any, batch: Any, key: jax.Array) -> Any:
         @autopar.manual_layer_construction
         def loss(params: Any) -> tuple[jax.Array, dict[str, Any]]:
             x = stack({"w0": params["w0"], "w1": params["w1"]}, batch["x"])
-            kept = jax.random.bernoulli(jax.random.fold_in(key, state["step"]), 0.5, (WIDTH,))
+            mask = jax.random.bernoulli(jax.random.fold_in(key, state["step"]), 0.5, (WIDTH,))
             autopar.mark_pipeline_boundary()
-            x = jnp.where(kept, x, 0) @ params["w2"]
+            x = jnp.where(mask, x, 0) @ params["w2"]
             hits = (batch["label"] == 1).sum()
             return jnp.mean((x - batch["y"]) ** 2), {
                 "hits": hits,
                 "mean": x.mean(),
                 "three": 3,
-                "kept": kept,
+                "mask": mask,
             }
 
         (value, aux), gradients = autopar.value_and_grad(loss, has_aux=True)(state["params"])
@@ -224,7 +222,7 @@ def test_aux_values_keys_integers_and_constants_come_through() -> None:
     assert_as_serial(step, pipeline(devices=3), state, batch, jax.random.key(3))
 
 
-def test_several_losses_are_accumulated_together() -> None:
+def test_gradients_of_several_losses_are_accumulated() -> None:
     def step(params: Any, batch: Any) -> Any:
         def error(target: str, params: Any) -> jax.Array:
             return jnp.mean((stack(params, batch["x"]) - batch[target]) ** 2)
@@ -237,17 +235,20 @@ def test_several_losses_are_accumulated_together() -> None:
     assert_as_serial(step, pipeline(), stack_params(), stack_batch())
 
 
-def test_two_different_graphs_run_in_one_process() -> None:
-    ours = autopar.parallelize(stack_step, method=pipeline())
-    theirs = autopar.parallelize(tied_step, method=pipeline(devices=3))
-    losses = [[ours(stack_params(), stack_batch())[1], theirs(*tied_args())[1]] for _ in range(2)]
+def test_two_pipelines_run_alternately_in_one_process() -> None:
+    stack_function = autopar.parallelize(stack_step, method=pipeline())
+    tied_function = autopar.parallelize(tied_step, method=pipeline(devices=3))
+    losses = [
+        [stack_function(stack_params(), stack_batch())[1], tied_function(*tied_args())[1]]
+        for _ in range(2)
+    ]
     assert losses[0] == losses[1]
     np.testing.assert_allclose(
         losses[0][0], jax.jit(stack_step)(stack_params(), stack_batch())[1], rtol=1e-5
     )
 
 
-def test_inference_returns_rows_scalars_and_constants() -> None:
+def test_inference_returns_arrays_scalars_and_constants() -> None:
     def infer(params: Any, x: jax.Array) -> Any:
         a = stack(params, x)
         return a, a.sum(), 3
@@ -258,7 +259,7 @@ def test_inference_returns_rows_scalars_and_constants() -> None:
 
 
 def counter(params: Any, state: Any) -> tuple[Any, Any, Any]:
-    """Scale the loss by a counter; returns scales of layers, scale of the loss, new state."""
+    """Scale the loss by a counter; return scales of layers, scale of the loss, new state."""
     count = state + 1
     return [1.0, 1.0], 1 / count, count
 
@@ -273,7 +274,7 @@ def split_key(params: Any, state: Any) -> tuple[Any, Any, Any]:
 def moving_average(params: Any, state: Any) -> tuple[Any, Any, Any]:
     """Scale each layer by a moving average of its weights."""
     average = [0.9 * old + 0.1 * params[f"w{i}"] for i, old in enumerate(state)]
-    return [each.sum(0) for each in average], 1.0, average
+    return [weights.sum(0) for weights in average], 1.0, average
 
 
 def spectral_norm(params: Any, state: Any) -> tuple[Any, Any, Any]:
@@ -299,12 +300,12 @@ SHARED = {
 
 
 @pytest.mark.parametrize(("kind", "count"), pairs(list(SHARED), [4, 1]))
-def test_what_is_computed_before_the_loss_may_be_read_by_it_and_returned(
+def test_values_computed_before_the_loss_may_be_read_by_it_and_returned(
     kind: Any, count: int
 ) -> None:
-    def step(carried: Any, batch: Any) -> tuple[Any, jax.Array]:
-        params, state = carried
-        scales, factor, after = kind(params, state)
+    def step(params_and_state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, state = params_and_state
+        scales, factor, new_state = kind(params, state)
 
         @autopar.manual_layer_construction
         def loss(params: Any) -> jax.Array:
@@ -312,15 +313,15 @@ def test_what_is_computed_before_the_loss_may_be_read_by_it_and_returned(
             autopar.mark_pipeline_boundary()
             return factor * jnp.mean((x @ params["w1"] * scales[1] - batch["y"]) ** 2)
 
-        new, value = descend(params, autopar.value_and_grad(loss)(params))
-        return (new, after), value
+        new_params, value = descend(params, autopar.value_and_grad(loss)(params))
+        return (new_params, new_state), value
 
     assert_as_serial(step, pipeline(count), (stack_params(2), SHARED[kind]), stack_batch())
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_later_round_of_the_update_may_read_what_the_loss_computes(count: int) -> None:
-    """What is computed in a layer goes to an update that waits for the gradients of all stages."""
+def test_a_later_round_of_the_update_may_read_a_value_of_the_loss(count: int) -> None:
+    """The update reads a value of a layer and waits for the gradients of all stages."""
 
     def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
         @autopar.manual_layer_construction
@@ -340,7 +341,7 @@ def test_a_later_round_of_the_update_may_read_what_the_loss_computes(count: int)
 @pytest.mark.parametrize(
     "options", [{"stage_option": UniformStageOption(2)}, {}], ids=["uniform", "auto"]
 )
-def test_a_stage_may_have_nothing_to_do(options: dict[str, Any]) -> None:
+def test_a_stage_may_be_empty(options: dict[str, Any]) -> None:
     def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
         @autopar.manual_layer_construction
         def loss(params: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Profiled stages: measured seconds decide, and each is measured once and cached in a file."""
+"""With `profile=True` stages are selected by measured seconds, which are cached in a file."""
 
 import json
 from dataclasses import replace
@@ -22,12 +22,12 @@ from tests.autopar.pipeline.stack_steps import (
     stack_step,
 )
 
-HERE = Cluster.load("cpu-virtual").first_devices(2)
+TWO_CPUS = Cluster.load("cpu-virtual").first_devices(2)
 PROFILE = AutoStageOption(profile=True)
 
 
 def planned(
-    option: AutoStageOption = PROFILE, layers: int = 2, cluster: Cluster | str = HERE
+    option: AutoStageOption = PROFILE, layers: int = 2, cluster: Cluster | str = TWO_CPUS
 ) -> autopar.Plan:
     args = stack_params(layers), stack_batch()
     return autopar.plan_step(
@@ -35,16 +35,16 @@ def planned(
     )
 
 
-def takes(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[TaskFunction]:
+def record_measurements(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[TaskFunction]:
     """Make tasks take `seconds`, and return the growing list of tasks that are measured."""
-    asked: list[TaskFunction] = []
+    functions: list[TaskFunction] = []
 
-    def measured(function: TaskFunction) -> float:
-        asked.append(function)
+    def task_seconds(function: TaskFunction) -> float:
+        functions.append(function)
         return seconds(function.in_shardings[0].mesh.size)
 
-    monkeypatch.setattr(profiling, "task_seconds", measured)
-    return asked
+    monkeypatch.setattr(profiling, "task_seconds", task_seconds)
+    return functions
 
 
 def test_a_pipeline_of_measured_stages_trains_as_on_one_device(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_pipeline_of_measured_stages_trains_as_on_one_device(tmp_path: Path) -
     method = pipeline(devices=2, stage_option=replace(PROFILE, cached_profile_result=file))
     assert_as_serial(stack_step, method, stack_params(2), stack_batch())
     stages = json.loads(file.read_text())["stages"].values()
-    # Both layers, or either of them, on one device or two.
+    # both layers, or either of them, on one device or two
     assert sorted(stage["mesh_shape"] for stage in stages) == [[1], [1], [1], [2], [2], [2]]
     assert all(set(stage["seconds"]) == {"F", "B", "U"} for stage in stages)
     assert all(0 < seconds < 10 for stage in stages for seconds in stage["seconds"].values())
@@ -60,73 +60,77 @@ def test_a_pipeline_of_measured_stages_trains_as_on_one_device(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("seconds", "stages"), [({1: 1.0, 2: 0.1}, 1), ({1: 1.0, 2: 3.0}, 2)])
-def test_measured_seconds_decide(
+def test_measured_seconds_determine_the_stages(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], stages: int
 ) -> None:
-    """Three tasks each: one stage on both devices takes 0.1 or 3 s for each, two stages on one device each 1."""
-    takes(monkeypatch, seconds.__getitem__)
+    """A task takes 1 s on one device, and 0.1 or 3 s on both."""
+    record_measurements(monkeypatch, seconds.__getitem__)
     plan = planned()
     assert len(plan.stages) == stages
-    # one stage: forward and backward of 4 microbatches and the update, 9 tasks; two: one more microbatch to fill the pipeline
+    # One stage runs 9 tasks: forward and backward of 4 microbatches, and the update. Of two stages
+    # the first waits for forward and backward of one microbatch on the second.
     assert plan.predicted_seconds == pytest.approx({1: 0.9, 2: 11.0}[stages], rel=1e-3)
 
 
-def test_layers_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = takes(monkeypatch, lambda size: 1.0)
+def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = record_measurements(monkeypatch, lambda size: 1.0)
     planned(layers=6)
-    # Runs of 1 to 4 layers at the beginning, inside or at the end, of 5 at either end, all 6: 15 kinds of 21 runs; on 1 device and 2.
-    assert len(asked) == 2 * 15 * len(("F", "B", "U"))
+    # Of the 21 ranges of layers 15 differ: 1 to 4 layers at the beginning, inside or at the end,
+    # 5 at either end, and all 6. Each is measured on 1 device and on 2.
+    assert len(functions) == 2 * 15 * len(("F", "B", "U"))
 
 
-def test_what_is_in_the_file_is_not_measured_again(
+def test_cached_stages_are_not_measured_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     option = replace(PROFILE, cached_profile_result=tmp_path / "profile.json")
     with monkeypatch.context() as patch:
-        takes(patch, lambda size: 1.0 / size)
+        record_measurements(patch, lambda size: 1.0 / size)
         plan = planned(option)
-    asked = takes(monkeypatch, lambda size: 100.0)
-    again = planned(option)
-    assert not asked
-    assert again == plan.model_copy(update={"planning_seconds": again.planning_seconds})
+    functions = record_measurements(monkeypatch, lambda size: 100.0)
+    replanned = planned(option)
+    assert not functions
+    assert replanned == plan.model_copy(update={"planning_seconds": replanned.planning_seconds})
 
 
-def test_another_version_of_jax_is_measured_anew(
+def test_stages_cached_by_another_version_of_jax_are_measured_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     option = replace(PROFILE, cached_profile_result=tmp_path / "profile.json")
-    asked = takes(monkeypatch, lambda size: 1.0)
+    functions = record_measurements(monkeypatch, lambda size: 1.0)
     planned(option)
-    count = len(asked)
+    count = len(functions)
     monkeypatch.setattr(jax, "__version__", "another")
     planned(option)
-    assert len(asked) == 2 * count
+    assert len(functions) == 2 * count
 
 
-def test_a_stage_that_runs_out_of_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_runs_out_of_memory_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(size: int) -> float:
         if size == 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
         return 1.0
 
-    takes(monkeypatch, seconds)
+    record_measurements(monkeypatch, seconds)
     assert [stage.mesh_shape for stage in planned().stages] == [(1,), (1,)]
 
 
-def test_another_failure_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_failure_of_a_measurement_is_raised_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def seconds(size: int) -> float:
         raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
-    takes(monkeypatch, seconds)
+    record_measurements(monkeypatch, seconds)
     with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
         planned()
 
 
-def test_progress_tells_what_is_measured(
+def test_progress_lines_report_measured_and_predicted_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AUTOPAR_PROGRESS", "1")
-    takes(monkeypatch, lambda size: 0.002)
+    record_measurements(monkeypatch, lambda size: 0.002)
     planned()
     lines = [line for line in capsys.readouterr().err.splitlines() if "measured" in line]
     assert lines[0].startswith("stage 1 measured: ")
@@ -144,7 +148,7 @@ def test_progress_tells_what_is_measured(
         "[]",
     ],
 )
-def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_cache_file_of_another_format_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "results.json"
     file.write_text(text)
     with pytest.raises(
@@ -154,38 +158,41 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     assert file.read_text() == text
 
 
-def test_a_file_in_no_folder_is_refused(tmp_path: Path) -> None:
+def test_a_cache_file_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="there is no folder"):
         planned(replace(PROFILE, cached_profile_result=tmp_path / "missing" / "profile.json"))
 
 
-def test_a_file_without_measuring_is_refused() -> None:
+def test_a_cache_file_without_profiling_is_refused() -> None:
     with pytest.raises(StageError, match="give both"):
         AutoStageOption(cached_profile_result="profile.json")
 
 
-def test_a_cluster_that_is_not_here_is_refused() -> None:
+def test_profiling_for_a_cluster_of_absent_devices_is_refused() -> None:
     with pytest.raises(
         StageError, match=r"cluster 'dgx_h100' has NVIDIA H100.*here are 8 x cpu.*profile=False"
     ):
         planned(cluster="dgx_h100")
 
 
-def test_too_few_devices_are_refused() -> None:
-    one = Cluster.load("cpu-virtual")
-    two = one.model_copy(update={"hosts": 2, "inter_host": one.intra_host})
+def test_profiling_on_too_few_devices_is_refused() -> None:
+    one_host = Cluster.load("cpu-virtual")
+    two_hosts = one_host.model_copy(update={"hosts": 2, "inter_host": one_host.intra_host})
     with pytest.raises(
         StageError, match=r"2 x 8 of cluster 'cpu-virtual' needs 16 devices, but here are 8"
     ):
-        planned(cluster=two)
+        planned(cluster=two_hosts)
 
 
-def test_a_task_is_timed_on_zeros_also_where_it_uses_its_operands_up() -> None:
+def test_tasks_with_donated_operands_are_timed() -> None:
     method = pipeline(devices=2, num_micro_batches=2)
     executable = autopar.parallelize(stack_step, method=method, donate_argnums=(0,)).get_executable(
         stack_params(2), stack_batch()
     )
     assert isinstance(executable, autopar.Executable)
-    seconds = [profiling.task_seconds(each.function) for each in executable.tasks.values()]
+    seconds = [
+        profiling.task_seconds(task_executable.function)
+        for task_executable in executable.tasks.values()
+    ]
     assert (np.array(seconds) > 0).all()
     assert len(seconds) == 6

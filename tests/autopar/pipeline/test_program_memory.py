@@ -1,4 +1,4 @@
-"""Memory of pipelines after each instruction, in any order of their tasks."""
+"""Memory of pipelines after each instruction, for random orders of their tasks."""
 
 from copy import copy
 from dataclasses import replace
@@ -38,45 +38,48 @@ SHAPES = [("1f1b", 2, 1), ("1f1b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleave
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> PlannedStep:
-    """Draw a planned pipeline whose tasks run in any order that respects dependencies."""
-    whole = copy(planned(*draw(st.sampled_from(SHAPES)), draw(st.sampled_from([2, 4, 8]))))
-    tasks = [task for row in whole.schedule.rows for task in row]
-    waiting = {task: set(whole.schedule.needs(task)) for task in tasks}
-    rows: list[list[Run]] = [[] for _ in whole.schedule.rows]
+    """Draw a planned pipeline whose tasks run in a random order that respects dependencies."""
+    step_plan = copy(planned(*draw(st.sampled_from(SHAPES)), draw(st.sampled_from([2, 4, 8]))))
+    tasks = [task for row in step_plan.schedule.rows for task in row]
+    waiting = {task: set(step_plan.schedule.needs(task)) for task in tasks}
+    rows: list[list[Run]] = [[] for _ in step_plan.schedule.rows]
     random = draw(st.randoms(use_true_random=False))
     while waiting:
-        task = random.choice([task for task, needed in waiting.items() if not needed])
-        rows[whole.schedule.mesh_of(task.stage)].append(task)
+        task = random.choice([task for task, dependencies in waiting.items() if not dependencies])
+        rows[step_plan.schedule.mesh_of(task.stage)].append(task)
         del waiting[task]
-        for needed in waiting.values():
-            needed.discard(task)
-    whole.__dict__["schedule"] = Schedule("any", whole.schedule.pipeline, tuple(map(tuple, rows)))
-    whole.__dict__.pop("instructions", None)
-    return whole
+        for dependencies in waiting.values():
+            dependencies.discard(task)
+    step_plan.__dict__["schedule"] = Schedule(
+        "any", step_plan.schedule.pipeline, tuple(map(tuple, rows))
+    )
+    step_plan.__dict__.pop("instructions", None)
+    return step_plan
 
 
 @given(pipelines(), st.randoms(use_true_random=False))
-def test_memory_is_never_negative_and_returns_to_the_baseline(whole: PlannedStep, random) -> None:
-    memory, program, partition = MeshMemory(whole), whole.program, whole.partition
+def test_memory_is_never_negative_and_returns_to_the_baseline(
+    step_plan: PlannedStep, random
+) -> None:
+    memory, program, partition = MeshMemory(step_plan), step_plan.program, step_plan.partition
     for task in sorted(
         {task_of(each) for row in program.instructions for each in row if isinstance(each, Run)}
     ):
-        made = [*partition.results[task], *(each.sum for each in partition.totals.get(task, ()))]
-        size = sum(whole.values[task.stage].device_bytes(var) for var in made)
+        results = [*partition.results[task], *(each.sum for each in partition.totals.get(task, ()))]
+        size = sum(step_plan.values[task.stage].device_bytes(var) for var in results)
         memory.add_task(
             task, MemoryUse(aliased=random.randint(0, size), temporaries=random.randint(0, 5000))
         )
     levels = memory.levels(program)
-    nothing = replace(program, instructions=tuple((Free(()),) for _ in program.meshes))
+    empty_program = replace(program, instructions=tuple((Free(()),) for _ in program.meshes))
     for row, ((_, before),), use in zip(
-        levels, memory.levels(nothing), memory.peaks(levels), strict=True
+        levels, memory.levels(empty_program), memory.peaks(levels), strict=True
     ):
-        held = [level for each in row for level in each]
-        assert min(size for level in held for size in level.values()) >= 0
-        totals = [sum(level.values()) for level in held]
-        baseline = {
-            role: size for role, size in before.items() if role != "gradients"
-        }  # The sums, which the update reads.
-        assert held[-1] == baseline
+        row_levels = [level for each in row for level in each]
+        assert min(size for level in row_levels for size in level.values()) >= 0
+        totals = [sum(level.values()) for level in row_levels]
+        # the update frees the sums of gradients
+        baseline = {role: size for role, size in before.items() if role != "gradients"}
+        assert row_levels[-1] == baseline
         assert min(totals) >= sum(baseline.values())
         assert max(totals) == use.total

@@ -23,13 +23,13 @@ from autopar.planning.stage_problem import (
 GOLDEN = Path(__file__).parents[2] / "golden"
 INSTANCES = json.loads((GOLDEN / "stages.json").read_text())["instances"]
 ARRAYS = np.load(GOLDEN / "stage_costs.npz")
-ROOM = 100
+MEMORY_BYTES = 100
 
 
 @pytest.mark.parametrize("golden", INSTANCES, ids=lambda x: str(x["case"]))
-def test_the_recorded_optimum_is_found(golden):
+def test_stage_construction_finds_the_recorded_optimum(golden):
     seconds, later = ARRAYS[f"seconds{golden['case']}"], ARRAYS[f"later{golden['case']}"]
-    pool = HostPool(golden["hosts"], golden["devices_per_host"], ROOM)
+    pool = HostPool(golden["hosts"], golden["devices_per_host"], MEMORY_BYTES)
     meshes = tuple(
         Submesh(0, int(hosts), int(devices))
         for hosts, devices in ARRAYS[f"submeshes{golden['case']}"]
@@ -37,11 +37,11 @@ def test_the_recorded_optimum_is_found(golden):
     assert meshes == enumerate_submeshes([pool], "whole_hosts")
 
     def costs(start, stop, mesh):
-        at = start, stop - 1, meshes.index(mesh)
-        # One byte per microbatch in flight, of which `later` + 1 fit.
+        entry = start, stop - 1, meshes.index(mesh)
+        # each microbatch in flight takes one byte, and `later` + 1 of them fit
         return [
-            StageCost(t, 0.0, ROOM - (n + 1), 1.0)
-            for t, n in zip(seconds[at], later[at], strict=True)
+            StageCost(t, 0.0, MEMORY_BYTES - (n + 1), 1.0)
+            for t, n in zip(seconds[entry], later[entry], strict=True)
         ]
 
     problem = StageProblem(golden["layers"], (pool,), meshes, golden["micro_batches"], costs)
@@ -50,8 +50,8 @@ def test_the_recorded_optimum_is_found(golden):
     assert step_seconds(problem, plan.stages) == pytest.approx(plan.seconds)
 
 
-def every_plan(problem: StageProblem):
-    """Yield all sequences of stages on the devices, with the microbatches that fit in memory."""
+def feasible_plans(problem: StageProblem):
+    """Yield all sequences of stages that fit the hosts and, with microbatches in flight, memory."""
 
     def rest(start: int, left: tuple[int, ...]):
         if start == problem.num_layers:
@@ -103,10 +103,10 @@ pools = st.sampled_from(
 
 @st.composite
 def problems(draw):
-    """Draw small problems with several pools, any host sizes, memory limits and transfers."""
-    offered = draw(pools)
+    """Draw small problems with random pools of hosts, memory limits and transfers."""
+    host_pools = draw(pools)
     meshes = enumerate_submeshes(
-        offered, draw(st.sampled_from(["powers_of_two", "whole_hosts", "all"]))
+        host_pools, draw(st.sampled_from(["powers_of_two", "whole_hosts", "all"]))
     )
     layers = draw(st.integers(1, 4))
     micro_batches = draw(st.sampled_from([1, 2, 16]))
@@ -115,12 +115,12 @@ def problems(draw):
     )
     seed = draw(st.integers(0, 1 << 16))
 
-    def draws(*key) -> np.random.Generator:
+    def generator(*key) -> np.random.Generator:
         return np.random.default_rng([seed, *key])
 
     def costs(start, stop, mesh):
         key = [ord(kind) for kind in kinds[start:stop]] if kinds else [start, stop]
-        random = draws(mesh.pool, mesh.hosts, mesh.devices_per_host, *key)
+        random = generator(mesh.pool, mesh.hosts, mesh.devices_per_host, *key)
         rows = random.integers([1, 0, 0, 0], [20, 9, 9, 5], (random.integers(0, 4), 4))
         return [
             StageCost(float(t), float(once), float(fixed), float(each))
@@ -140,14 +140,16 @@ def problems(draw):
 
     def transfer(cut, source, destination, before):
         if source.pool == destination.pool and before is not None and before < source.num_devices:
-            return float("inf")  # Not enough memory.
+            return float("inf")  # not enough memory
         meshes = (source.pool, source.num_devices, destination.pool, destination.num_devices)
-        least = float(draws(cut, *meshes).integers(5))
-        return least if before is None else least + float(draws(cut, *meshes, before).integers(3))
+        least = float(generator(cut, *meshes).integers(5))
+        return (
+            least if before is None else least + float(generator(cut, *meshes, before).integers(3))
+        )
 
     return StageProblem(
         num_layers=layers,
-        pools=offered,
+        pools=host_pools,
         submeshes=meshes,
         num_micro_batches=micro_batches,
         costs=costs,
@@ -164,8 +166,8 @@ def problems(draw):
 
 @settings(max_examples=200)
 @given(problems())
-def test_the_plan_is_the_best_of_all(problem):
-    best = min((step_seconds(problem, stages) for stages in every_plan(problem)), default=None)
+def test_stage_construction_finds_the_optimum_of_brute_force(problem):
+    best = min((step_seconds(problem, stages) for stages in feasible_plans(problem)), default=None)
     if best is None:
         with pytest.raises(NoStagesError):
             construct_stages(problem)
@@ -173,17 +175,17 @@ def test_the_plan_is_the_best_of_all(problem):
     plan = construct_stages(problem)
     assert plan.seconds == pytest.approx(best)
     assert step_seconds(problem, plan.stages) == pytest.approx(best)
-    assert plan.stages in every_plan(problem)
+    assert plan.stages in feasible_plans(problem)
     place(problem.pools, [stage.submesh for stage in plan.stages])
     assert construct_stages(problem) == plan
 
 
-def test_exact_costs_are_asked_for_only_near_the_optimum():
+def test_exact_costs_are_computed_only_near_the_optimum():
     pool = HostPool(4, 4)
-    asked = []
+    requests = []
 
     def costs(start, stop, mesh):
-        asked.append((start, stop, mesh))
+        requests.append((start, stop, mesh))
         return [StageCost(1.1 * (stop - start) / mesh.num_devices + 0.001 * (stop - start))]
 
     def bounds(start, stop, mesh):
@@ -191,8 +193,8 @@ def test_exact_costs_are_asked_for_only_near_the_optimum():
 
     meshes = enumerate_submeshes([pool])
     problem = StageProblem(16, (pool,), meshes, 64, costs, lower_bound=bounds, layer_kinds=[0] * 16)
-    assert construct_stages(problem).num_costs == len(asked) <= 16 * len(meshes) / 4
-    assert len(set(asked)) == len(asked)
+    assert construct_stages(problem).num_costs == len(requests) <= 16 * len(meshes) / 4
+    assert len(set(requests)) == len(requests)
 
 
 def test_faster_devices_get_more_layers():
@@ -217,10 +219,10 @@ def test_devices_with_less_memory_get_fewer_layers():
 
     plan = construct_stages(StageProblem(8, pools, enumerate_submeshes(pools), 100, costs))
     layers = {stage.submesh.pool: stage.stop - stage.start for stage in plan.stages}
-    assert layers == {0: 3, 1: 5}  # 4 and 4 would be faster.
+    assert layers == {0: 3, 1: 5}  # 4 and 4 would be faster, but do not fit
 
 
-def test_too_little_memory_is_an_error_that_says_what_helps():
+def test_the_error_of_too_little_memory_lists_layers_devices_and_submeshes():
     pool = HostPool(1, 2, 10)
     problem = StageProblem(
         2, (pool,), enumerate_submeshes([pool]), 4, lambda *_: [StageCost(1.0, fixed_bytes=11)]
@@ -231,13 +233,13 @@ def test_too_little_memory_is_an_error_that_says_what_helps():
         construct_stages(problem)
 
 
-def test_one_kind_per_layer_is_needed():
+def test_a_number_of_kinds_other_than_that_of_layers_is_refused():
     pool = HostPool(1, 1)
     with pytest.raises(ValueError, match="1 layer kinds for 2 layers"):
         StageProblem(2, (pool,), enumerate_submeshes([pool]), 4, lambda *_: [], layer_kinds=["a"])
 
 
-def test_transfers_depend_on_both_neighbours():
+def test_transfers_depend_on_both_neighboring_stages():
     pool = HostPool(1, 4)
 
     def transfer(cut, source, destination, before):
@@ -251,26 +253,29 @@ def test_transfers_depend_on_both_neighbours():
     plan = construct_stages(
         StageProblem(3, (pool,), enumerate_submeshes([pool]), 1, costs, transfer=transfer)
     )
-    # Of 1x1 and 1x2, the cheaper order of the last two stages (1x2, 1x1: 0 rather than 3) needs the
-    # more expensive cut before them.
+    # The last two stages on 1x2 and 1x1 have a free transfer between them instead of one of 3 s, but
+    # an expensive one before them.
     assert [stage.submesh.num_devices for stage in plan.stages] == [1, 1, 2]
     assert plan.seconds == 3 * 1.0 + 3.0
 
 
 def estimate_and_schedule(name, seconds, transfers, once, micro_batches):
-    """Return the estimate and the schedule's makespan for one stage per device; F is a third."""
-    one = Submesh(0, 1, 1)
+    """Return the estimate and the schedule's makespan for one stage per device.
+
+    A forward pass takes a third of a stage's seconds.
+    """
+    one_device = Submesh(0, 1, 1)
     problem = StageProblem(
         num_layers=len(seconds),
         pools=(HostPool(1, len(seconds)),),
-        submeshes=(one,),
+        submeshes=(one_device,),
         num_micro_batches=micro_batches,
         costs=lambda *_: [],
         in_flight=in_flight_of(name, micro_batches),
         transfer=lambda cut, *_: transfers[cut - 1],
     )
     stages = [
-        PlacedStage(i, i + 1, one, StageCost(s, o))
+        PlacedStage(i, i + 1, one_device, StageCost(s, o))
         for i, (s, o) in enumerate(zip(seconds, once, strict=True))
     ]
     share = {"F": 1 / 3, "B": 2 / 3}
@@ -283,20 +288,22 @@ def estimate_and_schedule(name, seconds, transfers, once, micro_batches):
     return step_seconds(problem, stages), makespan
 
 
-def test_neighbours_wait_for_transfers_between_them():
-    """Of three stages of 3 s the first two hold 3 and 2 of 9 microbatches: 7 // 2 = 3 times they take 3 + 6 + 3 s for two."""
+def test_the_estimate_counts_waits_for_transfers_between_neighbors():
+    """The first two of three stages have 3 and 2 of 9 microbatches in flight.
+
+    They take 3 + 6 + 3 s for two microbatches, 7 // 2 = 3 times.
+    """
     estimate, makespan = estimate_and_schedule("1f1b", [3, 3, 3], [6, 0], [0, 0, 0], 9)
     assert estimate == (3 + 6 + 3 + 3) + 3 * (3 + 6 + 3)
     assert estimate <= makespan <= 1.2 * estimate
-    assert (
-        0.7 * makespan > (3 + 6 + 3 + 3) + 8 * 3
-    )  # what the slowest stage alone would let one expect
-    more = estimate_and_schedule("1f1b_overlap_friendly", [3, 3, 3], [4, 0], [0, 0, 0], 9)
-    assert more == pytest.approx((13 + 8 * 3, 13 + 8 * 3), rel=0.03)  # hidden
+    # an estimate from the slowest stage alone is too small
+    assert 0.7 * makespan > (3 + 6 + 3 + 3) + 8 * 3
+    overlapping = estimate_and_schedule("1f1b_overlap_friendly", [3, 3, 3], [4, 0], [0, 0, 0], 9)
+    assert overlapping == pytest.approx((13 + 8 * 3, 13 + 8 * 3), rel=0.03)  # transfers overlap
 
 
-def test_a_fast_stage_has_its_update_still_to_do_at_the_end():
-    """It waits for the slower one throughout: the time that it has left over does not hide what comes last."""
+def test_the_estimate_counts_the_update_of_a_fast_stage_at_the_end():
+    """Its idle time in the steady state does not overlap with the update, which comes last."""
     assert estimate_and_schedule("1f1b", [3, 6], [0], [5, 0], 8) == pytest.approx(
         (9 + 7 * 6 + 5,) * 2
     )
@@ -310,14 +317,14 @@ def test_a_fast_stage_has_its_update_still_to_do_at_the_end():
         max_size=5,
     ),
 )
-def test_the_estimate_is_near_what_the_schedule_takes(name, rows):
-    """Where sending takes less than computing."""
+def test_the_estimate_is_near_the_makespan_of_the_schedule(name, rows):
+    """Transfers take less time than tasks."""
     seconds, transfers, once = zip(*rows, strict=True)
     estimate, makespan = estimate_and_schedule(name, seconds, transfers[1:], once, 24)
     assert 0.8 * makespan <= estimate <= 1.2 * makespan
 
 
-def test_stages_that_leave_gaps_in_the_hosts_are_not_planned():
+def test_stages_that_do_not_fit_into_hosts_are_not_planned():
     pool = HostPool(2, 6)
     meshes = tuple(Submesh(0, 1, size) for size in (2, 4, 6))
 
@@ -325,7 +332,6 @@ def test_stages_that_leave_gaps_in_the_hosts_are_not_planned():
         return [StageCost(1.0 if mesh.num_devices == 4 else 10.0)]
 
     plan = construct_stages(StageProblem(3, (pool,), meshes, 1, costs))
-    assert (
-        plan.seconds == 20.0
-    )  # three stages of 4 devices would take 3 s, but no host has room for two of them
+    # three stages of 4 devices would take 3 s, but a host of 6 devices has room for only one
+    assert plan.seconds == 20.0
     assert place([pool], [stage.submesh for stage in plan.stages])

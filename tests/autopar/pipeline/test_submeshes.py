@@ -24,12 +24,12 @@ def test_submeshes_are_parts_of_a_host_and_whole_hosts():
     assert names([pool], "powers_of_two") == ["1x1", "1x2", "1x4", "1x8", "2x8", "4x8", "5x8"]
 
 
-def test_hosts_need_not_be_powers_of_two():
+def test_hosts_may_have_any_number_of_devices():
     assert names([HostPool(2, 6)], "powers_of_two") == ["1x1", "1x2", "1x4", "1x6", "2x6"]
     assert names([HostPool(1, 6)], "all") == ["1x1", "1x2", "1x3", "1x4", "1x5", "1x6"]
 
 
-def test_unequal_hosts_are_pools_of_their_own():
+def test_unequal_hosts_are_separate_pools():
     assert names([HostPool(2, 2), HostPool(1, 4)], "powers_of_two") == [
         "1x1",
         "1x2",
@@ -41,66 +41,69 @@ def test_unequal_hosts_are_pools_of_their_own():
 
 
 @st.composite
-def fillings(draw):
-    """A pool and submeshes that hold all its devices."""
+def pools_with_submeshes(draw):
+    """Draw a pool and submeshes with as many devices in all."""
     pool = HostPool(draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4, 6, 8, 12])))
-    submeshes, left = [], pool.num_devices
+    submeshes, num_left = [], pool.num_devices
     offered = enumerate_submeshes(
         [pool], draw(st.sampled_from(["powers_of_two", "whole_hosts", "all"]))
     )
-    while left:
-        mesh = draw(st.sampled_from([mesh for mesh in offered if mesh.num_devices <= left]))
+    while num_left:
+        mesh = draw(st.sampled_from([mesh for mesh in offered if mesh.num_devices <= num_left]))
         submeshes.append(mesh)
-        left -= mesh.num_devices
+        num_left -= mesh.num_devices
     return pool, submeshes
 
 
-@given(fillings())
+@given(pools_with_submeshes())
 def test_sizes_that_divide_one_another_always_fit(filling):
     pool, submeshes = filling
     assume(counting_suffices(pool, submeshes))
     assert fits(pool, submeshes)
 
 
-@given(fillings())
-def test_placed_submeshes_share_no_device_and_keep_to_their_hosts(filling):
+@given(pools_with_submeshes())
+def test_placed_submeshes_are_disjoint_and_fill_whole_hosts_or_parts_of_one(filling):
     pool, submeshes = filling
     if not fits(pool, submeshes):
         with pytest.raises(ValueError, match="don't fit"):
             place([pool], submeshes)
         return
     devices = place([pool], submeshes)
-    assert sorted(d for mine in devices for d in mine) == list(range(pool.num_devices))
-    for mesh, mine in zip(submeshes, devices, strict=True):
-        hosts = [d // pool.devices_per_host for d in mine]
+    assert sorted(d for mesh_devices in devices for d in mesh_devices) == list(
+        range(pool.num_devices)
+    )
+    for mesh, mesh_devices in zip(submeshes, devices, strict=True):
+        hosts = [d // pool.devices_per_host for d in mesh_devices]
         assert [hosts.count(host) for host in sorted(set(hosts))] == [
             mesh.devices_per_host
         ] * mesh.hosts
 
 
-def test_neighbours_are_kept_together():
+def test_neighboring_stages_are_placed_side_by_side():
     pool = HostPool(2, 4)
     stages = [Submesh(0, 1, 2), Submesh(0, 1, 2), Submesh(0, 1, 4)]
     assert place([pool], stages) == ((0, 1), (2, 3), (4, 5, 6, 7))
 
 
-def test_pools_follow_one_another():
+def test_devices_are_numbered_in_the_order_of_pools():
     assert place([HostPool(1, 2), HostPool(1, 4)], [Submesh(1, 1, 4), Submesh(0, 1, 2)]) == (
         (2, 3, 4, 5),
         (0, 1),
     )
 
 
-def test_an_order_that_leaves_gaps_is_changed():
+def test_submeshes_are_reordered_if_their_order_leaves_gaps():
     pool = HostPool(2, 6)
-    stages = [
-        Submesh(0, 1, size) for size in (2, 3, 2, 3, 2)
-    ]  # in order: 2 + 3 | 2 + 3, and no room for 2
+    # in order, 2 + 3 are on either host, and no host has room for the last 2
+    stages = [Submesh(0, 1, size) for size in (2, 3, 2, 3, 2)]
     assert fits(pool, stages)
-    assert sorted(d for mine in place([pool], stages) for d in mine) == list(range(12))
+    assert sorted(d for mesh_devices in place([pool], stages) for d in mesh_devices) == list(
+        range(12)
+    )
 
 
-def test_sizes_that_leave_gaps_everywhere_do_not_fit():
+def test_sizes_that_leave_gaps_in_every_order_do_not_fit():
     assert not fits(HostPool(2, 6), [Submesh(0, 1, 4)] * 3)
 
 

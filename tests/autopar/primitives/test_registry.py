@@ -1,4 +1,4 @@
-"""Records are JAX's primitives, not their names; what they claim of algebra and movement holds in numbers."""
+"""Records belong to JAX's primitives, and their algebra and movement hold numerically."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,16 +27,16 @@ WITHOUT_RECORD = {
     # state, tokens and manual meshes
     *("after_all", "axis_index", "create_token", "empty2", "get", "ragged_all_to_all", "swap"),
 }
-"""JAX's public primitives of which planning knows nothing. This list only shrinks."""
+"""JAX's public primitives without a planning record. Entries may be removed, but not added."""
 
 
-def test_what_has_no_record_is_listed() -> None:
+def test_primitives_without_a_record_are_listed() -> None:
     missing = {p.name for p in public_primitives().values() if not is_registered(p)}
     assert missing == WITHOUT_RECORD
 
 
 def test_records_are_of_primitives_that_exist() -> None:
-    """Those that JAX has no public object of are few, and known by name."""
+    """Only these records are found by name, because JAX has no public object for them."""
     by_name = {
         name
         for family in FAMILIES.values()
@@ -51,28 +51,28 @@ def test_records_are_of_primitives_that_exist() -> None:
     }
 
 
-def test_a_primitive_is_not_known_by_a_name_that_it_shares_with_one_of_jax() -> None:
-    own = Primitive("mul")
-    own.def_abstract_eval(lambda x: x)
-    (eqn,) = jax.make_jaxpr(own.bind)(jnp.ones(3)).eqns
+def test_a_primitive_with_a_name_of_jax_does_not_get_the_record_of_that_name() -> None:
+    primitive = Primitive("mul")
+    primitive.def_abstract_eval(lambda x: x)
+    (eqn,) = jax.make_jaxpr(primitive.bind)(jnp.ones(3)).eqns
     assert record_of(eqn) == PrimitiveRecord()
     assert record_of(eqn).is_replicated_only
 
 
-def test_a_primitive_has_one_record() -> None:
+def test_a_second_record_of_a_primitive_is_refused() -> None:
     with pytest.raises(ValueError, match="primitive add has a record already"):
         register("add", PrimitiveRecord())
 
 
 def values() -> Iterator[tuple[str, JaxprEqn, list[np.ndarray]]]:
-    """Equations of each primitive that has a case, with values of their operands."""
+    """Yield the equations of each primitive that has a case, with values of their operands."""
     for name in FAMILIES["pointwise"]:
         yield from (
             (str(name), *case) for case in equations(str(name), *pointwise_case(str(name), 8))
         )
     for label, case in CASES.items():
         name = label.split(":")[0]
-        yield from ((label, *found) for found in equations(name, *case(lambda: 4)))
+        yield from ((label, *equation) for equation in equations(name, *case(lambda: 4)))
 
 
 type Equations = dict[str, tuple[JaxprEqn, list[np.ndarray]]]
@@ -83,16 +83,19 @@ def cases() -> Equations:
     return {f"{label} {n}": (eqn, args) for n, (label, eqn, args) in enumerate(values())}
 
 
-def scaled(eqn: JaxprEqn, args: list[Any], operands: Any, by: float) -> list[np.ndarray]:
-    changed = [arg * by if k in operands else arg for k, arg in enumerate(args)]
-    changed = [
-        jnp.asarray(a, aval_of(atom).dtype) for a, atom in zip(changed, eqn.invars, strict=True)
+def evaluate_scaled(
+    eqn: JaxprEqn, args: list[Any], operands: Any, factor: float
+) -> list[np.ndarray]:
+    operand_values = [arg * factor if k in operands else arg for k, arg in enumerate(args)]
+    operand_values = [
+        jnp.asarray(a, aval_of(atom).dtype)
+        for a, atom in zip(operand_values, eqn.invars, strict=True)
     ]
-    return [np.asarray(result) for result in bind(eqn, changed)]
+    return [np.asarray(result) for result in bind(eqn, operand_values)]
 
 
-def of_floats(cases: Equations, algebra: str | None) -> list[str]:
-    """Labels of equations with this algebra whose data and results are real numbers."""
+def labels_of_algebra(cases: Equations, algebra: str | None) -> list[str]:
+    """Return labels of equations with this algebra whose data and results are real numbers."""
     return [
         label
         for label, (eqn, _) in cases.items()
@@ -106,43 +109,48 @@ def of_floats(cases: Equations, algebra: str | None) -> list[str]:
 
 @pytest.mark.parametrize("algebra", ["sum", "linear", "selection", "homogeneous"])
 def test_results_scale_with_their_data(cases: Equations, algebra: str) -> None:
-    labels = of_floats(cases, algebra)
+    labels = labels_of_algebra(cases, algebra)
     assert labels
     for label in labels:
         eqn, args = cases[label]
-        once = scaled(eqn, args, (), 1.0)
-        twice = scaled(eqn, args, data_operands(eqn), 2.0)
+        once = evaluate_scaled(eqn, args, (), 1.0)
+        twice = evaluate_scaled(eqn, args, data_operands(eqn), 2.0)
         for a, b in zip(once, twice, strict=True):
             np.testing.assert_allclose(2 * a, b, rtol=1e-5, err_msg=label)
 
 
 def test_products_are_linear_in_each_operand_and_quotients_in_the_first(cases: Equations) -> None:
-    labels = [(label, k) for label in of_floats(cases, "product") for k in (0, 1)]
-    labels += [(label, 0) for label in of_floats(cases, "quotient")]
+    labels = [(label, k) for label in labels_of_algebra(cases, "product") for k in (0, 1)]
+    labels += [(label, 0) for label in labels_of_algebra(cases, "quotient")]
     assert len(labels) > 10
     for label, operand in labels:
         eqn, args = cases[label]
-        (once,), (thrice,) = scaled(eqn, args, (), 1.0), scaled(eqn, args, (operand,), 3.0)
+        (once,), (thrice,) = (
+            evaluate_scaled(eqn, args, (), 1.0),
+            evaluate_scaled(eqn, args, (operand,), 3.0),
+        )
         np.testing.assert_allclose(3 * once, thrice, rtol=1e-5, err_msg=label)
 
 
-def test_linear_results_add_up(cases: Equations) -> None:
-    for label in of_floats(cases, "linear"):
+def test_linear_primitives_are_additive(cases: Equations) -> None:
+    for label in labels_of_algebra(cases, "linear"):
         eqn, args = cases[label]
         data = data_operands(eqn)
-        other = [np.flip(arg) if k in data else arg for k, arg in enumerate(args)]
-        added = [
-            a + b if k in data else a for k, (a, b) in enumerate(zip(args, other, strict=True))
+        flipped = [np.flip(arg) if k in data else arg for k, arg in enumerate(args)]
+        sums = [
+            a + b if k in data else a for k, (a, b) in enumerate(zip(args, flipped, strict=True))
         ]
-        parts = zip(scaled(eqn, args, (), 1.0), scaled(eqn, other, (), 1.0), strict=True)
-        for total, (a, b) in zip(scaled(eqn, added, (), 1.0), parts, strict=True):
+        parts = zip(
+            evaluate_scaled(eqn, args, (), 1.0), evaluate_scaled(eqn, flipped, (), 1.0), strict=True
+        )
+        for total, (a, b) in zip(evaluate_scaled(eqn, sums, (), 1.0), parts, strict=True):
             np.testing.assert_allclose(total, a + b, rtol=1e-4, atol=1e-4, err_msg=label)
 
 
-def test_what_moves_computes_nothing(cases: Equations) -> None:
-    moved = {k: v for k, v in cases.items() if record_of(v[0]).movement in ("shape", "part")}
-    assert len(moved) > 20
-    for label, (eqn, args) in moved.items():
+def test_results_of_movements_are_elements_of_their_operands(cases: Equations) -> None:
+    movements = {k: v for k, v in cases.items() if record_of(v[0]).movement in ("shape", "part")}
+    assert len(movements) > 20
+    for label, (eqn, args) in movements.items():
         data = np.unique(args[0])
         for result in bind(eqn, args):
             assert np.isin(np.asarray(result), [*data, 0]).all(), label
@@ -150,16 +158,16 @@ def test_what_moves_computes_nothing(cases: Equations) -> None:
                 assert result.size <= np.size(args[0]) or eqn.primitive.name == "gather"
 
 
-def test_operands_that_commute_may_be_exchanged(cases: Equations) -> None:
-    found = {k: v for k, v in cases.items() if record_of(v[0]).commutes}
-    assert {label.split()[0].split(":")[0] for label in found} >= {"add", "max", "mul", "xor"}
-    for label, (eqn, (left, _)) in found.items():
+def test_commuting_operands_may_be_exchanged(cases: Equations) -> None:
+    commuting = {k: v for k, v in cases.items() if record_of(v[0]).commutes}
+    assert {label.split()[0].split(":")[0] for label in commuting} >= {"add", "max", "mul", "xor"}
+    for label, (eqn, (left, _)) in commuting.items():
         right = np.asarray(np.flip(left))
         np.testing.assert_array_equal(*bind(eqn, (left, right)), *bind(eqn, (right, left)), label)
 
 
-def test_rounding_does_not_scale() -> None:
-    """A mean that is converted to an integer in each microbatch is not the whole batch's."""
+def test_rounding_operations_have_no_algebra() -> None:
+    """The sum of rounded results of microbatches differs from the rounded result of the batch."""
 
     def step(x: Any) -> Any:
         return x.sum().astype(np.int32), jax.lax.div(x.astype(np.int32), np.int32(2))
@@ -172,19 +180,19 @@ def test_rounding_does_not_scale() -> None:
     }
 
 
-def test_a_step_is_listed_by_what_is_known_of_its_primitives() -> None:
-    own = Primitive("of_nobody")
-    own.def_abstract_eval(lambda x: x)
+def test_the_table_of_a_steps_primitives_has_their_records() -> None:
+    own_primitive = Primitive("own_primitive")
+    own_primitive.def_abstract_eval(lambda x: x)
 
     def step(x: Any) -> Any:
         jax.debug.print("{}", x)
-        return own.bind(jnp.tanh(x @ x.T) @ x)
+        return own_primitive.bind(jnp.tanh(x @ x.T) @ x)
 
     table = report.primitives(step, jax.ShapeDtypeStruct((8, 4), np.float32)).set_index("primitive")
     assert table["sharding"].to_dict() == {
         "debug_print": "no results",
         "dot_general": "rule",
-        "of_nobody": "replicated",
+        "own_primitive": "replicated",
         "tanh": "rule",
         "transpose": "rule",
     }

@@ -22,32 +22,31 @@ def fits(seconds: Callable[[Candidate], float]) -> Callable[[Candidate], Trial]:
 
 
 @given(costs, st.randoms())
-def test_all_are_tried_and_the_best_of_them_found(
+def test_exhaustive_search_tries_all_candidates_and_finds_the_best(
     knobs: dict[str, list[int]], random: object
 ) -> None:
     space = SearchSpace(knobs)
     times = {tuple(c.values()): random.random() for c in space}  # pyright: ignore[reportAttributeAccessIssue]
-    found = TuningResult(
+    result = TuningResult(
         tuple(search(space, fits(lambda c: times[tuple(c.values())]), "exhaustive"))
     )
-    assert [trial.candidate for trial in found.trials] == list(space)
-    assert times[tuple(found.best.values())] == min(times.values())
+    assert [trial.candidate for trial in result.trials] == list(space)
+    assert times[tuple(result.best.values())] == min(times.values())
 
 
 @given(costs)
-def test_where_knobs_do_not_interfere_one_after_the_other_is_enough(
+def test_coordinate_search_finds_the_best_candidate_of_independent_knobs(
     knobs: dict[str, list[int]],
 ) -> None:
     trials = search(SearchSpace(knobs), fits(lambda c: sum(c.values())), "coordinate")
     assert TuningResult(tuple(trials)).best == {name: min(values) for name, values in knobs.items()}
-    assert len(trials) <= 1 + 2 * sum(
-        len(values) - 1 for values in knobs.values()
-    )  # there, and to see that it is the best
+    # one round reaches the best candidate, a second one shows that no knob improves it
+    assert len(trials) <= 1 + 2 * sum(len(values) - 1 for values in knobs.values())
     assert len({tuple(trial.candidate.items()) for trial in trials}) == len(trials)
 
 
-def test_a_search_goes_from_what_is_invalid_over_what_does_not_fit_to_what_does() -> None:
-    """Memory is 12 - 2a - b of 8; a=0 is invalid; candidates that fit take a + b seconds."""
+def test_a_search_proceeds_from_invalid_candidates_to_those_that_fit() -> None:
+    """A candidate uses 12 - 2a - b bytes of 8 and takes a + b seconds; a=0 is invalid."""
 
     def evaluate(candidate: Candidate) -> Trial:
         a, b = candidate["a"], candidate["b"]
@@ -58,20 +57,20 @@ def test_a_search_goes_from_what_is_invalid_over_what_does_not_fit_to_what_does(
         )
 
     space = SearchSpace({"a": [0, 1, 2], "b": [0, 1, 2]})
-    found = TuningResult(tuple(search(space, evaluate, "coordinate")))
-    assert found.best == {"a": 2, "b": 0}
-    assert [trial.status for trial in found.trials[:4]] == [
+    result = TuningResult(tuple(search(space, evaluate, "coordinate")))
+    assert result.best == {"a": 2, "b": 0}
+    assert [trial.status for trial in result.trials[:4]] == [
         "invalid",
         "invalid",
         "invalid",
         "does not fit",
     ]
-    assert list(found.table["status"]) == sorted(
-        found.table["status"], key=["fits", "does not fit", "invalid"].index
+    assert list(result.table["status"]) == sorted(
+        result.table["status"], key=["fits", "does not fit", "invalid"].index
     )
 
 
-def test_measured_is_better_than_predicted() -> None:
+def test_a_measured_candidate_ranks_above_predicted_ones() -> None:
     trials = Trial({"a": 1}, "fits", 1.0, 8), Trial({"a": 2}, "fits", 2.0, 8, measured_seconds=5.0)
     assert TuningResult(trials).best == {"a": 2}
     row = {
@@ -84,7 +83,7 @@ def test_measured_is_better_than_predicted() -> None:
     assert TuningResult(trials).table.iloc[0].to_dict() == {**row, "reason": ""}
 
 
-def test_when_nothing_fits_the_nearest_to_it_is_named() -> None:
+def test_the_error_without_a_fitting_candidate_names_the_nearest() -> None:
     trials = (
         Trial({"a": 1}, "does not fit", 1.0, 9 * 10**9, reason="does not fit"),
         Trial({"a": 2}, "invalid"),

@@ -20,30 +20,38 @@ DEGREES = SearchSpace({
         st.sampled_from("abcd"), st.lists(st.integers(), max_size=3, unique=True), min_size=1
     )
 )
-def test_without_conditions_a_space_is_the_product_of_its_domains(
+def test_a_space_of_lists_is_the_product_of_its_domains(
     domains: dict[str, list[int]],
 ) -> None:
     expected = [dict(zip(domains, values, strict=True)) for values in product(*domains.values())]
     assert list(SearchSpace(domains)) == expected
 
 
-def test_what_a_knob_may_be_depends_on_those_before_it() -> None:
-    found = [tuple(candidate.values()) for candidate in DEGREES]
-    assert found == [(1, 1, 8), (1, 2, 4), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 1), (8, 1, 1)]
+def test_values_of_a_knob_depend_on_earlier_knobs() -> None:
+    candidates = [tuple(candidate.values()) for candidate in DEGREES]
+    assert candidates == [
+        (1, 1, 8),
+        (1, 2, 4),
+        (2, 1, 4),
+        (2, 2, 2),
+        (4, 1, 2),
+        (4, 2, 1),
+        (8, 1, 1),
+    ]
 
 
-def test_a_line_changes_one_knob_and_only_what_follows_from_it() -> None:
-    at = {"tensor": 2, "stages": 2, "data": 2}
-    along = [tuple(candidate.values()) for candidate in DEGREES.line(at, "tensor")]
-    assert along == [(1, 2, 4), (2, 2, 2), (4, 2, 1), (8, 1, 1)]
-    assert [tuple(candidate.values()) for candidate in DEGREES.line(at, "stages")] == [
+def test_a_line_changes_one_knob_and_the_knobs_that_depend_on_it() -> None:
+    start = {"tensor": 2, "stages": 2, "data": 2}
+    tensor_line = [tuple(candidate.values()) for candidate in DEGREES.line(start, "tensor")]
+    assert tensor_line == [(1, 2, 4), (2, 2, 2), (4, 2, 1), (8, 1, 1)]
+    assert [tuple(candidate.values()) for candidate in DEGREES.line(start, "stages")] == [
         (2, 1, 4),
         (2, 2, 2),
     ]
-    assert DEGREES.line(at, "data") == [at]
+    assert DEGREES.line(start, "data") == [start]
 
 
-def test_a_value_that_leaves_nothing_to_a_later_knob_is_in_no_candidate() -> None:
+def test_a_value_without_values_for_a_later_knob_is_in_no_candidate() -> None:
     space = SearchSpace({"a": [1, 2], "b": lambda chosen: [5] if chosen["a"] == 2 else []})
     assert list(space) == [{"a": 2, "b": 5}]
     assert space.line({"a": 2, "b": 5}, "a") == [{"a": 2, "b": 5}]
@@ -67,6 +75,6 @@ def test_a_value_that_leaves_nothing_to_a_later_knob_is_in_no_candidate() -> Non
         ),
     ],
 )
-def test_what_is_no_space_is_refused(domains: dict, error: type[Exception], message: str) -> None:
+def test_an_invalid_space_is_refused(domains: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         list(SearchSpace(domains))

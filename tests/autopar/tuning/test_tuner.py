@@ -1,4 +1,4 @@
-"""Tuning by the plan's estimate, by measuring on virtual devices, and by deviceless compilation."""
+"""Tuning predicts candidates from plans or compiled programs, and measures on virtual devices."""
 
 from functools import cache
 from typing import Any
@@ -32,7 +32,7 @@ def step(state: Any, x: Any) -> Any:
 def make(candidate: Candidate, mesh: Any) -> tuple[Any, Any, PlanningMethod]:
     devices = mesh((candidate["data"], candidate["tensor"]))
     if candidate["tensor"] == 3:
-        raise ValueError("three is a crowd")
+        raise ValueError("the axis has size 3")
     specs = ({"w": P(None, "y")}, P("x"))
     return step, ARGS, ManualShardParallel(devices, in_specs=specs, out_specs=specs[0])
 
@@ -42,56 +42,56 @@ def tuned() -> TuningResult:
     return tune(make, SPACE, Cluster.load("dgx_a100_80"))
 
 
-def test_the_best_of_a_space_is_that_of_brute_force() -> None:
+def test_the_best_candidate_is_that_of_brute_force() -> None:
     cluster = Cluster.load("dgx_a100_80")
     seconds = {}
     for shape in ((1, 2), (2, 1), (8, 1)):
         method = make({"data": shape[0], "tensor": shape[1]}, lambda shape: shape)[2]
         plan = autopar.plan_step(step, ARGS, method=method, cluster=cluster, mesh_shape=shape)
         seconds[shape] = autopar.simulate(step, ARGS, plan, cluster).makespan
-    found = {
+    predicted = {
         tuple(t.candidate.values()): t.predicted_seconds
         for t in tuned().trials
         if t.status == "fits"
     }
-    assert found == seconds
+    assert predicted == seconds
     assert tuple(tuned().best.values()) == min(seconds, key=lambda shape: seconds[shape])
 
 
-def test_candidates_that_can_not_be_are_kept_with_the_reason() -> None:
+def test_invalid_candidates_are_kept_with_the_reason() -> None:
     reasons = [trial.reason for trial in tuned().trials if trial.status == "invalid"]
-    assert reasons == ["ValueError: three is a crowd"] * 2 + [reasons[2]]
+    assert reasons == ["ValueError: the axis has size 3"] * 2 + [reasons[2]]
     assert "24 devices" in reasons[2]
     assert list(tuned().table.columns[:4]) == ["data", "tensor", "status", "predicted_seconds"]
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_what_is_larger_than_a_device_does_not_fit(planned: bool) -> None:
-    """The compiled program exceeds the memory, or no plan fits."""
+def test_a_step_larger_than_the_device_memory_does_not_fit(planned: bool) -> None:
+    """The compiled program exceeds the memory, or no plan fits (`planned`)."""
 
-    def made(candidate: Candidate, mesh: Any) -> Any:
+    def make_candidate(candidate: Candidate, mesh: Any) -> Any:
         return make(candidate, mesh) if not planned else (step, ARGS, autopar.DataParallel((2,)))
 
     cluster = Cluster.load("dgx_a100_80")
     small = cluster.model_copy(
         update={"device": cluster.device.model_copy(update={"memory_gb": 0.1, "reserve_gb": 0})}
     )
-    (trial,) = tune(made, {"data": [2], "tensor": [1]}, small).trials
+    (trial,) = tune(make_candidate, {"data": [2], "tensor": [1]}, small).trials
     assert trial.status == "does not fit", trial.reason
     assert "0.1 GB" in trial.reason
 
 
-def test_the_best_few_are_measured_where_the_devices_are() -> None:
-    def smaller(candidate: Candidate, mesh: Any) -> Any:
+def test_the_best_predicted_candidates_are_measured() -> None:
+    def make_smaller(candidate: Candidate, mesh: Any) -> Any:
         return step, args(64), make(candidate, mesh)[2]
 
-    found = tune(smaller, {"data": [1, 2, 4], "tensor": [1]}, "cpu-virtual", measure=2)
-    measured = [trial for trial in found.trials if trial.measured_seconds is not None]
-    by_prediction = sorted(found.trials, key=lambda trial: trial.predicted_seconds or 0.0)
+    result = tune(make_smaller, {"data": [1, 2, 4], "tensor": [1]}, "cpu-virtual", measure=2)
+    measured = [trial for trial in result.trials if trial.measured_seconds is not None]
+    by_prediction = sorted(result.trials, key=lambda trial: trial.predicted_seconds or 0.0)
     assert {t.candidate["data"] for t in measured} == {
         t.candidate["data"] for t in by_prediction[:2]
     }
-    assert found.best in [trial.candidate for trial in measured]
+    assert result.best in [trial.candidate for trial in measured]
 
 
 @pytest.mark.parametrize(
@@ -110,15 +110,15 @@ def test_bad_options_are_refused_before_anything_is_tried(
         tune(**{"make": make, "space": SPACE, "cluster": "dgx_a100_80", **options})
 
 
-def test_mistakes_in_the_users_function_stop_the_search() -> None:
-    def mistaken(candidate: Candidate, mesh: Any) -> Any:
+def test_an_unexpected_exception_of_the_users_function_stops_the_search() -> None:
+    def raise_key_error(candidate: Candidate, mesh: Any) -> Any:
         return candidate["datas"]
 
     with pytest.raises(KeyError):
-        tune(mistaken, SPACE, "dgx_a100_80")
+        tune(raise_key_error, SPACE, "dgx_a100_80")
 
 
-def test_a_trial_is_a_line() -> None:
+def test_a_trial_prints_as_one_line() -> None:
     assert (
         str(Trial({"a": 1}, "fits", 0.25, 2 * 10**9, 0.5))
         == "a=1: 250.00 ms, 2.00 GB, measured 500.00 ms"
