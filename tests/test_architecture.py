@@ -123,7 +123,7 @@ def test_only_one_module_uses_private_jax():
 
 def test_a_module_has_a_name_of_its_own():
     names = Counter(path.stem for path in FILES)
-    assert {name for name, count in names.items() if count > 1} == {"__init__"}
+    assert {name for name, count in names.items() if count > 1} == {"__init__", "__main__"}
 
 
 def test_a_class_of_experiments_has_a_name_of_its_own():

@@ -1,0 +1,355 @@
+"""The Flax models of transformers 4.57, trained as in its examples."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import transformers as hf
+from flax.training.train_state import TrainState
+
+from experiments.reach.public_step import LENGTH, PublicStep, classes, features, tokens
+
+_ENCODER = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}
+_DECODER = {**_ENCODER, "num_key_value_heads": 2, "attention_dropout": 0.1, "pad_token_id": 0}
+_SEQ2SEQ = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
+
+
+def _train(
+    model: Any,
+    batch: Mapping[str, jax.Array],
+    loss: Callable[[Any, Mapping[str, Any]], jax.Array],
+    training: Mapping[str, bool] = MappingProxyType({"train": True}),
+) -> PublicStep:
+    """Return the training step of the examples: a TrainState, AdamW, dropout.
+
+    Args:
+        model: the model, with its parameters.
+        batch: its keyword arguments, and "labels".
+        loss: the loss, from the model's output and the batch.
+        training: the keyword argument that turns dropout on.
+    """
+    state = TrainState.create(
+        apply_fn=model.__call__, params=model.params, tx=optax.adamw(1e-3, weight_decay=0.01)
+    )
+
+    def train_step(state, batch, dropout_rng):
+        dropout_rng, new_dropout_rng = jax.random.split(dropout_rng)
+
+        def loss_fn(params):
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            outputs = state.apply_fn(**inputs, params=params, dropout_rng=dropout_rng, **training)
+            return loss(outputs, batch)
+
+        value, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}, new_dropout_rng
+
+    return PublicStep(train_step, (state, dict(batch), jax.random.key(1)))
+
+
+def _next_token(outputs: Any, batch: Mapping[str, Any]) -> jax.Array:
+    """Return the loss of run_clm_flax.py."""
+    return optax.softmax_cross_entropy_with_integer_labels(
+        outputs.logits[..., :-1, :], batch["labels"][..., 1:]
+    ).mean()
+
+
+def _labelled(outputs: Any, batch: Mapping[str, Any]) -> jax.Array:
+    """Return the loss of run_flax_glue.py and run_image_classification_flax.py."""
+    return optax.softmax_cross_entropy_with_integer_labels(outputs.logits, batch["labels"]).mean()
+
+
+def _masked(outputs: Any, batch: Mapping[str, Any]) -> jax.Array:
+    """Return the loss of run_mlm_flax.py: the mean over the tokens that were masked."""
+    chosen = jnp.where(batch["labels"] > 0, 1.0, 0.0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(outputs.logits, batch["labels"])
+    return (losses * chosen).sum() / chosen.sum()
+
+
+def _language_model(model: Any) -> PublicStep:
+    ids = tokens()
+    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids}
+    return _train(model, batch, _next_token)
+
+
+def _masked_model(model: Any) -> PublicStep:
+    ids = tokens()
+    masked = (ids % 5 == 0) | (jnp.arange(LENGTH) == 3)
+    batch = {
+        "input_ids": jnp.where(masked, 2, ids),
+        "attention_mask": jnp.ones_like(ids),
+        "labels": jnp.where(masked, ids, 0),
+    }
+    return _train(model, batch, _masked)
+
+
+def bert() -> PublicStep:
+    """FlaxBertForMaskedLM, as run_mlm_flax.py trains it."""
+    return _masked_model(hf.FlaxBertForMaskedLM(hf.BertConfig(**_ENCODER), (1, LENGTH)))
+
+
+def bert_classifier() -> PublicStep:
+    """FlaxBertForSequenceClassification, as run_flax_glue.py trains it."""
+    ids = tokens()
+    model = hf.FlaxBertForSequenceClassification(
+        hf.BertConfig(**_ENCODER, num_labels=3), (1, LENGTH)
+    )
+    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": classes(3)}
+    return _train(model, batch, _labelled)
+
+
+def big_bird() -> PublicStep:
+    """FlaxBigBirdForMaskedLM with block-sparse attention."""
+    config = hf.BigBirdConfig(
+        **{**_ENCODER, "max_position_embeddings": 64}, block_size=2, num_random_blocks=1
+    )
+    ids = tokens(length=32)
+    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids}
+    state = hf.FlaxBigBirdForMaskedLM(config, (1, 32))
+    step = _train(state, batch, _masked)
+
+    def train_step(state, batch, dropout_rng):
+        dropout_rng, indices_rng = jax.random.split(dropout_rng)
+
+        def loss_fn(params):
+            outputs = state.apply_fn(
+                batch["input_ids"],
+                batch["attention_mask"],
+                params=params,
+                dropout_rng=dropout_rng,
+                indices_rng=indices_rng,
+                train=True,
+            )
+            return _masked(outputs, batch)
+
+        value, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    return PublicStep(train_step, step.args)
+
+
+def electra() -> PublicStep:
+    """FlaxElectraForMaskedLM."""
+    config = hf.ElectraConfig(**_ENCODER, embedding_size=32)
+    return _masked_model(hf.FlaxElectraForMaskedLM(config, (1, LENGTH)))
+
+
+def gpt2() -> PublicStep:
+    """FlaxGPT2LMHeadModel, as run_clm_flax.py trains it."""
+    config = hf.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+    return _language_model(hf.FlaxGPT2LMHeadModel(config, (1, LENGTH)))
+
+
+def gptj() -> PublicStep:
+    """FlaxGPTJForCausalLM with dropout."""
+    config = hf.GPTJConfig(
+        vocab_size=64,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        rotary_dim=4,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
+    )
+    return _language_model(hf.FlaxGPTJForCausalLM(config, (1, LENGTH)))
+
+
+def gpt_neo() -> PublicStep:
+    """FlaxGPTNeoForCausalLM with a global and a local layer."""
+    config = hf.GPTNeoConfig(
+        vocab_size=64,
+        max_position_embeddings=32,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=8,
+        embed_dropout=0.1,
+        resid_dropout=0.1,
+        attention_dropout=0.1,
+    )
+    return _language_model(hf.FlaxGPTNeoForCausalLM(config, (1, LENGTH)))
+
+
+def llama() -> PublicStep:
+    """FlaxLlamaForCausalLM with grouped queries."""
+    return _language_model(hf.FlaxLlamaForCausalLM(hf.LlamaConfig(**_DECODER), (1, LENGTH)))
+
+
+def mistral() -> PublicStep:
+    """FlaxMistralForCausalLM with a sliding window; its dropout fails in the library itself."""
+    config = hf.MistralConfig(**{**_DECODER, "attention_dropout": 0.0}, sliding_window=8)
+    return _language_model(hf.FlaxMistralForCausalLM(config, (1, LENGTH)))
+
+
+def gemma() -> PublicStep:
+    """FlaxGemmaForCausalLM with tied embeddings."""
+    config = hf.GemmaConfig(**_DECODER, head_dim=8)
+    return _language_model(hf.FlaxGemmaForCausalLM(config, (1, LENGTH)))
+
+
+def opt() -> PublicStep:
+    """FlaxOPTForCausalLM with dropout."""
+    config = hf.OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=64,
+        max_position_embeddings=32,
+        word_embed_proj_dim=32,
+    )
+    ids = tokens()
+    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids}
+    model = hf.FlaxOPTForCausalLM(config, (1, LENGTH))
+    return _train(model, batch, _next_token, {"deterministic": False})
+
+
+def bloom() -> PublicStep:
+    """FlaxBloomForCausalLM with ALiBi and dropout."""
+    config = hf.BloomConfig(
+        vocab_size=64,
+        hidden_size=32,
+        n_layer=2,
+        n_head=4,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+    )
+    return _language_model(hf.FlaxBloomForCausalLM(config, (1, LENGTH)))
+
+
+def bart() -> PublicStep:
+    """FlaxBartForConditionalGeneration, as run_summarization_flax.py trains it."""
+    config = hf.BartConfig(**_SEQ2SEQ, max_position_embeddings=32)
+    model = hf.FlaxBartForConditionalGeneration(config, (1, LENGTH))
+    ids, target = tokens(), tokens(1)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": jnp.ones_like(ids),
+        "decoder_input_ids": jnp.roll(target, 1, 1),
+        "decoder_attention_mask": jnp.ones_like(target),
+        "labels": target,
+    }
+    return _train(model, batch, _labelled)
+
+
+def vit() -> PublicStep:
+    """FlaxViTForImageClassification with dropout."""
+    config = hf.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=4,
+        num_labels=10,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    )
+    batch = {"pixel_values": features(3, 16, 16), "labels": classes()}
+    return _train(hf.FlaxViTForImageClassification(config), batch, _labelled)
+
+
+def resnet() -> PublicStep:
+    """FlaxResNetForImageClassification, whose step returns new statistics of the batch."""
+    config = hf.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=10
+    )
+    model: Any = hf.FlaxResNetForImageClassification(config, (1, 16, 16, 3))
+
+    class State(TrainState):
+        batch_stats: Any = None
+
+    state = State.create(
+        apply_fn=model.__call__,
+        params=model.params["params"],
+        batch_stats=model.params["batch_stats"],
+        tx=optax.sgd(0.1, momentum=0.9),
+    )
+
+    def train_step(state, batch):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            outputs, stats = state.apply_fn(batch["pixel_values"], params=variables, train=True)
+            return _labelled(outputs, batch), stats
+
+        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        state = state.apply_gradients(grads=grads, batch_stats=stats["batch_stats"])
+        return state, {"loss": loss}
+
+    batch = {"pixel_values": features(3, 16, 16), "labels": classes()}
+    return PublicStep(train_step, (state, batch))
+
+
+def whisper() -> PublicStep:
+    """FlaxWhisperForConditionalGeneration with dropout."""
+    config = hf.WhisperConfig(
+        **_SEQ2SEQ,
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=16,
+        dropout=0.1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    model = hf.FlaxWhisperForConditionalGeneration(config, (1, 8, 32))
+    target = tokens()
+    batch = {
+        "input_features": features(8, 32),
+        "decoder_input_ids": jnp.roll(target, 1, 1),
+        "labels": target,
+    }
+    return _train(model, batch, _labelled)
+
+
+def wav2vec2() -> PublicStep:
+    """FlaxWav2Vec2ForCTC with dropout and optax's CTC loss."""
+    config = hf.Wav2Vec2Config(
+        vocab_size=16,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        feat_extract_norm="layer",
+        do_stable_layer_norm=True,
+        conv_dim=(16, 16),
+        conv_stride=(4, 4),
+        conv_kernel=(8, 4),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )
+    model = hf.FlaxWav2Vec2ForCTC(config, (1, 256))
+
+    def loss(outputs, batch):
+        frames = jnp.zeros(outputs.logits.shape[:2])
+        return optax.ctc_loss(
+            outputs.logits, frames, batch["labels"], jnp.zeros(batch["labels"].shape)
+        ).mean()
+
+    batch = {"input_values": features(256), "labels": tokens(length=4, vocabulary=16)}
+    return _train(model, batch, loss)

@@ -1,0 +1,41 @@
+"""The public models by name."""
+
+from collections.abc import Callable
+from importlib import import_module
+from inspect import getmembers, isfunction
+
+from experiments.reach.public_step import PublicStep
+
+LIBRARIES = {
+    "transformers": "transformers_models",
+    "haiku": "haiku_models",
+    "equinox": "equinox_models",
+    "diffrax": "diffrax_models",
+    "distrax": "distrax_models",
+    "jraph": "jraph_models",
+    "penzai": "penzai_models",
+    "flaxmodels": "flaxmodels_models",
+    "flax": "flax_models",
+    "optax": "optax_optimizers",
+}
+"""Modules of models by library."""
+
+
+def models_of(library: str) -> dict[str, Callable[[], PublicStep]]:
+    """Return the models of a library by name; the library has to be installed."""
+    module = import_module(f"experiments.reach.libraries.{LIBRARIES[library]}")
+    return {
+        f"{library}/{name}": function
+        for name, function in getmembers(module, isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+def build_public_step(model: str) -> PublicStep:
+    """Return the training step of a model, such as "transformers/gpt2"."""
+    return models_of(model.partition("/")[0])[model]()
+
+
+def model_names() -> list[str]:
+    """Return the names of all models."""
+    return [name for library in LIBRARIES for name in models_of(library)]
