@@ -169,9 +169,9 @@ def test_the_error_of_a_hung_worker_names_its_instruction_and_not_the_waiting_ho
         r"host 0 .*, mesh 0 .* within 5 s: it has been at 0F1 of mesh 0 .* "
         r"Meanwhile host 1 has been at recv .*larger timeout"
     )
-    with pytest.raises(HostTimeoutError, match=message) as caught:
+    with pytest.raises(HostTimeoutError, match=message) as raised:
         np.array(function(params, stack_batch())[1])  # on host 1
-    error = caught.value
+    error = raised.value
     assert (error.host, error.meshes, error.mesh, error.instruction) == (0, (0,), 0, "0F1")
 
 

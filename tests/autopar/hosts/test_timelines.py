@@ -161,7 +161,7 @@ def test_a_pipeline_on_hosts_reports_the_same_as_one_in_this_process(hosts, tmp_
     assert repr(remote_executable.get_output_placement_specs()) == repr(
         local.get_output_placement_specs()
     )
-    assert _names(remote_executable, tmp_path / "there") == _names(local, tmp_path / "here")
+    assert _names(remote_executable, tmp_path / "remote") == _names(local, tmp_path / "local")
     with pytest.raises(ValueError, match=r"stage 4.*0 to 3"):
         remote_executable.get_hlo_text(stage=4)
     with pytest.raises(ValueError, match="status 'traced' for a pipeline"):
@@ -188,7 +188,7 @@ def test_a_step_on_one_mesh_over_hosts_reports_the_same_as_one_in_this_process(h
         )
     assert _specs(remote_executable.in_shardings) == _specs(local.in_shardings)
     assert _specs(remote_executable.out_shardings) == _specs(local.out_shardings)
-    assert _names(remote_executable, tmp_path / "there") == _names(local, tmp_path / "here")
+    assert _names(remote_executable, tmp_path / "remote") == _names(local, tmp_path / "local")
     with pytest.raises(ValueError, match="unknown status 'final'; expected one of traced"):
         remote_executable.get_hlo_text("final")  # pyright: ignore[reportArgumentType]
     notes = remote_executable.recorded()

@@ -126,7 +126,8 @@ def test_each_mesh_executes_the_instructions_of_the_program_in_order(monkeypatch
     monkeypatch.setattr(LoadedJob, "execute", spy)
     Driver(description).steps(args, 1)
     order = [
-        [each for of_mesh, each in description.job.order if of_mesh == mesh] for mesh in range(4)
+        [instruction for number, instruction in description.job.order if number == mesh]
+        for mesh in range(4)
     ]
     assert [executed[mesh] for mesh in range(4)] == order
 

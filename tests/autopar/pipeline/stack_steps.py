@@ -73,7 +73,7 @@ def pipeline(
 def assert_as_serial(
     step: Callable[..., Any], method: Any, *args: Any, steps: int = 2, rtol: float = 2e-5
 ) -> autopar.ParallelizedFunction:
-    """Assert that training from `args` (state, batch, ...) is the same in parallel as on one device.
+    """Assert that training from `args` (state, batch, ...) in parallel equals one device.
 
     The step returns the new state, or a tuple that begins with it.
     """

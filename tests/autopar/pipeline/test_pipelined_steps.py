@@ -20,6 +20,7 @@ from tests.autopar.pipeline.stack_steps import (
     pipeline,
     stack,
     stack_batch,
+    stack_loss,
     stack_params,
     stack_step,
 )
@@ -107,7 +108,7 @@ def test_the_global_norm_is_clipped_over_all_stages() -> None:
     def step(state: Any, batch: Any) -> Any:
         @autopar.manual_layer_construction
         def loss(params: Any) -> jax.Array:
-            return jnp.mean((stack(params, batch["x"]) - batch["y"]) ** 2)
+            return stack_loss(params, batch)
 
         params, opt_state = state
         value, gradients = autopar.value_and_grad(loss)(params)

@@ -63,9 +63,17 @@ def test_memory_is_never_negative_and_returns_to_the_baseline(
 ) -> None:
     memory, program, partition = MeshMemory(step_plan), step_plan.program, step_plan.partition
     for task in sorted(
-        {task_of(each) for row in program.instructions for each in row if isinstance(each, Run)}
+        {
+            task_of(instruction)
+            for row in program.instructions
+            for instruction in row
+            if isinstance(instruction, Run)
+        }
     ):
-        results = [*partition.results[task], *(each.sum for each in partition.totals.get(task, ()))]
+        results = [
+            *partition.results[task],
+            *(total.sum for total in partition.totals.get(task, ())),
+        ]
         size = sum(step_plan.values[task.stage].device_bytes(var) for var in results)
         memory.add_task(
             task, MemoryUse(aliased=random.randint(0, size), temporaries=random.randint(0, 5000))
@@ -75,7 +83,7 @@ def test_memory_is_never_negative_and_returns_to_the_baseline(
     for row, ((_, before),), use in zip(
         levels, memory.levels(empty_program), memory.peaks(levels), strict=True
     ):
-        row_levels = [level for each in row for level in each]
+        row_levels = [level for levels_after in row for level in levels_after]
         assert min(size for level in row_levels for size in level.values()) >= 0
         totals = [sum(level.values()) for level in row_levels]
         # the update frees the sums of gradients

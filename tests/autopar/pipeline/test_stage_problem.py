@@ -123,8 +123,8 @@ def problems(draw):
         random = generator(mesh.pool, mesh.hosts, mesh.devices_per_host, *key)
         rows = random.integers([1, 0, 0, 0], [20, 9, 9, 5], (random.integers(0, 4), 4))
         return [
-            StageCost(float(t), float(once), float(fixed), float(each))
-            for t, once, fixed, each in rows
+            StageCost(float(t), float(once), float(fixed), float(per_batch))
+            for t, once, fixed, per_batch in rows
         ]
 
     def bounds(start, stop, mesh):
@@ -253,8 +253,8 @@ def test_transfers_depend_on_both_neighboring_stages():
     plan = construct_stages(
         StageProblem(3, (pool,), enumerate_submeshes([pool]), 1, costs, transfer=transfer)
     )
-    # The last two stages on 1x2 and 1x1 have a free transfer between them instead of one of 3 s, but
-    # an expensive one before them.
+    # The last two stages on 1x2 and 1x1 have a free transfer between them, instead of one of 3 s,
+    # but an expensive one before them.
     assert [stage.submesh.num_devices for stage in plan.stages] == [1, 1, 2]
     assert plan.seconds == 3 * 1.0 + 3.0
 

@@ -29,7 +29,7 @@ def logical(mesh: Mesh) -> LogicalMesh:
     return LogicalMesh(mesh.devices.shape, mesh.axis_names)
 
 
-def carried(
+def transfer_value(
     transport: Transport, value: np.ndarray, source: tuple[Mesh, Spec], to: tuple[Mesh, Spec]
 ) -> jax.Array:
     plan = reshard(value.shape, (logical(source[0]), source[1]), (logical(to[0]), to[1]))
@@ -50,24 +50,24 @@ def transfers(draw):
 @pytest.mark.parametrize("transport", [whole, by_tiles, default_transport])
 @settings(max_examples=40)
 @given(transfers())
-def test_every_pair_of_meshes_and_specs_arrives_exactly(transport, transfer) -> None:
+def test_values_transfer_exactly_between_all_meshes_and_specs(transport, transfer) -> None:
     shape, source, (mesh, spec) = transfer
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    arrived = carried(transport, value, source, (mesh, spec))
-    assert arrived.sharding.is_equivalent_to(NamedSharding(mesh, partition_spec(spec)), len(shape))
-    np.testing.assert_array_equal(arrived, value)
+    received = transfer_value(transport, value, source, (mesh, spec))
+    assert received.sharding.is_equivalent_to(NamedSharding(mesh, partition_spec(spec)), len(shape))
+    np.testing.assert_array_equal(received, value)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, bool, np.int8])
-def test_any_dtype_arrives_in_tiles(dtype) -> None:
+def test_values_of_any_dtype_transfer_in_tiles(dtype) -> None:
     value = np.random.default_rng(0).integers(0, 2, (6, 4)).astype(dtype)
-    arrived = carried(
+    received = transfer_value(
         by_tiles, value, (mesh_of((2,), 0), (("x",), ())), (mesh_of((3,), 4), (("x",), ()))
     )
-    np.testing.assert_array_equal(arrived, value)
+    np.testing.assert_array_equal(received, value)
 
 
-def test_random_keys_arrive() -> None:
+def test_random_keys_transfer_exactly() -> None:
     source, to = mesh_of((2,), 0), mesh_of((2,), 4)
     plan = reshard((4,), (logical(source), (("x",),)), (logical(to), ((),)))
     keys = jax.device_put(
@@ -80,22 +80,22 @@ def test_random_keys_arrive() -> None:
 STAGES = ManualStageOption([[0], [1, 2], [3]], [(1, 1), (1, 2), (1, 4)], [(1,), (2,), (2, 2)])
 
 
-def test_a_pipeline_that_sends_tiles_trains_as_one_device() -> None:
+def test_a_pipeline_that_sends_tiles_equals_one_device() -> None:
     args = stack_params(), stack_batch()
     parallel = autopar.parallelize(
         stack_step, method=pipeline(devices=7, stage_option=STAGES), donate_argnums=()
     )
-    usual = parallel.get_executable(*args)
-    assert isinstance(usual, LocalExecutable)
-    tiled = LocalExecutable(usual.planned, usual.meshes, transport=by_tiles)
+    default = parallel.get_executable(*args)
+    assert isinstance(default, LocalExecutable)
+    tiled = LocalExecutable(default.planned, default.meshes, transport=by_tiles)
     expected = jax.jit(stack_step)(*args)
-    for executable in (usual, tiled):
+    for executable in (default, tiled):
         autopar.testing.assert_allclose(
             executable(*executable.shard_args(*args)), expected, rtol=1e-5, atol=1e-6
         )
 
 
-def test_sends_and_receives_count_what_the_resharding_moves() -> None:
+def test_bytes_of_sends_and_gathers_are_those_of_the_resharding() -> None:
     args = stack_params(), stack_batch()
     executable = autopar.parallelize(
         stack_step, method=pipeline(devices=7, stage_option=STAGES)
@@ -104,13 +104,16 @@ def test_sends_and_receives_count_what_the_resharding_moves() -> None:
     planned = executable.planned
     rows = planned.program.instructions
     sends = [
-        (mesh, each) for mesh, row in enumerate(rows) for each in row if isinstance(each, Send)
+        (mesh, instruction)
+        for mesh, row in enumerate(rows)
+        for instruction in row
+        if isinstance(instruction, Send)
     ]
     receives = {
-        (each.value, mesh): each
+        (instruction.value, mesh): instruction
         for mesh, row in enumerate(rows)
-        for each in row
-        if isinstance(each, Recv)
+        for instruction in row
+        if isinstance(instruction, Recv)
     }
     assert len(sends) == len(receives) == len(planned.instructions.crossings)
     for source, send in sends:
@@ -131,10 +134,10 @@ def test_sends_and_receives_count_what_the_resharding_moves() -> None:
             )
 
 
-def test_copies_on_the_destination_are_gathered_there() -> None:
-    """One device sends copies to two: each receives half of the 64 numbers and gathers the rest."""
-    one, two = LogicalMesh((1,), ("x",)), LogicalMesh((2,), ("x",))
-    plan = reshard((8, 8), (one, ((), ())), (two, ((), ())))
+def test_replicas_on_the_destination_are_gathered_there() -> None:
+    """Each of two devices receives half of the 64 numbers and gathers the other half."""
+    source, destination = LogicalMesh((1,), ("x",)), LogicalMesh((2,), ("x",))
+    plan = reshard((8, 8), (source, ((), ())), (destination, ((), ())))
     assert (plan.sent_bytes(4), plan.gathered_bytes(4), plan.gather_groups) == (
         64 * 4,
         64 * 4,

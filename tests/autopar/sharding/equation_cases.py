@@ -1,6 +1,6 @@
-"""A case or more for each primitive that has a rule: a function that uses it, and arguments of drawn sizes.
+"""Functions that use each primitive with a sharding rule, with arguments of drawn sizes.
 
-Sums must come out exactly in whatever order they are taken, so arrays hold small integers.
+Arrays have small integers, so that sums are exact in any order.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ def indices(*shape: int, below: int) -> np.ndarray:
 
 
 def _on(fun: Callable[..., Any], rank: int = 2, **options: Any) -> Case:
-    """`fun` of one array."""
+    """Return the case of `fun` of one array."""
     return lambda size: (fun, (ints(*(size() for _ in range(rank)), **options),))
 
 
 def _matrices(fun: Callable[..., Any], count: int = 1) -> Case:
-    """`fun` of (batches of) symmetric positive definite 4 by 4 matrices."""
+    """Return the case of `fun` of (batches of) symmetric positive definite 4 by 4 matrices."""
 
     def case(size: Sizes) -> Built:
         half = ints(size(), 4, 4)
@@ -78,7 +78,7 @@ def _ragged(size: Sizes) -> Built:
 
 
 def _ragged_gradient(size: Sizes) -> Built:
-    """With respect to the weights: the inner dim is ragged."""
+    """Return the gradient with respect to the weights, whose contracted dim is ragged."""
     fun, (x, y) = _ragged(size)
     return lambda y, out: jax.vjp(lambda y: fun(x, y), y)[1](out), (y, ints(8, y.shape[-1]))
 
@@ -86,7 +86,10 @@ def _ragged_gradient(size: Sizes) -> Built:
 def _conv(
     groups: int = 1, gradient: int | None = None, channels: int | None = None, **options: Any
 ) -> Case:
-    """A 2-D convolution of NHWC images by a 3x3 kernel, or its gradient for argument number `gradient`."""
+    """Return the case of a 2-D convolution of NHWC images by a 3x3 kernel.
+
+    With `gradient` it is the gradient for that argument.
+    """
 
     def case(size: Sizes) -> Built:
         examples, depth, features = (
@@ -156,7 +159,7 @@ def _max_pool_twice_differentiated(x: Any) -> Any:
 
 
 def _spread(x: Any) -> Any:
-    """Each window's sum goes to where its largest element is."""
+    """Scatter the sum of each window to the position of its largest element."""
     pool = {"window_dimensions": (1, 2, 2, 1), "window_strides": (1, 2, 2, 1)}
     padding, zero = ((0, 0),) * 4, np.float32(0)
     sums = lax.reduce_window(x, 0.0, lax.add, padding="VALID", **pool)
@@ -164,13 +167,20 @@ def _spread(x: Any) -> Any:
         jax.make_jaxpr(f)(zero, zero) for f in (lambda a, b: a >= b, lambda a, b: a + b)
     )
     return lax.select_and_scatter_p.bind(
-        x, sums, zero, select_jaxpr=select.jaxpr, select_consts=(), scatter_jaxpr=scatter.jaxpr, scatter_consts=(),
-        padding=padding, **pool,
-    )  # fmt: skip
+        x,
+        sums,
+        zero,
+        select_jaxpr=select.jaxpr,
+        select_consts=(),
+        scatter_jaxpr=scatter.jaxpr,
+        scatter_consts=(),
+        padding=padding,
+        **pool,
+    )
 
 
 def _lookup(fun: Callable[..., Any], *rest: int, below: int | None = None) -> Case:
-    """`fun(x, i)` with indices `i` of one drawn dim into the first dim of `x`."""
+    """Return the case of `fun(x, i)` with a drawn number of indices into the first dim of `x`."""
 
     def case(size: Sizes) -> Built:
         rows, columns, count = size(), size(), size()
@@ -180,7 +190,7 @@ def _lookup(fun: Callable[..., Any], *rest: int, below: int | None = None) -> Ca
 
 
 def _update(fun: Callable[..., Any], second: bool = False) -> Case:
-    """`fun(x, i, u)`: rows (or columns) `i` of `x` are updated with `u`."""
+    """Return the case of `fun(x, i, u)`, which updates rows (or columns) `i` of `x` with `u`."""
 
     def case(size: Sizes) -> Built:
         rows, columns, count = size(), size(), size()
@@ -204,7 +214,7 @@ def _along_axis_gradient(size: Sizes) -> Built:
 
 
 def _windows_of_rows(x: Any, i: Any) -> Any:
-    """Two of the columns for each index: a dim that is sliced in part."""
+    """Return two columns of a row for each index, so that the second dim is sliced in part."""
     return jax.vmap(lambda k: lax.dynamic_slice(x, (k, k), (1, min(2, x.shape[1]))))(i)
 
 
@@ -246,12 +256,20 @@ CASES: dict[str, Case] = {
     "bitcast_convert_type: same width": _on(lambda x: lax.bitcast_convert_type(x, np.uint32)),
     "bitcast_convert_type: narrower": _on(lambda x: lax.bitcast_convert_type(x, np.uint16)),
     "bitcast_convert_type: wider": lambda size: (
-        lambda x: lax.bitcast_convert_type(x, np.uint32), (ints(size(), 2, dtype=np.uint16),)
+        lambda x: lax.bitcast_convert_type(x, np.uint32),
+        (ints(size(), 2, dtype=np.uint16),),
     ),
-    "broadcast_in_dim: new dims": _on(lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], 4, x.shape[1]))),
-    "broadcast_in_dim: stretched dim": _on(lambda x: lax.broadcast_in_dim(x[:1], (3, *x.shape), (1, 2))),
+    "broadcast_in_dim: new dims": _on(
+        lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], 4, x.shape[1]))
+    ),
+    "broadcast_in_dim: stretched dim": _on(
+        lambda x: lax.broadcast_in_dim(x[:1], (3, *x.shape), (1, 2))
+    ),
     "concatenate": _concatenate,
-    "dynamic_slice: rows": lambda size: (lambda x, i: lax.dynamic_slice(x, (i, 0), (1, x.shape[1])), (ints(size(), size()), 1)),
+    "dynamic_slice: rows": lambda size: (
+        lambda x, i: lax.dynamic_slice(x, (i, 0), (1, x.shape[1])),
+        (ints(size(), size()), 1),
+    ),
     "dynamic_update_slice": _dynamic_update,
     "iota: first dim": _on(lambda x: lax.broadcasted_iota(np.float32, x.shape, 0) + x),
     "iota: last dim": _on(lambda x: lax.broadcasted_iota(np.int32, x.shape, 1) + x),
@@ -259,7 +277,9 @@ CASES: dict[str, Case] = {
     "pad: cut": _on(lambda x: lax.pad(x, 1.0, ((0, -1, 0), (0, 0, 0)))),
     "reshape: merge": _reshape(lambda a, b: (a * b,)),
     "reshape: split": _reshape(lambda a, b: (a // 2, 2, b) if a % 2 == 0 else (a, b, 1)),
-    "reshape: regroup": _reshape(lambda a, b: (2, a * b // 2) if a % 2 == 0 and b > 1 else (a * b, 1)),
+    "reshape: regroup": _reshape(
+        lambda a, b: (2, a * b // 2) if a % 2 == 0 and b > 1 else (a * b, 1)
+    ),
     "reshape: size one": _reshape(lambda a, b: (1, a, 1, b)),
     "reshape: 144 to 8 by 18": lambda size: (lambda x: x.reshape(-1, 8, 18), (ints(size(), 144),)),
     "rev": _on(lambda x: jnp.flip(x, 0)),
@@ -289,7 +309,9 @@ CASES: dict[str, Case] = {
     "reduce_window_max": _pool(_max_pool),
     "reduce_window_min": _pool(_window(jnp.inf, lax.min)),
     "reduce_window_sum": _pool(_window(0.0, lax.add)),
-    "reduce_window_sum: of its gradient": _pool(jax.grad(lambda x: (_window(0.0, lax.add)(x) ** 2).sum())),
+    "reduce_window_sum: of its gradient": _pool(
+        jax.grad(lambda x: (_window(0.0, lax.add)(x) ** 2).sum())
+    ),
     "select_and_gather_add": _pool(_max_pool_twice_differentiated),
     "select_and_scatter": _pool(_spread),
     "select_and_scatter_add": _pool(jax.grad(lambda x: (_max_pool(x) ** 2).sum())),
@@ -322,14 +344,19 @@ CASES: dict[str, Case] = {
     "scatter": _update(lambda x, i, u: x.at[i].set(u, unique_indices=True)),
     "scatter: columns": _update(lambda x, i, u: x.at[:, i].set(u), second=True),
     "scatter: one row": _on(lambda x: x.at[0].set(2.0)),
-    "scatter: rows promised in bounds": _update(lambda x, i, u: x.at[i].set(u, mode="promise_in_bounds")),
+    "scatter: rows promised in bounds": _update(
+        lambda x, i, u: x.at[i].set(u, mode="promise_in_bounds")
+    ),
     "scatter-add": _update(lambda x, i, u: x.at[i].add(u)),
     "scatter-add: columns": _update(lambda x, i, u: x.at[:, i].add(u), second=True),
     "scatter-add: elements": _lookup(lambda x, i: x.at[i, i % x.shape[1]].add(2.0)),
     "scatter-add: along an axis": _along_axis_gradient,
-    "scatter-add: embedding gradient": _lookup(lambda x, i: jax.grad(lambda x: (x[i] ** 2).sum())(x), 2),
+    "scatter-add: embedding gradient": _lookup(
+        lambda x, i: jax.grad(lambda x: (x[i] ** 2).sum())(x), 2
+    ),
     "scatter-add: out of bounds dropped": lambda size: (
-        lambda x, i, u: x.at[i].add(u), (ints(4, 4), indices(rows := size(), below=12), ints(rows, 4))
+        lambda x, i, u: x.at[i].add(u),
+        (ints(4, 4), indices(rows := size(), below=12), ints(rows, 4)),
     ),
     "scatter-max": _update(lambda x, i, u: x.at[i].max(u)),
     "scatter-min": _update(lambda x, i, u: x.at[i].min(u)),
@@ -354,14 +381,20 @@ CASES: dict[str, Case] = {
     "hessenberg": _matrices(lax.linalg.hessenberg),
     "householder_product": _matrices(lambda a: lax.linalg.householder_product(a, a[..., 0])),
     "lu": _matrices(lax.linalg.lu),
-    "lu_pivots_to_permutation": _matrices(lambda a: lax.linalg.lu_pivots_to_permutation(lax.linalg.lu(a)[1], 4)),
+    "lu_pivots_to_permutation": _matrices(
+        lambda a: lax.linalg.lu_pivots_to_permutation(lax.linalg.lu(a)[1], 4)
+    ),
     "qr": _matrices(jnp.linalg.qr),
     "schur": _matrices(lax.linalg.schur),
     "svd": _matrices(jnp.linalg.svd),
-    "symmetric_product": _matrices(lambda a: lax.linalg.symmetric_product(a, a, alpha=1.0, beta=2.0)),
+    "symmetric_product": _matrices(
+        lambda a: lax.linalg.symmetric_product(a, a, alpha=1.0, beta=2.0)
+    ),
     "triangular_solve": _matrices(lambda a, b: lax.linalg.triangular_solve(a, b), 2),
     "tridiagonal": _matrices(lax.linalg.tridiagonal),
-    "tridiagonal_solve": _matrices(lambda a: lax.linalg.tridiagonal_solve(a[..., 0], a[..., 1] + 20, a[..., 2], a)),
+    "tridiagonal_solve": _matrices(
+        lambda a: lax.linalg.tridiagonal_solve(a[..., 0], a[..., 1] + 20, a[..., 2], a)
+    ),
     # pallas_kernels
     "pallas_call": _on(_pallas_exp),
     # random
@@ -369,8 +402,8 @@ CASES: dict[str, Case] = {
         lambda x: jax.extend.random.threefry2x32_p.bind(np.uint32(1), np.uint32(2), x, 2 * x),
         (ints(size(), size(), low=0, dtype=np.uint32),),
     ),
-}  # fmt: skip
-"""For each case, named "primitive: what is special", the function and its arguments, given a source of sizes."""
+}
+"""Cases named "primitive: variant". A case returns the function and its arguments for sizes."""
 
 RANDOM: dict[str, Callable[[Any, Any], Any]] = {
     "random_bits": lambda key, _: jax.random.bits(key, (8, 4)),
@@ -385,4 +418,7 @@ RANDOM: dict[str, Callable[[Any, Any], Any]] = {
     "random_unwrap": lambda _, rows: jax.random.key_data(jax.random.wrap_key_data(rows)),
     "random_wrap": lambda _, rows: jax.vmap(jax.random.bits)(jax.random.wrap_key_data(rows)),
 }
-"""Eight rows of random numbers from a replicated key, or from keys made of sharded rows of two integers."""
+"""Functions that return eight rows of random numbers.
+
+The first argument is a replicated key, the second one sharded rows of two integers for a key each.
+"""

@@ -1,4 +1,4 @@
-"""Training steps as people write them with flax and optax."""
+"""Training steps with common models and optimizers of flax and optax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from tests.models import (
 )
 
 type Step = tuple[Callable[..., Any], Callable[[], Any], Any]
-"""The step, what makes its first state, and a batch."""
+"""The step, a function that returns the initial state, and a batch."""
 
 _random = np.random.default_rng(0)
 _images = {"x": _random.normal(size=(16, 8, 8, 8)).astype(np.float32), "y": np.arange(16) % 8}
@@ -44,14 +44,14 @@ def _linen(
 
     def step(state: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
-            drawn = {
+            dropout_keys = {
                 name: jax.random.fold_in(jax.random.key(seed), state["step"])
                 for name, seed in rngs.items()
             }
             logits, rest = model.apply(
                 {"params": params, **state["rest"]},
                 batch["x"],
-                rngs=drawn,
+                rngs=dropout_keys,
                 mutable=list(state["rest"]),
             )
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), rest

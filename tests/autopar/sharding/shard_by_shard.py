@@ -1,7 +1,7 @@
-"""Compare an equation on every sharding that its rule allows, shard by shard, with the whole.
+"""Compare an equation on every sharding that its rule allows with one device.
 
-Each device slices its shards of the operands, binds the primitive to them (`autopar.primitives.shards`) and takes part in the
-collectives that the candidate claims.
+Each device slices its shards of the operands, binds the primitive to them
+(`autopar.primitives.shards`) and takes part in the collectives of the candidate.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,18 +41,18 @@ def equations(
 ) -> list[tuple[JaxprEqn, list[Any]]]:
     """Return the equations of primitive `name` in `fun`, each with its operands' values."""
     jaxpr = flatten(jax.make_jaxpr(fun)(*args))
-    found: list[tuple[JaxprEqn, list[Any]]] = []
+    matches: list[tuple[JaxprEqn, list[Any]]] = []
 
-    def keep(number: int, operands: list[Any]) -> list[Any]:
+    def record(number: int, operands: list[Any]) -> list[Any]:
         if jaxpr.eqns[number].primitive.name == name:
-            found.append((jaxpr.eqns[number], operands))
+            matches.append((jaxpr.eqns[number], operands))
         return operands
 
     env = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*jaxpr.consts, *jax.tree.leaves(args)), strict=True)
     )
-    evaluate(enumerate(jaxpr.eqns), env, keep, lambda _, results: results)
-    return found
+    evaluate(enumerate(jaxpr.eqns), env, record, lambda _, results: results)
+    return matches
 
 
 def device_mesh(mesh: LogicalMesh) -> Mesh:
@@ -68,7 +68,8 @@ def check(eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh) -> int:
     def run(*values: Any) -> list[list[Any]]:
         @cache
         def shard(operand: int, spec: Spec) -> Any:
-            # XLA merges a slice of a slice as if no index were out of bounds: keep it from doing so.
+            # XLA merges a slice of a slice as if no index were out of bounds; the barrier
+            # prevents it
             return lax.optimization_barrier(
                 shard_of(values[operand], replicated(values[operand].ndim), spec, mesh)
             )
@@ -90,11 +91,13 @@ def check(eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh) -> int:
     for option, results in zip(
         options, jax.jit(mapped, compiler_options=FAST)(*operands), strict=True
     ):
-        for result, wanted in zip(results, expected, strict=True):
+        for result, expected_value in zip(results, expected, strict=True):
             message = (
                 f"{eqn.primitive.name} {eqn.params} with {factors} on {mesh.shape} under {option}"
             )
-            np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5, err_msg=message)
+            np.testing.assert_allclose(
+                result, expected_value, rtol=1e-5, atol=1e-5, err_msg=message
+            )
     return len(options)
 
 
@@ -124,7 +127,7 @@ def _partial_results(
 
 
 def _complete(result: Any, number: int, factors: OpFactors, option: Option) -> Any:
-    """Combine partial results with the claimed_nodes collectives and no others."""
+    """Combine partial results with the collectives of the candidate and no others."""
     kind_of = {
         axis: kind
         for kind, axes in zip(factors.kinds, option.assignment, strict=True)

@@ -1,4 +1,4 @@
-"""Run an equation under a candidate as plans do: with constraints, by XLA's partitioner."""
+"""Run an equation under a candidate as plans do, with constraints for XLA's partitioner."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ from tests.autopar.sharding.shard_by_shard import candidates, device_mesh
 
 
 def step_of(eqn: JaxprEqn, operands: Sequence[Any]) -> StepGraph:
-    """The equation as a step of its own."""
+    """Return a step of the equation alone."""
 
     def step(*operands: Any) -> Any:
         return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
@@ -35,12 +35,12 @@ def step_of(eqn: JaxprEqn, operands: Sequence[Any]) -> StepGraph:
 
 
 def plan_of(step: StepGraph, factors: OpFactors, option: Option, mesh: LogicalMesh) -> Plan:
-    """The plan of a step of one equation that has its operands and results where `option` does."""
+    """Return the plan of a step of one equation with the specs of `option`."""
     specs = [factors.operand_spec(k, option.assignment) for k in range(len(factors.operands))]
     constraints = [Constraint(0, "in", k, spec) for k, spec in enumerate(specs)]
     constraints += [Constraint(0, "out", r, spec) for r, spec in enumerate(option.results)]
     none = Seconds(0.0, 0.0, 0.0)
-    found = Shardings(
+    shardings = Shardings(
         tuple(specs),
         option.results,
         tuple(constraints),
@@ -58,7 +58,7 @@ def plan_of(step: StepGraph, factors: OpFactors, option: Option, mesh: LogicalMe
         options=ShardingOptions(),
         cluster="cpu-virtual",
         num_micro_batches=1,
-        stages=(stage_of(step, mesh, found),),
+        stages=(stage_of(step, mesh, shardings),),
         predicted_seconds=0.0,
         predicted_split=TimeSplit(**none._asdict()),
         predicted_bytes=0,
@@ -79,8 +79,8 @@ def differing(
     """Describe the first result that differs from `expected` and by how much; "" if none does."""
     planned = PlannedStep(step, plan_of(step, factors, option, mesh))
     (function,) = lower_stage(planned, 0, device_mesh(mesh))
-    found = function.jitted(*operands)
-    for r, (x, y) in enumerate(zip(map(_plain, found), expected, strict=True)):
+    results = function.jitted(*operands)
+    for r, (x, y) in enumerate(zip(map(_plain, results), expected, strict=True)):
         largest = float(
             np.abs(y, where=np.isfinite(y), out=np.zeros_like(y, np.float64)).max(initial=1.0)
         )
@@ -103,7 +103,7 @@ def wrong_splits(
 
 
 def _plain(value: Any) -> np.ndarray:
-    """A numpy array that can be compared, of random keys their data."""
+    """Return a numpy array that can be compared; random keys are replaced by their data."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     array = np.asarray(value)

@@ -1,4 +1,4 @@
-"""Loops and branches are planned with the rest of the step, and compute what one device computes."""
+"""Loops and branches are planned with the rest of the step, and equal one device."""
 
 import flax.linen as nn
 import jax
@@ -27,8 +27,8 @@ def normal(*shape, scale=1.0):
     return (scale * RANDOM.normal(size=shape)).astype(np.float32)
 
 
-def trained(loss):
-    """An SGD step of `loss(params, batch)`."""
+def sgd_step(loss):
+    """Return an SGD step of `loss(params, batch)`."""
 
     def step(params, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -38,7 +38,7 @@ def trained(loss):
 
 
 def layers_in_a_scan():
-    """Blocks of two matrices, stacked, each recomputed in the backward pass."""
+    """Return a step with a scan over blocks of two matrices, which the backward pass recomputes."""
     params = {
         "up": normal(4, 64, 256, scale=0.1),
         "down": normal(4, 256, 64, scale=0.1),
@@ -52,11 +52,11 @@ def layers_in_a_scan():
     def loss(params, x):
         return (lax.scan(layer, x, params)[0] ** 2).mean()
 
-    return trained(loss), params, normal(16, 64)
+    return sgd_step(loss), params, normal(16, 64)
 
 
 def lstm():
-    """Over time, with the hidden state as the carry and the weights as constants of the loop."""
+    """Return a step with a scan over time: the carry is the hidden state, weights are constants."""
     model = nn.RNN(nn.OptimizedLSTMCell(64))
     x, y = normal(16, 6, 32), normal(16, 64)
     params = jax.jit(model.init)(jax.random.key(0), x)
@@ -76,7 +76,7 @@ def lstm():
 
 
 def branch_and_while():
-    """Skip a step whose gradient is too large, and loop until a norm is small enough."""
+    """Return a step that skips large gradients and loops until a norm is small enough."""
 
     def step(state, x):
         def loss(w):
@@ -106,16 +106,15 @@ def branch_and_while():
 
 
 def examples_in_a_map():
-    """A loop over the batch itself: each iteration has a single example."""
+    """Return a step with a loop over the batch: each iteration has one example."""
 
     def loss(w, x):
         return lax.map(lambda row: (jnp.tanh(row @ w) ** 2).sum(), x).mean()
 
-    return trained(loss), normal(64, 256), normal(8, 64)
+    return sgd_step(loss), normal(64, 256), normal(8, 64)
 
 
 STEPS = {f.__name__: f for f in (layers_in_a_scan, lstm, branch_and_while, examples_in_a_map)}
-
 
 OPTIONS = {"auto": AUTO, "data": DATA_PARALLEL, "zero3": ZERO3}
 BATCHED = [
@@ -124,7 +123,7 @@ BATCHED = [
     for kind in OPTIONS
     if name != "examples_in_a_map" or kind == "auto"
 ]
-"""A loop over examples has no batch dim to shard inside."""
+"""Only the automatic plan supports a loop over examples, which has no batch dim inside."""
 
 
 @pytest.mark.parametrize(
@@ -153,8 +152,8 @@ def plan_of(build, mesh=(8,), options=AUTO):
     return traced, make_plan(traced, logical_mesh(mesh), CLUSTER, options, "ShardParallel", COSTS)
 
 
-def test_a_layer_in_a_scan_is_planned_as_it_would_be_alone():
-    """Kernels are split as in unrolled layers; the leading dim, that of the loop, stays whole."""
+def test_a_layer_in_a_scan_is_planned_like_an_unrolled_layer():
+    """The leading dim, that of the loop, is not sharded."""
     _, plan = plan_of(layers_in_a_scan)
     specs = {value.path: value.spec for value in plan.stages[0].inputs}
     assert specs["0/up"] == ((), (), ("x",))
@@ -162,12 +161,12 @@ def test_a_layer_in_a_scan_is_planned_as_it_would_be_alone():
     assert specs["0/bias"] == ((), ("x",))
 
 
-def test_zero3_hands_each_layer_to_the_loop_in_shards_also_if_the_stack_could_be_split_by_layers():
+def test_zero3_shards_each_layer_of_a_scan_instead_of_the_dim_of_layers():
     def eight_layers():
         def loss(w, x):
             return (lax.scan(lambda c, p: (jnp.tanh(c @ p), None), x, w)[0] ** 2).mean()
 
-        return trained(loss), normal(8, 64, 64), normal(16, 64)
+        return sgd_step(loss), normal(8, 64, 64), normal(16, 64)
 
     _, plan = plan_of(eight_layers, options=ZERO3)
     assert plan.stages[0].inputs[0].spec[0] == ()
@@ -176,12 +175,12 @@ def test_zero3_hands_each_layer_to_the_loop_in_shards_also_if_the_stack_could_be
     ]
 
 
-def test_what_a_loop_does_counts_as_often_as_it_does_it():
+def test_the_seconds_of_a_loop_grow_with_its_length():
     def build(length):
         def loss(params, x):
             return (lax.scan(lambda c, p: (jnp.tanh(c @ p), None), x, params)[0] ** 2).mean()
 
-        return lambda: (trained(loss), normal(length, 64, 64), normal(16, 64))
+        return lambda: (sgd_step(loss), normal(length, 64, 64), normal(16, 64))
 
     seconds = [
         plan_of(build(length), options=DATA_PARALLEL)[1].predicted_seconds for length in (2, 4, 8)
@@ -189,21 +188,21 @@ def test_what_a_loop_does_counts_as_often_as_it_does_it():
     assert seconds[2] - seconds[1] == pytest.approx(2 * (seconds[1] - seconds[0]), rel=0.05)
 
 
-def test_the_carry_stays_where_it_is():
-    """What a loop hands on is, after every iteration, where the next one expects it."""
+def test_the_carry_has_the_same_spec_before_and_after_each_iteration():
+    """No reshard is necessary between iterations."""
     traced, plan = plan_of(lstm, (2, 4))
     eqns = traced.jaxpr.eqns
-    pinned = {(c.eqn, c.side, c.index): c.spec for c in plan.stages[0].constraints}
+    specs = {(c.eqn, c.side, c.index): c.spec for c in plan.stages[0].constraints}
     results = [n for n, eqn in enumerate(eqns) if eqn.primitive.name == "loop_result"]
     assert results
     number_of = {var: n for n, eqn in enumerate(eqns) for var in eqn.outvars}
     for n in results:
         carry, after = (number_of.get(atom) for atom in eqns[n].invars[:2])
-        held = pinned[carry, "out", 0]
-        arrives = pinned.get((n, "in", 1), pinned.get((after, "out", 0)))
-        assert arrives in (held, None)
+        carry_spec = specs[carry, "out", 0]
+        result_spec = specs.get((n, "in", 1), specs.get((after, "out", 0)))
+        assert result_spec in (carry_spec, None)
 
 
-def test_the_number_of_iterations_of_a_while_loop_is_said_to_be_unknown():
+def test_a_while_loop_is_counted_once_with_a_warning():
     _, plan = plan_of(branch_and_while)
     assert any("while_loop" in warning and "once" in warning for warning in plan.warnings)

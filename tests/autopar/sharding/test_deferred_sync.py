@@ -1,4 +1,4 @@
-"""What deferring costs, in time and memory, and when a plan does without."""
+"""Deferred synchronization of gradients: its seconds, its memory, and plans without it."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ LOSS = 4
 
 
 class Bytes:
-    """Bytes of collectives in place of seconds; kernels cost nothing."""
+    """A cost model whose seconds are the bytes of reductions."""
 
     def kernel(self, kernel, /, device=0):
         return 0.0
@@ -45,39 +45,41 @@ def traced(count, rows=64):
 
 @pytest.mark.parametrize("options", [DATA_PARALLEL, ZERO2])
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_gradients_are_completed_once_however_many_microbatches(options, count):
-    found = plan_shardings(traced(count), LINE, Bytes(), options)
-    assert found.deferred == ("x",)
-    assert found.seconds == pytest.approx(GRADIENTS + LOSS)
+def test_gradients_are_all_reduced_once_for_any_number_of_microbatches(options, count):
+    plan = plan_shardings(traced(count), LINE, Bytes(), options)
+    assert plan.deferred == ("x",)
+    assert plan.seconds == pytest.approx(GRADIENTS + LOSS)
 
 
-def test_without_deferring_every_microbatch_pays():
-    """A budget below a whole gradient leaves ZeRO-2 to scatter the gradients of each microbatch."""
-    found = plan_shardings(traced(4), LINE, Bytes(), ZERO2)
-    lean = plan_shardings(traced(4), LINE, Bytes(), ZERO2, found.peak_bytes * 0.95)
-    assert lean.deferred == ()
-    assert lean.seconds == pytest.approx(4 * (GRADIENTS + LOSS))
-    assert lean.peak_bytes < found.peak_bytes
-    assert lean.warnings[0].startswith("gradients are completed in every microbatch: no plan for")
+def test_without_memory_for_deferral_gradients_are_reduced_in_every_microbatch():
+    """ZeRO-2 scatters the gradients of each microbatch if whole gradients exceed the budget."""
+    plan = plan_shardings(traced(4), LINE, Bytes(), ZERO2)
+    small_plan = plan_shardings(traced(4), LINE, Bytes(), ZERO2, plan.peak_bytes * 0.95)
+    assert small_plan.deferred == ()
+    assert small_plan.seconds == pytest.approx(4 * (GRADIENTS + LOSS))
+    assert small_plan.peak_bytes < plan.peak_bytes
+    assert small_plan.warnings[0].startswith(
+        "gradients are completed in every microbatch: no plan for"
+    )
     with pytest.raises(MemoryBudgetError):
-        plan_shardings(traced(4), LINE, Bytes(), ZERO2, lean.peak_bytes / 4)
+        plan_shardings(traced(4), LINE, Bytes(), ZERO2, small_plan.peak_bytes / 4)
 
 
-def test_whole_accumulators_take_the_memory_of_whole_gradients():
-    """Beside parameters and momentum, of which ZeRO-2 keeps a quarter: gradients of both, and the whole batch's share of 64 rows."""
-    found = plan_shardings(traced(4), LINE, Bytes(), ZERO2)
+def test_deferral_needs_memory_for_whole_gradients():
+    """The least is parameters, a quarter of the momentum, a share of the rows, and gradients."""
+    plan = plan_shardings(traced(4), LINE, Bytes(), ZERO2)
     least = GRADIENTS + GRADIENTS / 4 + 64 / 4 * SIZE * 4 + GRADIENTS
-    assert least <= found.peak_bytes < least + GRADIENTS
+    assert least <= plan.peak_bytes < least + GRADIENTS
 
 
-def test_one_batch_needs_no_deferring():
-    found = plan_shardings(traced(1), LINE, Bytes(), DATA_PARALLEL)
-    assert found.deferred == ()
-    assert found.warnings == ()
-    assert found.seconds == pytest.approx(GRADIENTS)  # nobody reads the loss
+def test_a_step_without_microbatches_is_not_deferred():
+    plan = plan_shardings(traced(1), LINE, Bytes(), DATA_PARALLEL)
+    assert plan.deferred == ()
+    assert plan.warnings == ()
+    assert plan.seconds == pytest.approx(GRADIENTS)  # the step does not return the loss
 
 
-def test_microbatches_that_are_too_small_are_not_divided():
+def test_deferred_axes_divide_the_examples_of_a_microbatch():
     assert list(candidates(traced(4, 64), SQUARE, False)) == [("x", "y"), ("x",), ("y",)]
     assert list(candidates(traced(4, 64), SQUARE, True)) == [("x", "y")]
     assert list(candidates(traced(4, 8), SQUARE, False)) == [("x",), ("y",)]
@@ -85,20 +87,20 @@ def test_microbatches_that_are_too_small_are_not_divided():
     assert list(candidates(traced(1), SQUARE, False)) == []
 
 
-def test_a_pinned_batch_keeps_its_place():
+def test_a_batch_pinned_on_another_dim_is_not_deferred():
     pins = {"1": jax.sharding.PartitionSpec(None, "x")}
-    found = plan_shardings(traced(2), LINE, Bytes(), ShardingOptions(pins=pins))
-    assert found.deferred == ()
-    assert found.inputs[-1] == ((), ("x",))
-    assert found.warnings == ()  # no examples are divided, so no gradient needs completing
+    plan = plan_shardings(traced(2), LINE, Bytes(), ShardingOptions(pins=pins))
+    assert plan.deferred == ()
+    assert plan.inputs[-1] == ((), ("x",))
+    assert plan.warnings == ()  # no examples are divided, so no gradient needs completing
 
 
-def test_the_automatic_plan_is_the_cheapest_of_all():
-    found = plan_shardings(traced(4), SQUARE, Bytes(), AUTO)
-    assert found.seconds <= plan_shardings(traced(4), SQUARE, Bytes(), ZERO2).seconds
+def test_the_automatic_plan_is_at_most_as_expensive_as_zero2():
+    plan = plan_shardings(traced(4), SQUARE, Bytes(), AUTO)
+    assert plan.seconds <= plan_shardings(traced(4), SQUARE, Bytes(), ZERO2).seconds
 
 
-def test_deferred_axes_divide_examples_and_nothing_else():
+def test_a_spec_fits_deferral_if_the_axes_divide_only_the_batch_dim():
     batch = frozenset({0})
     assert fits((("x",), ("y",)), batch, ("x",))
     assert not fits((("y",), ("x",)), batch, ("x",))
@@ -109,8 +111,8 @@ def test_deferred_axes_divide_examples_and_nothing_else():
     assert not leads((("x", "y"), ()), ("y",))
 
 
-def test_every_way_to_complete_starts_from_where_the_value_is():
-    """(8, 6) of 4 bytes, its first dim in two along y: completed along x by an all_reduce of half of it, or scattered over a dim."""
+def test_a_deferred_sum_is_all_reduced_or_scattered_from_its_spec():
+    """The value is (8, 6) of 4 bytes with its first dim split over y; it is summed over x."""
     ways = synchronisations((8, 6), 4, ((("y",), ()),), True, SQUARE, ("x",))
     assert [(way.results[0], way.collectives) for _, way in ways] == [
         ((("y",), ()), (("all_reduce", 96, ("x",)),)),

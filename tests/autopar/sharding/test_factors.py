@@ -1,4 +1,4 @@
-"""Laws of factors: assignments, the specs they mean, and the way back."""
+"""Assignments of mesh axes to factors, the specs that they imply, and the inverse."""
 
 import jax
 import numpy as np
@@ -20,8 +20,8 @@ def _matmul(m: int = 8, n: int = 8, k: int = 8) -> OpFactors:
     return build.build([(rows, inner), (inner, columns)], [(rows, columns)], decides=True)
 
 
-def test_every_axis_goes_to_a_factor_or_to_none() -> None:
-    # Each of two axes goes to one of three factors or to none.
+def test_every_mesh_axis_is_assigned_to_a_factor_or_to_none() -> None:
+    # each of two axes is assigned to one of three factors or to none
     assert len(_matmul().assignments(MESH)) == 16
     assert _matmul().assignments(MESH)[0] == ((), (), ())
 
@@ -31,7 +31,7 @@ def test_a_factor_that_does_not_divide_is_not_sharded() -> None:
 
 
 @given(st.tuples(*(st.sampled_from([1, 2, 3, 4, 8, 16]),) * 3))
-def test_assignments_divide_every_dim_and_give_back_the_specs_of_operands(
+def test_assignments_divide_every_dim_and_follow_from_the_specs_of_operands(
     sizes: tuple[int, int, int],
 ) -> None:
     factors = _matmul(*sizes)
@@ -46,12 +46,12 @@ def test_assignments_divide_every_dim_and_give_back_the_specs_of_operands(
             divides(shape, spec, MESH)
             for shape, spec in (((m, k), lhs), ((k, n), rhs), ((m, n), out))
         )
-        kept = factors.assign(0, lhs, MESH)
-        assert kept is not None
-        assert factors.operand_spec(0, kept) == lhs
+        inferred = factors.assign(0, lhs, MESH)
+        assert inferred is not None
+        assert factors.operand_spec(0, inferred) == lhs
 
 
-def test_partial_results_are_those_of_sharded_sums() -> None:
+def test_results_are_partial_over_the_axes_of_sharded_sums() -> None:
     factors = _matmul()
     assert factors.partial_axes(((), (), ("x",))) == ("x",)
     assert factors.partial_axes((("x",), ("y",), ())) == ()

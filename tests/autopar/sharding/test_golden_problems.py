@@ -15,21 +15,25 @@ INSTANCES = json.loads((Path(__file__).parents[2] / "golden" / "ilp_instances.js
 
 
 def as_problem(instance) -> SelectionProblem:
-    """Followers merged into what they follow, aliases as forbidden pairs, liveness as limits."""
+    """Convert an instance of the golden file to a problem.
+
+    Followers are merged with their leaders, aliases are forbidden pairs, and sets of live values
+    are capacity constraints.
+    """
     follow = instance["follow"]
 
     def leader(i):
         return i if follow[i] < 0 else leader(follow[i])
 
     leaders = [i for i in range(len(follow)) if follow[i] < 0]
-    at = {i: leaders.index(leader(i)) for i in range(len(follow))}
+    decision_of = {i: leaders.index(leader(i)) for i in range(len(follow))}
     nodes = [np.zeros(len(instance["node"][i])) for i in leaders]
     for i, cost in enumerate(instance["node"]):
-        nodes[at[i]] += cost
+        nodes[decision_of[i]] += cost
     edges = {}
 
     def join(i, j, matrix):
-        i, j = at[i], at[j]
+        i, j = decision_of[i], decision_of[j]
         if i == j:
             nodes[i] += np.diagonal(matrix)
             return
@@ -49,7 +53,7 @@ def as_problem(instance) -> SelectionProblem:
     for live in instance["liveness"]:
         uses = {}
         for i in live:
-            uses[at[i]] = uses.get(at[i], 0) + np.array(instance["memory"][i])
+            uses[decision_of[i]] = uses.get(decision_of[i], 0) + np.array(instance["memory"][i])
         limits.append(CapacityConstraint(uses, instance["budget"]))
     return SelectionProblem(nodes, edges, limits)
 
@@ -57,7 +61,7 @@ def as_problem(instance) -> SelectionProblem:
 @pytest.mark.parametrize(
     "instance", INSTANCES, ids=lambda x: f"{x['name'].split('.')[-1]}-{x['budget']:.3g}"
 )
-def test_the_known_optimum_is_found(instance):
+def test_the_solver_finds_the_known_optimum(instance):
     problem = as_problem(instance)
     if instance["optimum"] is None:
         with pytest.raises(InfeasibleError):

@@ -1,4 +1,4 @@
-"""Memory at a price: what a step is cheapest at, and what that proves of all its shardings."""
+"""The Lagrangian relaxation of the memory constraint: its solutions and the bounds they prove."""
 
 import jax
 import pytest
@@ -26,34 +26,34 @@ def step():
 
 
 @pytest.fixture(scope="module")
-def found(step) -> dict[float, Priced]:
-    moment = next(
+def solutions(step) -> dict[float, Priced]:
+    program_point = next(
         n for n, eqn in enumerate(step.jaxpr.eqns) if "transpose" in str(eqn.source_info.name_stack)
     )
-    problem = PricedProblem(step, MeshCosts(MESH, COSTS), AUTO, (), moment)
+    problem = PricedProblem(step, MeshCosts(MESH, COSTS), AUTO, (), program_point)
     return {price: problem.solve(price, 1, 0.0) for price in PRICES}
 
 
-def test_where_memory_is_free_the_cheapest_is_the_plan(step, found):
+def test_the_solution_at_price_0_is_the_plan(step, solutions):
     plan = plan_shardings(step, MESH, COSTS)
-    assert found[0.0].seconds == pytest.approx(plan.seconds)
-    assert found[0.0].bytes(1) + found[0.0].extra_bytes == pytest.approx(plan.peak_bytes)
+    assert solutions[0.0].seconds == pytest.approx(plan.seconds)
+    assert solutions[0.0].bytes(1) + solutions[0.0].extra_bytes == pytest.approx(plan.peak_bytes)
 
 
-def test_the_dearer_memory_the_less_is_used_and_the_longer_it_takes(found):
-    seconds = [found[price].seconds for price in PRICES]
-    used = [found[price].bytes(1) for price in PRICES]
+def test_higher_prices_use_less_memory_and_take_longer(solutions):
+    seconds = [solutions[price].seconds for price in PRICES]
+    bytes_used = [solutions[price].bytes(1) for price in PRICES]
     assert seconds == sorted(seconds)
-    assert used == sorted(used, reverse=True)
-    assert used[-1] < used[0]
+    assert bytes_used == sorted(bytes_used, reverse=True)
+    assert bytes_used[-1] < bytes_used[0]
 
 
-def test_each_price_bounds_what_was_found_at_all_others(found):
-    for price, at in found.items():
-        for other in found.values():
-            assert at.bound <= (other.seconds + price * other.bytes(1)) * (1 + 1e-9)
+def test_the_bound_of_each_price_holds_for_all_solutions(solutions):
+    for price, solution in solutions.items():
+        for other in solutions.values():
+            assert solution.bound <= (other.seconds + price * other.bytes(1)) * (1 + 1e-9)
 
 
-def test_microbatches_in_flight_cost_what_they_hold(found):
-    one = found[0.0]
-    assert one.bytes(3) == one.bytes(1) + 2 * one.saved_bytes
+def test_each_microbatch_in_flight_needs_its_saved_bytes(solutions):
+    solution = solutions[0.0]
+    assert solution.bytes(3) == solution.bytes(1) + 2 * solution.saved_bytes

@@ -1,4 +1,4 @@
-"""What a user sharded by hand with `jax.shard_map` stays so, and the rest is planned around it."""
+"""Regions of `jax.shard_map` keep their shardings, and the rest is planned around them."""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
 RANDOM = np.random.default_rng(0)
 
 
-def by_hand(shape, axis_names):
-    """A step in which two layers of four are Megatron's, by hand, on a mesh of the user's own."""
+def megatron_step(shape, axis_names):
+    """Return a step in which two of four layers are a `shard_map` with Megatron's shardings."""
     mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), axis_names)
     data, model = axis_names if len(axis_names) == 2 else (None, axis_names[0])
 
@@ -54,7 +54,7 @@ def by_hand(shape, axis_names):
 
 
 @pytest.mark.parametrize(
-    ("own", "names", "planned"),
+    ("manual_shape", "axis_names", "mesh_shape"),
     [
         ((8,), ("m",), (8,)),
         ((8,), ("m",), (2, 4)),
@@ -62,30 +62,32 @@ def by_hand(shape, axis_names):
         ((8,), ("x",), (1, 8)),
     ],
 )
-def test_a_region_by_hand_keeps_its_specs_and_its_result(own, names, planned):
-    step, params, x = by_hand(own, names)
+def test_a_manual_region_keeps_its_specs_and_equals_one_device(
+    manual_shape, axis_names, mesh_shape
+):
+    step, params, x = megatron_step(manual_shape, axis_names)
     traced = trace(step, (params, x), (1,))
     plan = make_plan(
-        traced, logical_mesh(planned), Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS
+        traced, logical_mesh(mesh_shape), Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS
     )
     regions = [
         number for number, eqn in enumerate(traced.jaxpr.eqns) if eqn.primitive.name == "shard_map"
     ]
     assert len(regions) == 2  # forward and backward
     sharded = (
-        tuple(a for a, n in logical_mesh(planned).sizes.items() if n > 1)
-        if len(own) == 1
+        tuple(a for a, n in logical_mesh(mesh_shape).sizes.items() if n > 1)
+        if len(manual_shape) == 1
         else ("y",)
     )
-    shapes = {value.path: value.spec for value in plan.stages[0].inputs}
-    assert shapes["0/up"] == ((), sharded)
-    assert shapes["0/down"] == (sharded, ())
-    run = autopar.parallelize(step, method=autopar.PlanMethod(plan, planned), donate_argnums=())
+    specs = {value.path: value.spec for value in plan.stages[0].inputs}
+    assert specs["0/up"] == ((), sharded)
+    assert specs["0/down"] == (sharded, ())
+    run = autopar.parallelize(step, method=autopar.PlanMethod(plan, mesh_shape), donate_argnums=())
     assert_allclose(run(params, x), jax.jit(step)(params, x), rtol=1e-3, atol=1e-4)
 
 
-def test_a_region_by_hand_costs_its_kernels_and_collectives():
-    step, params, x = by_hand((8,), ("m",))
+def test_a_manual_region_costs_its_kernels_and_collectives():
+    step, params, x = megatron_step((8,), ("m",))
     traced = trace(step, (params, x), (1,))
     seconds = [
         plan_shardings(
@@ -93,14 +95,13 @@ def test_a_region_by_hand_costs_its_kernels_and_collectives():
         ).seconds
         for bandwidth in (1e9, 1e6)
     ]
-    all_reduce = (
-        2 * 7 / 8 * 16 * 64 * 4
-    )  # one forward, of the hidden values; bytes that each device sends
+    # bytes that each device sends for the all_reduce of hidden values, in the forward pass
+    all_reduce = 2 * 7 / 8 * 16 * 64 * 4
     assert seconds[1] - seconds[0] > 0.9 * all_reduce / 1e6
 
 
-def test_a_region_on_a_mesh_that_does_not_fit_is_refused_with_the_shape_that_does():
-    step, params, x = by_hand((2, 4), ("d", "m"))
+def test_the_error_of_a_manual_region_on_another_mesh_names_the_mesh_shape_to_use():
+    step, params, x = megatron_step((2, 4), ("d", "m"))
     traced = trace(step, (params, x), (1,))
     with pytest.raises(ShardingError, match=r"d=2 x m=4.*x=8.*plan on a mesh of shape \(2, 4\)"):
         plan_shardings(traced, LogicalMesh((8,), ("x",)), COSTS)

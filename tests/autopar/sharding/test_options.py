@@ -1,4 +1,4 @@
-"""Options hold, pins are kept and the rest is planned around them; what can't hold is refused."""
+"""Plans satisfy options and pins, and contradictions are refused."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,26 +29,26 @@ def step():
 
 def inputs(step, **options):
     mesh = options.pop("mesh", LINE)
-    found = plan_shardings(step, mesh, COSTS, ShardingOptions(**options))
-    return dict(zip(step.in_paths, found.inputs, strict=True))
+    shardings = plan_shardings(step, mesh, COSTS, ShardingOptions(**options))
+    return dict(zip(step.in_paths, shardings.inputs, strict=True))
 
 
-def test_a_pinned_input_stays_where_it_is_pinned(step):
-    free = inputs(step)[KERNEL]
+def test_a_pinned_input_has_the_spec_of_its_pin(step):
+    unpinned = inputs(step)[KERNEL]
     for spec in [P(), P("x"), P(None, "x")]:
         pinned = inputs(step, pins={KERNEL: spec})[KERNEL]
         assert pinned == tuple(
             () if i >= len(spec) or spec[i] is None else (spec[i],) for i in range(2)
         )
-    assert any(free)
+    assert any(unpinned)
 
 
-def test_patterns_pin_every_match(step):
-    found = inputs(step, pins={"0/params/*/kernel": P("x"), "1/*": P()})
+def test_a_pattern_pins_every_input_that_matches(step):
+    specs = inputs(step, pins={"0/params/*/kernel": P("x"), "1/*": P()})
     assert [
-        spec for path, spec in found.items() if path.startswith("0/params") and "kernel" in path
+        spec for path, spec in specs.items() if path.startswith("0/params") and "kernel" in path
     ] == [(("x",), ())] * 2
-    assert found["1/x"] == ((), ())
+    assert specs["1/x"] == ((), ())
 
 
 def test_outputs_can_be_pinned():
@@ -60,7 +60,7 @@ def test_outputs_can_be_pinned():
         ).outputs == (expected,)
 
 
-def test_named_values_are_pinned_where_they_are_named():
+def test_values_with_a_checkpoint_name_can_be_pinned():
     def f(a, b):
         return jnp.sin(checkpoint_name(a @ b, "product")) @ b.T
 
@@ -75,7 +75,7 @@ def test_named_values_are_pinned_where_they_are_named():
     assert_allclose(planned(*args), f(*args))
 
 
-def test_pinned_steps_compute_what_one_device_computes():
+def test_a_step_with_pins_equals_one_device():
     args = mlp_args()
     options = ShardingOptions(pins={"0/params/*/kernel": P("y", "x"), "1/x": P(None, "y")})
     planned = autopar.parallelize(
@@ -87,8 +87,8 @@ def test_pinned_steps_compute_what_one_device_computes():
 
 
 def test_the_batch_can_be_forced_onto_an_axis(step):
-    found = inputs(step, batch_axis="y", mesh=GRID)
-    assert all("y" in found[path][0] for path in ("1/x", "1/y"))
+    specs = inputs(step, batch_axis="y", mesh=GRID)
+    assert all("y" in specs[path][0] for path in ("1/x", "1/y"))
     with pytest.raises(ShardingError, match=r"1/x has shape \(6, 32\).* 4 devices"):
         inputs(trace(mlp_step, mlp_args(batch_size=6), (1,)), batch_axis="x")
     with pytest.raises(ShardingError, match=r"batch_axis='z' is no axis .*'x', 'y'"):
@@ -98,7 +98,7 @@ def test_the_batch_can_be_forced_onto_an_axis(step):
         inputs(without_batch, batch_axis="z", mesh=GRID)
 
 
-def test_a_pin_of_the_batch_against_the_axis_it_is_forced_to_is_refused(step):
+def test_a_pin_that_contradicts_the_batch_axis_is_refused(step):
     with pytest.raises(ShardingError, match=r"1/x is pinned to .* rule out"):
         inputs(step, batch_axis="y", mesh=GRID, pins={"1/x": P("x")})
 
@@ -121,7 +121,7 @@ def test_a_pin_of_the_batch_against_the_axis_it_is_forced_to_is_refused(step):
         ),
     ],
 )
-def test_unknown_values_of_options_are_refused_with_the_known_ones(option, message):
+def test_errors_of_unknown_option_values_list_the_known_ones(option, message):
     with pytest.raises(ValueError, match=message):
         ShardingOptions(**option)
 
@@ -154,7 +154,7 @@ def test_options_that_leave_no_plan_are_infeasible(step):
 
 
 def test_reduce_scatter_can_be_preferred(step):
-    found = plan_shardings(
+    replicated = plan_shardings(
         step, LINE, COSTS, ShardingOptions(data_parallel=True, parameters="replicated")
     )
     scattered = plan_shardings(
@@ -170,7 +170,7 @@ def test_reduce_scatter_can_be_preferred(step):
     )
     outs = [c.spec for c in scattered.constraints if c.side == "out" and len(c.spec) == 2]
     assert any(spec in [(("x",), ()), ((), ("x",))] for spec in outs)
-    assert scattered.peak_bytes < found.peak_bytes
+    assert scattered.peak_bytes < replicated.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_reduce_scatter_can_be_preferred(step):
         ({"0/step": P("x")}, r"is for 1 dims, but its shape \(\) has 0"),
     ],
 )
-def test_pins_that_cannot_hold_are_refused(step, pins, message):
+def test_pins_that_do_not_fit_are_refused(step, pins, message):
     with pytest.raises(ShardingError, match=message):
         inputs(step, pins=pins)
 
@@ -195,7 +195,7 @@ def test_a_pin_that_matches_nothing_is_refused(step):
         check_patterns(["0/params/params/Dense_0/kernle"], step)
 
 
-def test_a_pin_that_does_not_divide_is_refused():
+def test_a_pin_whose_axes_do_not_divide_the_dim_is_refused():
     step = trace(mlp_step, mlp_args((6,)), (1,))
     with pytest.raises(
         ShardingError, match=r"dim 1 of its shape \(32, 6\) can't be split over the 4 devices"
@@ -203,13 +203,13 @@ def test_a_pin_that_does_not_divide_is_refused():
         inputs(step, pins={KERNEL: P(None, "x")})
 
 
-def test_a_pin_against_the_methods_own_choice_is_refused(step):
+def test_a_pin_that_contradicts_the_method_is_refused(step):
     from dataclasses import replace
 
     with pytest.raises(ShardingError, match="rule out"):
         plan_shardings(step, LINE, COSTS, replace(DATA_PARALLEL, pins={KERNEL: P("x")}))
 
 
-def test_a_carried_output_cannot_be_pinned_elsewhere(step):
+def test_a_pin_of_a_carried_output_that_differs_from_its_input_is_refused(step):
     with pytest.raises(ShardingError, match="pin both alike"):
         inputs(step, pins={KERNEL: P("x"), f"result/{KERNEL}": P(None, "x")})

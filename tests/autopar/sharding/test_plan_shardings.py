@@ -1,4 +1,4 @@
-"""The planner finds the known optimum of small steps; costs are bandwidth alone."""
+"""Plans of small steps have the expected shardings, under a cost model of bandwidth alone."""
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,15 @@ LINE = LogicalMesh((4,), ("x",))
 
 
 def specs(step, shardings, start, end=""):
-    """Specs of the inputs whose path starts and ends so."""
-    found = zip(step.in_paths, shardings.inputs, strict=True)
-    return {path: spec for path, spec in found if path.startswith(start) and path.endswith(end)}
+    """Return the specs of the inputs whose paths start and end as given."""
+    path_specs = zip(step.in_paths, shardings.inputs, strict=True)
+    return {
+        path: spec for path, spec in path_specs if path.startswith(start) and path.endswith(end)
+    }
 
 
 def wide_mlp():
-    """Weights larger than activations: model parallelism pays."""
+    """Return a step with weights larger than activations, which favors model parallelism."""
     args = jax.eval_shape(lambda: mlp_args((256,) * 6, batch_size=32, features=256))
     return trace(mlp_step, args, (1,))
 
@@ -38,44 +40,44 @@ def step():
     return trace(mlp_step, mlp_args((64, 64), batch_size=16, features=64), (1,))
 
 
-def test_optimizer_state_goes_where_its_parameter_is():
+def test_optimizer_state_has_the_spec_of_its_parameter():
     step = wide_mlp()
-    found = plan_shardings(step, LINE, COSTS)
+    plan = plan_shardings(step, LINE, COSTS)
     for name in ("mu", "nu"):
-        states = specs(step, found, f"0/opt_state/0/{name}", "kernel")
-        assert list(states.values()) == list(specs(step, found, "0/params", "kernel").values())
+        states = specs(step, plan, f"0/opt_state/0/{name}", "kernel")
+        assert list(states.values()) == list(specs(step, plan, "0/params", "kernel").values())
 
 
-def test_data_parallel_keeps_the_state_whole(step):
-    found = plan_shardings(step, LINE, COSTS, DATA_PARALLEL)
-    assert set(specs(step, found, "1/").values()) == {(("x",), ())}
-    assert not any(any(spec) for spec in specs(step, found, "0/").values())
+def test_data_parallelism_replicates_the_state(step):
+    plan = plan_shardings(step, LINE, COSTS, DATA_PARALLEL)
+    assert set(specs(step, plan, "1/").values()) == {(("x",), ())}
+    assert not any(any(spec) for spec in specs(step, plan, "0/").values())
 
 
-def test_zero2_shards_optimizer_state_and_nothing_else(step):
-    found = plan_shardings(step, LINE, COSTS, ZERO2)
-    assert not any(any(spec) for spec in specs(step, found, "0/params").values())
-    for path, spec in specs(step, found, "0/opt_state").items():
+def test_zero2_shards_only_the_optimizer_state(step):
+    plan = plan_shardings(step, LINE, COSTS, ZERO2)
+    assert not any(any(spec) for spec in specs(step, plan, "0/params").values())
+    for path, spec in specs(step, plan, "0/opt_state").items():
         assert any(spec) or path.endswith("count")
 
 
-def test_zero3_shards_parameters_too(step):
-    found = plan_shardings(step, LINE, COSTS, ZERO3)
-    assert all(any(spec) for spec in specs(step, found, "0/params").values())
+def test_zero3_shards_parameters(step):
+    plan = plan_shardings(step, LINE, COSTS, ZERO3)
+    assert all(any(spec) for spec in specs(step, plan, "0/params").values())
 
 
-def test_all_axes_of_a_mesh_take_part_in_data_parallelism(step):
-    found = plan_shardings(step, LogicalMesh((2, 2), ("x", "y")), COSTS, DATA_PARALLEL)
-    assert set(specs(step, found, "1/").values()) == {(("x", "y"), ())}
+def test_data_parallelism_uses_all_axes_of_a_mesh(step):
+    plan = plan_shardings(step, LogicalMesh((2, 2), ("x", "y")), COSTS, DATA_PARALLEL)
+    assert set(specs(step, plan, "1/").values()) == {(("x", "y"), ())}
 
 
-def test_carried_outputs_are_where_their_inputs_are(step):
-    found = plan_shardings(step, LINE, COSTS)
+def test_carried_outputs_have_the_specs_of_their_inputs(step):
+    plan = plan_shardings(step, LINE, COSTS)
     for o, i in step.carried.items():
-        assert found.outputs[o] == found.inputs[i]
+        assert plan.outputs[o] == plan.inputs[i]
 
 
-def test_fixing_choices_never_makes_a_plan_cheaper(step):
+def test_fixed_options_are_never_cheaper_than_the_automatic_plan(step):
     best = plan_shardings(step, LINE, COSTS, AUTO).seconds
     assert all(
         best <= plan_shardings(step, LINE, COSTS, fixed).seconds
@@ -83,24 +85,24 @@ def test_fixing_choices_never_makes_a_plan_cheaper(step):
     )
 
 
-def test_roles_are_found_by_what_depends_on_the_batch():
+def test_roles_of_inputs_follow_from_their_dependence_on_the_batch():
     state, batch = mlp_args(tx=optax.adam(1e-2))
     step = trace(lambda s, b, lr: mlp_step(s, b), (state, batch, jnp.float32(1)), (1,))
-    found = plan_shardings(step, LINE, COSTS)
-    roles = dict(zip(step.in_paths, found.roles, strict=True))
+    plan = plan_shardings(step, LINE, COSTS)
+    roles = dict(zip(step.in_paths, plan.roles, strict=True))
     assert {role for path, role in roles.items() if path.startswith("0/params")} == {"parameter"}
     assert {role for path, role in roles.items() if path.startswith("0/opt_state")} == {"state"}
     assert roles["1/x"] == "batch"
     assert roles["2"] == "other"
 
 
-def test_a_batch_that_does_not_divide_is_refused_by_name():
+def test_data_parallelism_of_an_indivisible_batch_is_refused():
     step = trace(mlp_step, mlp_args(batch_size=6), (1,))
     with pytest.raises(ShardingError, match=r"1/x has shape \(6, 32\).* 4 devices"):
         plan_shardings(step, LINE, COSTS, DATA_PARALLEL)
 
 
-def test_the_automatic_plan_finds_a_way_for_a_batch_that_does_not_divide():
+def test_the_automatic_plan_of_an_indivisible_batch_equals_one_device():
     args = mlp_args(batch_size=6)
     planned = autopar.parallelize(
         mlp_step, method=autopar.ShardParallel(devices=4), donate_argnums=()
@@ -108,22 +110,22 @@ def test_the_automatic_plan_finds_a_way_for_a_batch_that_does_not_divide():
     autopar.testing.assert_allclose(planned(*args), jax.jit(mlp_step)(*args), rtol=1e-3, atol=1e-3)
 
 
-def test_a_primitive_without_a_rule_is_computed_whole_and_the_plan_says_so():
-    unknown = jax.extend.core.Primitive("unheard_of")
+def test_a_primitive_without_a_rule_is_replicated_with_a_warning():
+    unknown = jax.extend.core.Primitive("primitive_without_rule")
     unknown.def_abstract_eval(lambda x: x)
     step = trace(lambda x: jnp.sin(unknown.bind(jnp.sin(x))), (jnp.ones((4, 2)),), (0,))
     plan = make_plan(step, LINE, Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS)
     (warning,) = plan.warnings
-    assert "unheard_of" in warning
+    assert "primitive_without_rule" in warning
     assert "autopar/primitives" in warning
     number = next(n for n, eqn in enumerate(step.jaxpr.eqns) if eqn.primitive is unknown)
     pins = {(c.eqn, c.side): c.spec for c in plan.stages[0].constraints}
     assert pins[number, "out"] == ((), ())
 
 
-def test_as_memory_shrinks_plans_shard_more_at_rising_cost_and_then_fail():
+def test_smaller_memory_budgets_cost_more_seconds_until_no_plan_fits():
     step = trace(mlp_step, mlp_args((64, 64), batch_size=64, features=64), (1,))
-    fast = BandwidthOnly(1e9, 1e13)  # computing everything everywhere is cheapest
+    fast = BandwidthOnly(1e9, 1e13)  # replicated computation is cheapest
     best = plan_shardings(step, LINE, fast)
     assert not any(any(spec) for spec in best.inputs)
     plans = [best]
@@ -143,7 +145,7 @@ def test_as_memory_shrinks_plans_shard_more_at_rising_cost_and_then_fail():
     assert "num_micro_batches" in str(error)
 
 
-def test_fixed_choices_that_do_not_fit_are_refused(step):
+def test_fixed_options_that_exceed_the_memory_budget_are_refused(step):
     whole = plan_shardings(step, LINE, COSTS, DATA_PARALLEL).peak_bytes
     with pytest.raises(MemoryBudgetError, match="no plan for mlp_step fits"):
         plan_shardings(step, LINE, COSTS, DATA_PARALLEL, memory_budget=0.9 * whole)

@@ -1,4 +1,4 @@
-"""Values move before what only reverses them or widens their type."""
+"""Reshards are hoisted above operations that only reverse values or widen their dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +19,41 @@ LINE = LogicalMesh((4,), ("x",))
 
 
 def planned(fun):
-    """`fun` of a half-precision matrix sharded by rows, whose result is wanted sharded by columns."""
+    """Plan `fun` of a float16 matrix that is sharded by rows, with a result sharded by columns."""
     step = trace(fun, (jax.ShapeDtypeStruct((64, 64), "float16"),), ())
-    options = ShardingOptions(pins={"0": P("x"), "result": P(None, "x"), "there": P(None, "x")})
+    options = ShardingOptions(
+        pins={"0": P("x"), "result": P(None, "x"), "by_columns": P(None, "x")}
+    )
     return step, plan_shardings(step, LINE, BandwidthOnly(1e9), options)
 
 
-def test_a_value_moves_before_it_is_widened():
-    step, found = planned(lambda x: checkpoint_name(x.astype(jnp.float32), "there"))
+def test_a_value_is_resharded_before_it_is_widened():
+    step, shardings = planned(lambda x: checkpoint_name(x.astype(jnp.float32), "by_columns"))
     convert = next(
         n for n, eqn in enumerate(step.jaxpr.eqns) if eqn.primitive.name == "convert_element_type"
     )
-    assert Constraint(convert, "in", 0, ((), ("x",))) in found.constraints
-    # A quarter of 64 x 64 halves is on each device; three quarters of that leave it, at 1 GB/s.
-    assert found.seconds == pytest.approx(64 * 64 * 2 / 4 * (3 / 4) / 1e9)
+    assert Constraint(convert, "in", 0, ((), ("x",))) in shardings.constraints
+    # Each device has a quarter of 64 x 64 float16 values and sends three quarters of it at 1 GB/s.
+    assert shardings.seconds == pytest.approx(64 * 64 * 2 / 4 * (3 / 4) / 1e9)
 
 
-def test_a_value_that_somebody_wants_where_it_is_does_not_move_early():
+def test_a_value_with_a_reader_of_its_old_spec_is_not_resharded_early():
     def fun(x):
         wide = x.astype(jnp.float32)
-        return checkpoint_name(wide, "there"), jnp.sin(wide).sum()
+        return checkpoint_name(wide, "by_columns"), jnp.sin(wide).sum()
 
     step = trace(fun, (jax.ShapeDtypeStruct((64, 64), "float16"),), ())
-    options = ShardingOptions(pins={"0": P("x"), "result/0": P(None, "x"), "there": P(None, "x")})
-    found = plan_shardings(step, LINE, BandwidthOnly(1e9), options)
+    options = ShardingOptions(
+        pins={"0": P("x"), "result/0": P(None, "x"), "by_columns": P(None, "x")}
+    )
+    shardings = plan_shardings(step, LINE, BandwidthOnly(1e9), options)
     convert = next(
         n for n, eqn in enumerate(step.jaxpr.eqns) if eqn.primitive.name == "convert_element_type"
     )
-    assert not [c for c in found.constraints if c.eqn == convert and c.side == "in"]
+    assert not [c for c in shardings.constraints if c.eqn == convert and c.side == "in"]
 
 
-def test_narrowing_does_not_pass_moves():
+def test_a_reshard_does_not_move_before_a_narrowing_conversion():
     step = trace(
         lambda x: (x.astype(jnp.float16), lax.rev(x, (0,))),
         (jax.ShapeDtypeStruct((8,), "float32"),),

@@ -25,7 +25,7 @@ from autopar.primitives import (
 from tests.autopar.sharding.equation_cases import CASES, RANDOM, ints
 from tests.autopar.sharding.shard_by_shard import check, device_mesh, equations
 
-# The first of each is what Hypothesis tries first: the most candidates on the largest mesh.
+# Hypothesis tries the first of each: the sizes and the mesh with the most candidates.
 MESHES = [LogicalMesh(shape, ("x", "y")[: len(shape)]) for shape in ((2, 4), (2, 2), (4,), (2,))]
 SIZES = [8, 4, 1, 6, 2, 3]
 
@@ -41,15 +41,15 @@ def test_every_candidate_equals_the_unsharded_equation(label: str, data: st.Data
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_every_case_has_something_to_shard(label: str) -> None:
+def test_every_case_has_a_sharded_candidate(label: str) -> None:
     fun, args = CASES[label](lambda: 8)
-    found = equations(label.split(":")[0], fun, args)
-    assert found
-    assert all(len(op_factors(eqn).assignments(MESHES[-1])) > 1 for eqn, _ in found)
+    eqns = equations(label.split(":")[0], fun, args)
+    assert eqns
+    assert all(len(op_factors(eqn).assignments(MESHES[-1])) > 1 for eqn, _ in eqns)
 
 
 def test_every_primitive_with_a_rule_has_a_case() -> None:
-    """Markers of loops and branches mean something together only: see test_control_flow.py; for shard_map test_manual.py."""
+    """Control flow is tested in test_control_flow, shard_map in test_manual_regions."""
     covered = (
         {label.split(":")[0] for label in CASES}
         | set(RANDOM)
@@ -62,7 +62,7 @@ def test_every_primitive_with_a_rule_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(map(str, FAMILIES["pointwise"])))
-def test_pointwise_primitives_work_on_shards(name: str) -> None:
+def test_pointwise_primitives_on_shards_equal_one_device(name: str) -> None:
     fun, args = pointwise_case(name, 4)
     ((eqn, operands),) = equations(name, fun, args)
     assert check(eqn, operands, MESHES[-1]) == 2
@@ -102,7 +102,7 @@ _OF_INTEGERS = {
 
 
 def pointwise_case(name: str, size: int) -> tuple[Any, tuple[Any, ...]]:
-    """A function of an array of `size` elements that uses the primitive, and the array."""
+    """Return a function that uses the primitive, and its arguments of `size` elements."""
     x = ints(
         size,
         dtype=np.int32
@@ -125,8 +125,8 @@ def pointwise_case(name: str, size: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_numbers_are_made_shard_by_shard(name: str) -> None:
-    """No device needs to hear from another, and the numbers are those that one device makes."""
+def test_random_numbers_are_drawn_by_shard_without_communication(name: str) -> None:
+    """The numbers equal those of one device."""
     key, rows = jax.random.key(3), ints(8, 2, low=0, dtype=np.uint32)
     fun = RANDOM[name]
     jaxpr = flatten(jax.make_jaxpr(fun)(key, rows))
@@ -149,13 +149,13 @@ def test_random_numbers_are_made_shard_by_shard(name: str) -> None:
     np.testing.assert_allclose(compiled(*placed), fun(key, rows), rtol=1e-6)
 
 
-def test_a_primitive_with_effects_and_without_a_rule_is_an_error() -> None:
+def test_a_primitive_with_effects_and_without_a_rule_is_refused() -> None:
     jaxpr = jax.make_jaxpr(lambda x: jax.debug.callback(print, x))(1.0)
     with pytest.raises(MissingRuleError, match="no sharding rule for primitive 'debug_callback'"):
         op_factors(jaxpr.eqns[-1])
 
 
-def test_a_primitive_without_a_better_rule_is_whole_and_says_so() -> None:
+def test_a_primitive_with_the_replicated_rule_has_one_assignment() -> None:
     jaxpr = jax.make_jaxpr(lambda k: lax.rng_bit_generator(k, (8, 8)))(np.zeros(4, np.uint32))
     (eqn,) = jaxpr.eqns
     assert record_of(eqn).is_replicated_only

@@ -1,4 +1,4 @@
-"""The solver finds the optimum, and says so when there is none."""
+"""The solver finds the optimum, and raises an error if no choice is feasible."""
 
 from dataclasses import replace
 from itertools import product
@@ -21,7 +21,7 @@ def brute_force(problem):
 
 @settings(max_examples=300)
 @given(choice_problems())
-def test_the_cheapest_choice_is_found(problem):
+def test_the_solver_finds_the_optimum_of_brute_force(problem):
     best = brute_force(problem)
     if np.isinf(best):
         with pytest.raises(InfeasibleError):
@@ -35,7 +35,7 @@ def test_the_cheapest_choice_is_found(problem):
 
 @settings(max_examples=60)
 @given(choice_problems())
-def test_the_integer_program_alone_finds_it_too(problem):
+def test_the_integer_program_alone_finds_the_optimum(problem):
     best = brute_force(problem)
     if np.isinf(best):
         with pytest.raises(InfeasibleError):
@@ -46,7 +46,7 @@ def test_the_integer_program_alone_finds_it_too(problem):
 
 @settings(max_examples=100)
 @given(choice_problems())
-def test_what_counts_as_large_is_solved_to_the_gap_that_it_states(problem):
+def test_large_problems_are_solved_within_the_stated_gap(problem):
     best = brute_force(problem)
     if np.isfinite(best):
         with patch("autopar.sharding.solver._SMALL", 0), patch("autopar.sharding.solver._LARGE", 0):
@@ -59,7 +59,7 @@ def test_what_counts_as_large_is_solved_to_the_gap_that_it_states(problem):
 
 @settings(max_examples=100)
 @given(choice_problems())
-def test_what_is_not_allowed_is_the_answer_only_if_nothing_that_is_allowed_is_cheaper(problem):
+def test_an_excluded_choice_is_returned_only_if_no_allowed_one_is_cheaper(problem):
     def allowed(choice):
         return sum(choice) % 2 == 0
 
@@ -76,14 +76,14 @@ def test_what_is_not_allowed_is_the_answer_only_if_nothing_that_is_allowed_is_ch
         assert solution.bound <= least + 1e-6
 
 
-def test_a_bound_that_is_known_counts_as_proven():
+def test_a_given_bound_proves_optimality():
     problem = repeated_layers(3)
     cheapest = solve(problem)
     assert solve(problem, bound=cheapest.objective) == replace(cheapest, gap=0.0)
     assert cheapest.bound <= cheapest.objective
 
 
-def test_with_hundreds_of_options_sweeps_come_before_folding():
+def test_problems_with_hundreds_of_options_are_swept_before_decisions_are_eliminated():
     rng = np.random.default_rng(0)
     nodes = [rng.random(200) for _ in range(4)]
     chain = SelectionProblem(nodes, {(i, i + 1): rng.random((200, 200)) for i in range(3)})
@@ -93,7 +93,7 @@ def test_with_hundreds_of_options_sweeps_come_before_folding():
     assert solution.gap == pytest.approx(0, abs=1e-6)
 
 
-def test_chains_and_trees_need_no_integer_program():
+def test_chains_and_trees_are_solved_by_presolve_alone():
     rng = np.random.default_rng(0)
     nodes = [rng.random(8) for _ in range(200)]
     chain = SelectionProblem(nodes, {(i, i + 1): rng.random((8, 8)) for i in range(199)})
@@ -102,7 +102,10 @@ def test_chains_and_trees_need_no_integer_program():
 
 
 def repeated_layers(count: int) -> SelectionProblem:
-    """Blocks of four decisions, each coupled to all others of its block and two to the next block; all blocks alike."""
+    """Return equal blocks of four decisions.
+
+    Each decision is coupled to the others of its block, and two of them to the next block.
+    """
     rng = np.random.default_rng(0)
     cost = [rng.random(3) for _ in range(4)]
     inside = {(a, b): 0.3 * rng.random((3, 3)) for a in range(4) for b in range(a + 1, 4)}
@@ -112,7 +115,7 @@ def repeated_layers(count: int) -> SelectionProblem:
     return SelectionProblem(cost * count, edges)
 
 
-def test_layers_that_repeat_are_solved_as_the_integer_program_solves_them():
+def test_repeated_layers_are_solved_to_the_optimum_of_the_integer_program():
     problem = repeated_layers(6)
     solution = solve(problem)
     assert solution.gap == 0
@@ -120,33 +123,39 @@ def test_layers_that_repeat_are_solved_as_the_integer_program_solves_them():
     assert solve(problem) == solution
 
 
-def test_a_limit_that_binds_is_kept_at_the_least_cost():
-    free = repeated_layers(3)
+def test_a_binding_capacity_constraint_is_satisfied_at_the_least_cost():
+    unconstrained = repeated_layers(3)
     use = {i: np.arange(3.0)[::-1] for i in range(12)}
-    much = CapacityConstraint(use, 0.0).used(solve(free).choice)
-    problem = SelectionProblem(free.nodes, free.edges, [CapacityConstraint(use, 0.6 * much)])
+    unconstrained_use = CapacityConstraint(use, 0.0).used(solve(unconstrained).choice)
+    problem = SelectionProblem(
+        unconstrained.nodes, unconstrained.edges, [CapacityConstraint(use, 0.6 * unconstrained_use)]
+    )
     solution = solve(problem)
     assert problem.fits(solution.choice)
     assert solution.objective == pytest.approx(problem.cost(solve_ilp(problem, 60)[0]))
-    assert solution.objective > solve(free).objective
+    assert solution.objective > solve(unconstrained).objective
 
 
-def test_a_limit_below_the_least_use_is_refused():
-    free = repeated_layers(3)
+def test_a_capacity_below_the_least_use_is_infeasible():
+    unconstrained = repeated_layers(3)
     use = {i: np.arange(1.0, 4.0) for i in range(12)}
     with pytest.raises(InfeasibleError, match="every limit"):
-        solve(SelectionProblem(free.nodes, free.edges, [CapacityConstraint(use, 11.9)]))
+        solve(
+            SelectionProblem(
+                unconstrained.nodes, unconstrained.edges, [CapacityConstraint(use, 11.9)]
+            )
+        )
 
 
 def test_a_problem_without_decisions_costs_nothing():
     assert solve(SelectionProblem([], {})).objective == 0
 
 
-def test_a_forbidden_option_is_never_taken():
+def test_a_forbidden_option_is_never_selected():
     problem = SelectionProblem([np.array([np.inf, 5.0])], {})
     assert solve(problem).choice == (1,)
 
 
-def test_edges_must_fit_their_decisions():
+def test_an_edge_matrix_of_another_shape_than_its_options_is_refused():
     with pytest.raises(ValueError, match=r"edge \(0, 1\) .* shape \(2, 3\), got \(3, 2\)"):
         SelectionProblem([np.zeros(2), np.zeros(3)], {(0, 1): np.zeros((3, 2))})

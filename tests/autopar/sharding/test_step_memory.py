@@ -1,4 +1,4 @@
-"""What the planner says a device holds, beside what XLA:GPU lays out for the same plan."""
+"""The planner's estimate of memory is near that of the program that XLA:GPU compiles."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def descent(loss):
 
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.exp])
-def test_residuals_of_a_layer_are_counted(activation):
+def test_the_estimate_with_residuals_is_near_the_compiled_memory(activation):
     def loss(params, x):
         for w in params:
             x = activation(x @ w)
@@ -46,7 +46,7 @@ def test_residuals_of_a_layer_are_counted(activation):
     assert 0.97 * compiled <= estimate <= 1.15 * compiled
 
 
-def test_a_loop_over_layers_holds_all_their_residuals():
+def test_the_estimate_of_a_loop_has_the_residuals_of_all_layers():
     def loss(params, x):
         y, _ = lax.scan(lambda h, w: (jax.nn.relu(h @ w), None), x, params)
         return (y**2).mean()
@@ -58,7 +58,7 @@ def test_a_loop_over_layers_holds_all_their_residuals():
     assert 0.97 * compiled <= estimate <= 1.25 * compiled
 
 
-def test_gradients_that_wait_to_be_reduce_scattered_are_gradients():
+def test_gradients_before_their_reduce_scatter_count_as_gradients():
     def loss(params, x):
         for w in params:
             x = jax.nn.relu(x @ w)
@@ -70,13 +70,13 @@ def test_gradients_that_wait_to_be_reduce_scattered_are_gradients():
         descent(loss), args, cluster=A100, mesh_shape=(8,), method=autopar.Zero3Parallel()
     )
     roles = plan.predicted_memory.model_dump()
-    one = 4 * 16 * width  # what a layer gives, on one device
-    assert roles["activations"] <= 2 * layers * one
-    assert roles["gradients"] >= 4 * width**2  # one at least is whole
+    layer_bytes = 4 * 16 * width  # of a layer's output on one device
+    assert roles["activations"] <= 2 * layers * layer_bytes
+    assert roles["gradients"] >= 4 * width**2  # at least one gradient is whole
     assert sum(roles.values()) == plan.predicted_bytes
 
 
-def test_memory_is_for_the_same_in_a_plan_and_in_the_program():
+def test_roles_of_memory_agree_between_plan_and_program():
     def loss(params, x):
         for w in params:
             x = jax.nn.relu(x @ w)
@@ -87,9 +87,14 @@ def test_memory_is_for_the_same_in_a_plan_and_in_the_program():
     plan, memory = planned_and_compiled(descent(loss), args)
     planned = plan.predicted_memory.model_dump()
     assert sum(planned.values()) == plan.predicted_bytes
-    one = 4 * 256 * tokens  # what a layer gives, on one device
+    layer_bytes = 4 * 256 * tokens  # of a layer's output on one device
     for roles in (planned, memory.roles):
-        assert (roles["parameters"], roles["inputs"]) == (4 * 256 * 256 * layers, one)
-        # of each layer but the last the product and what relu makes of it; then the gradients come, one or two at a time
-        assert 2 * (layers - 1) * one <= roles["activations"] <= 2 * layers * one * 1.01
-        assert one * 0.99 <= roles["temporaries"] <= 2.1 * one
+        assert (roles["parameters"], roles["inputs"]) == (4 * 256 * 256 * layers, layer_bytes)
+        # The backward pass reads the product and the output of relu of each layer but the last.
+        # Temporaries are one or two gradients of outputs.
+        assert (
+            2 * (layers - 1) * layer_bytes
+            <= roles["activations"]
+            <= 2 * layers * layer_bytes * 1.01
+        )
+        assert layer_bytes * 0.99 <= roles["temporaries"] <= 2.1 * layer_bytes

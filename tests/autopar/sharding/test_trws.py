@@ -1,4 +1,4 @@
-"""Moving costs changes no choice's cost; bounds hold for every choice, and nothing that is dropped was needed."""
+"""TRW-S sweeps preserve the cost of every choice, give lower bounds and keep optimal options."""
 
 from itertools import product
 
@@ -25,27 +25,27 @@ def choices(problem):
     return product(*(range(len(cost)) for cost in problem.nodes))
 
 
-def priced(problem, prices):
-    """What each choice costs with what it uses above limits at a price."""
-    over = {
+def costs_with_prices(problem, prices):
+    """Return the cost of each choice plus the price of what it uses above the capacities."""
+    excess_use = {
         c: np.array([limit.used(c) - limit.bound for limit in problem.limits])
         for c in choices(problem)
     }
-    return {c: problem.cost(c) + float(prices @ over[c]) for c in over}
+    return {c: problem.cost(c) + float(prices @ excess_use[c]) for c in excess_use}
 
 
 @settings(max_examples=100)
 @given(choice_problems(decisions=5), st.floats(0, 3))
-def test_sweeps_and_prices_keep_every_cost_and_bound_all(problem, amount):
+def test_sweeps_and_prices_preserve_costs_and_give_a_lower_bound(problem, amount):
     work = Reduction(problem)
     make_finite(work)
     prices = np.full(len(problem.limits), amount)
     price(work, prices)
     order = sorted(work.costs)
     for numbers in (order, order[::-1]):
-        found = sweep(work, numbers, np.inf)
-        assert set(found) == set(order)
-        for choice, cost in priced(problem, prices).items():
+        marginals = sweep(work, numbers, np.inf)
+        assert set(marginals) == set(order)
+        for choice, cost in costs_with_prices(problem, prices).items():
             core = dict(enumerate(choice))
             assert work.constant <= cost + 1e-6
             if np.isfinite(cost):
@@ -57,19 +57,19 @@ def test_sweeps_and_prices_keep_every_cost_and_bound_all(problem, amount):
 
 @settings(max_examples=100)
 @given(choice_problems(decisions=5))
-def test_no_decision_alone_betters_a_choice_that_has_settled(problem):
+def test_no_single_decision_improves_a_local_optimum(problem):
     work = Reduction(problem)
     make_finite(work)
-    chosen = dict.fromkeys(work.costs, 0)
-    choice = local_optimum(work, chosen)
+    start = dict.fromkeys(work.costs, 0)
+    choice = local_optimum(work, start)
     cost = excess(work, choice)
-    assert cost <= excess(work, chosen)
+    assert cost <= excess(work, start)
     for i, options in work.costs.items():
         assert all(excess(work, choice | {i: k}) >= cost - 1e-6 for k in range(len(options)))
 
 
 @pytest.mark.parametrize("constant", [0.0, 1.0])
-def test_settling_ends_where_rounding_has_left_less_than_nothing(constant):
+def test_local_search_ends_if_rounding_makes_costs_negative(constant):
     work = Reduction(SelectionProblem([np.zeros(2)] * 2, {(0, 1): np.zeros((2, 2))}))
     work.constant = constant
     for cost in work.costs.values():
@@ -79,7 +79,7 @@ def test_settling_ends_where_rounding_has_left_less_than_nothing(constant):
 
 @settings(max_examples=100)
 @given(choice_problems(decisions=5))
-def test_options_of_the_cheapest_choices_survive(problem):
+def test_options_of_optimal_choices_are_not_removed(problem):
     costs = {choice: problem.cost(choice) for choice in choices(problem)}
     best = min(costs.values())
     if np.isinf(best):
@@ -108,12 +108,14 @@ def test_the_bound_of_a_chain_is_its_optimum():
     assert work.constant == pytest.approx(min(map(chain.cost, choices(chain))))
 
 
-def test_options_that_an_edge_does_not_tell_apart_are_alike_again_after_sweeps():
+def test_options_with_equal_edge_costs_are_merged_after_sweeps():
     rng = np.random.default_rng(0)
     nodes = [rng.random(6) for _ in range(4)]
-    alike = [0, 0, 1, 1, 2, 2]  # two options of each kind
+    kind_of_option = [0, 0, 1, 1, 2, 2]  # two equal options of each kind
     edges = {
-        (i, j): rng.random((3, 3))[np.ix_(alike, alike)] for i in range(4) for j in range(i + 1, 4)
+        (i, j): rng.random((3, 3))[np.ix_(kind_of_option, kind_of_option)]
+        for i in range(4)
+        for j in range(i + 1, 4)
     }
     work = Reduction(SelectionProblem(nodes, edges))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What kernels read and write, on steps small enough to count by hand."""
+"""Kernels of fused steps and the bytes that they move, compared with counts by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ def traced(fun, *args) -> StepGraph:
     return trace(fun, args or (MATRIX,), ())
 
 
-def counted(step: StepGraph, fuses_rows: bool = True) -> tuple[int, int]:
-    """Kernels and bytes of a step, copies left out."""
+def count_kernels_and_bytes(step: StepGraph, fuses_rows: bool = True) -> tuple[int, int]:
+    """Count the kernels of a step and the bytes that they read and write, without copies."""
 
     def size(atom) -> int:
         return array_bytes(aval_of(atom).shape, aval_of(atom).dtype)
@@ -46,7 +46,7 @@ def counted(step: StepGraph, fuses_rows: bool = True) -> tuple[int, int]:
     return kernels, total
 
 
-def named(step: StepGraph, name: str) -> list:
+def traffic_of(step: StepGraph, name: str) -> list:
     return [
         m
         for e, m in zip(step.jaxpr.eqns, traffic(step).moved, strict=True)
@@ -54,78 +54,80 @@ def named(step: StepGraph, name: str) -> list:
     ]
 
 
-def test_kernels_that_read_the_same_become_one():
-    assert counted(traced(lambda x: (x + 1, jnp.sin(x)))) == (1, 3 * SIZE)
+def test_kernels_with_the_same_operand_are_fused():
+    assert count_kernels_and_bytes(traced(lambda x: (x + 1, jnp.sin(x)))) == (1, 3 * SIZE)
 
 
-def test_a_kernel_that_goes_on_with_what_another_makes_is_one_with_it():
-    assert counted(traced(lambda x: (y := jnp.sin(x), y * 2))) == (1, 3 * SIZE)
+def test_a_consumer_is_fused_with_its_producer():
+    assert count_kernels_and_bytes(traced(lambda x: (y := jnp.sin(x), y * 2))) == (1, 3 * SIZE)
 
 
-def test_what_is_not_written_is_read_anew_by_every_kernel_that_computes_it():
-    step = traced(
-        lambda x: ((y := jnp.sin(x)).sum(0), y.sum(1))
-    )  # along rows and columns: two kernels
-    assert counted(step) == (2, 2 * (SIZE + ROW))
+def test_a_fused_value_is_recomputed_from_its_operands_in_every_kernel():
+    # sums along rows and along columns are two kernels
+    step = traced(lambda x: ((y := jnp.sin(x)).sum(0), y.sum(1)))
+    assert count_kernels_and_bytes(step) == (2, 2 * (SIZE + ROW))
 
 
-def test_what_only_its_own_kernel_reads_is_not_written_even_if_it_is_expensive():
-    assert counted(traced(lambda x: ((y := jnp.tanh(x)) + 1, y * 2))) == (1, 3 * SIZE)
+def test_an_expensive_value_that_only_its_own_kernel_reads_is_not_written():
+    assert count_kernels_and_bytes(traced(lambda x: ((y := jnp.tanh(x)) + 1, y * 2))) == (
+        1,
+        3 * SIZE,
+    )
 
 
-def test_a_softmax_is_one_kernel_where_rows_can_wait_and_three_where_they_can_not():
+def test_a_softmax_is_one_kernel_with_row_fusion_and_three_without():
     def softmax(x):
         e = jnp.exp(x - x.max(1, keepdims=True))
         return e / e.sum(1, keepdims=True)
 
     step = traced(softmax)
-    assert counted(step) == (1, 2 * SIZE)
-    # max: x; sum: x, max; the rest: x, max, sum, and the result
-    assert counted(step, fuses_rows=False) == (3, 4 * SIZE + 2 * ROW + 3 * ROW)
+    assert count_kernels_and_bytes(step) == (1, 2 * SIZE)
+    # the maximum reads x; the sum reads x and the maximum; the quotient reads x and both
+    assert count_kernels_and_bytes(step, fuses_rows=False) == (3, 4 * SIZE + 2 * ROW + 3 * ROW)
 
 
-def test_rows_wait_from_compute_capability_8_on():
+def test_rows_are_fused_from_compute_capability_8():
     mesh = LogicalMesh((8,), ("x",))
     assert MeshCosts(mesh, A100).fuses_rows
     assert not MeshCosts(mesh, ClusterCosts(Cluster.load("p3.16xlarge"))).fuses_rows
 
 
-def test_a_product_adds_a_bias_and_then_an_array_before_it_writes():
+def test_a_product_adds_a_bias_and_an_array_in_its_epilogue():
     bias = jax.ShapeDtypeStruct((64,), "float32")
     step = traced(lambda x, w, b: x @ w + b + x, MATRIX, MATRIX, bias)
-    first, second = named(step, "add")
-    assert (first.kernels, sum(first.writes), sum(first.reads)) == (0, 0, 0)  # next to nothing
+    first, second = traffic_of(step, "add")
+    assert (first.kernels, sum(first.writes), sum(first.reads)) == (0, 0, 0)  # a row is not counted
     assert (second.kernels, sum(second.writes), sum(second.reads)) == (0, 0, 1)
-    assert sum(second.copies) == 1  # to add to: the step's argument has to stay
-    assert named(step, "dot_general")[0].writes == (1,)
+    assert sum(second.copies) == 1  # the product adds to a copy of the step's argument
+    assert traffic_of(step, "dot_general")[0].writes == (1,)
 
 
-def test_scattering_into_zeros_that_are_added_moves_the_updates_alone():
+def test_a_scatter_into_zeros_that_are_added_reads_and_writes_only_its_updates():
     updates = jax.ShapeDtypeStruct((8, 64), "float32")
     step = traced(
         lambda x, u: jnp.zeros((64, 64)).at[jnp.arange(8)].add(u) + jnp.sin(x), MATRIX, updates
     )
-    (scatter,) = named(step, "scatter-add")
+    (scatter,) = traffic_of(step, "scatter-add")
     assert scatter.reads[2] == 3
-    assert scatter.writes == (0,)  # each update is read, and what it is added to read and written
-    assert sum(moved.writes[0] for moved in named(step, "add")[-1:]) == 1
+    assert scatter.writes == (0,)  # the 3 are the update, and its target read and written
+    assert sum(moved.writes[0] for moved in traffic_of(step, "add")[-1:]) == 1
 
 
-def test_a_lookup_reads_what_it_returns_and_computes_no_more():
+def test_a_lookup_computes_only_the_elements_that_it_returns():
     step = traced(lambda x: jnp.sin(x)[3, :5])
-    assert not any(sum(moved.writes) for moved in named(step, "sin"))
+    assert not any(sum(moved.writes) for moved in traffic_of(step, "sin"))
 
 
-def test_products_share_a_copy_in_the_layout_that_they_want():
+def test_products_share_a_copy_in_their_operand_layout():
     heads = jax.ShapeDtypeStruct((2, 16, 4, 8), "float32")
     step = traced(
         lambda q, k: (jnp.einsum("bqhd,bkhd->bhqk", q, k), jnp.einsum("bqhd,bkhd->bhqk", 2 * q, k)),
         heads,
         heads,
     )
-    first, second = (sorted(moved.copies) for moved in named(step, "dot_general"))
+    first, second = (sorted(moved.copies) for moved in traffic_of(step, "dot_general"))
     assert first == [0, 1, 1]
-    assert second == [0, 0, 0]  # k is there already, and 2 * q is written as wanted
+    assert second == [0, 0, 0]  # k has been copied, and 2 * q is written in the layout
 
 
 @pytest.mark.parametrize(
@@ -135,19 +137,19 @@ def test_products_of_half_precision_are_padded_to_multiples_of_eight(
     dtype: str, size: int, copies: int
 ):
     array = jax.ShapeDtypeStruct((size, size), dtype)
-    (product,) = named(traced(lambda a, b: a @ b, array, array), "dot_general")
+    (product,) = traffic_of(traced(lambda a, b: a @ b, array, array), "dot_general")
     assert sum(product.copies) == copies
 
 
-def test_nothing_is_merged_across_the_border_of_a_loop():
+def test_kernels_are_not_fused_across_the_boundary_of_a_loop():
     def body(x):
         total, _ = lax.scan(lambda c, _: (c + jnp.sin(x), None), x, None, length=3)
         return total, jnp.cos(x)
 
     step = traced(body)
-    inside = [moved for moved in named(step, "add") if moved.kernels]
-    assert len(inside) == 1
-    assert sum(moved.kernels for moved in named(step, "cos")) == 1
+    loop_kernels = [moved for moved in traffic_of(step, "add") if moved.kernels]
+    assert len(loop_kernels) == 1
+    assert sum(moved.kernels for moved in traffic_of(step, "cos")) == 1
 
 
 @pytest.mark.parametrize(
@@ -160,53 +162,54 @@ def test_long_columns_are_reduced_in_two_kernels(shape: tuple[int, int], axis: i
     assert takes_two_kernels(eqn, shape) == expected
 
 
-def test_combined_collectives_share_the_time_of_a_full_one_and_large_ones_run_alone():
+def test_combined_collectives_share_the_time_of_a_full_one_and_large_ones_are_not_combined():
     groups, full = (tuple(range(8)),), float(COMBINED_BYTES)
     combined = Combined(A100)
-    wholes: dict[CollectiveKind, float] = {"all_gather": full, "reduce_scatter": 8 * full}
-    for kind, whole in wholes.items():
+    full_bytes: dict[CollectiveKind, float] = {"all_gather": full, "reduce_scatter": 8 * full}
+    for kind, whole in full_bytes.items():
         assert combined.collective(kind, whole / 10, groups) == pytest.approx(
             A100.collective(kind, whole, groups) / 10
         )
         assert combined.collective(kind, 2 * whole, groups) == A100.collective(
             kind, 2 * whole, groups
         )
-    moved = A100.kernel(
-        Kernel("copy", "memory", 0.0, 4 * full / 10)
-    )  # into one array with the others, and out of it
-    expected = A100.collective("all_reduce", full, groups) / 10 + moved
+    # operands are copied into one array, and results out of it
+    copy_seconds = A100.kernel(Kernel("copy", "memory", 0.0, 4 * full / 10))
+    expected = A100.collective("all_reduce", full, groups) / 10 + copy_seconds
     assert combined.collective("all_reduce", full / 10, groups) == pytest.approx(expected)
 
 
-def trained(w, x):
+def sgd_step(w, x):
     return jax.tree.map(
         lambda p, g: p - 0.1 * g, w, autopar.grad(lambda w: jnp.mean(jnp.tanh(x @ w[0]) @ w[1]))(w)
     )
 
 
-def test_adding_up_microbatches_reads_two_and_writes_one():
+def test_accumulation_over_microbatches_reads_two_arrays_and_writes_one():
     weights = [jax.ShapeDtypeStruct((256, 256), "float32")] * 2
     args = weights, jax.ShapeDtypeStruct((32, 256), "float32")
     mesh = LogicalMesh((1,), ("x",))
-    once, four = (
-        enumerate_decisions(trace(trained, args, (1,), count), MeshCosts(mesh, A100), AUTO)
+    two, four = (
+        enumerate_decisions(trace(sgd_step, args, (1,), count), MeshCosts(mesh, A100), AUTO)
         for count in (2, 4)
     )
 
-    def adding(decisions, step) -> float:
+    def accumulation_seconds(decisions, step) -> float:
         (mark, _), *_ = step.microbatching.marks
         return sum(
             float(cost.sum(axis=0).min()) for number, _, cost in decisions.shares if number == mark
         )
 
     copy = MeshCosts(mesh, A100).copy(3 * 256 * 256 * 4)
-    for count, decisions in ((2, once), (4, four)):
-        assert adding(decisions, trace(trained, args, (1,), count)) >= 2 * count * copy * (1 - 1e-6)
+    for count, decisions in ((2, two), (4, four)):
+        assert accumulation_seconds(
+            decisions, trace(sgd_step, args, (1,), count)
+        ) >= 2 * count * copy * (1 - 1e-6)
 
 
-def test_gradients_of_large_weights_from_small_batches_wait_for_their_update():
+def test_a_large_gradient_is_consumed_by_its_update_before_the_next_is_computed():
     weights = [jax.ShapeDtypeStruct((512, 512), "float32")] * 2
-    step = trace(trained, (weights, jax.ShapeDtypeStruct((16, 512), "float32")), (1,))
+    step = trace(sgd_step, (weights, jax.ShapeDtypeStruct((16, 512), "float32")), (1,))
     mesh = LogicalMesh((8,), ("x",))
     decisions = enumerate_decisions(step, MeshCosts(mesh, BandwidthOnly()), DATA_PARALLEL)
     memory = StepMemory(step, decisions, mesh)
@@ -217,6 +220,6 @@ def test_gradients_of_large_weights_from_small_batches_wait_for_their_update():
     assert size <= peak < 2 * size  # one gradient at a time
 
 
-def test_the_model_is_of_the_xla_that_is_installed():
-    """With another jaxlib, compare the model with compiled programs (`experiments.validation.fidelity`) and say so."""
+def test_the_fusion_model_is_for_the_installed_version_of_xla():
+    """For another jaxlib, run `experiments.validation.fidelity` and update `XLA_VERSION`."""
     assert jaxlib.__version__ == XLA_VERSION
