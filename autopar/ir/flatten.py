@@ -27,7 +27,7 @@ from jax.extend.core.primitives import (
 )
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom, needed
+from autopar.ir.graph import Atom, eqns_of_call, needed
 
 _INNER_JAXPR = {
     jit_p: "jaxpr",
@@ -68,8 +68,17 @@ class _Builder:
             cond_p: self._cond,
         }
 
-    def inline(self, jaxpr: Jaxpr, args: Sequence[Atom], name_stack: Any = None) -> list[Atom]:
-        """Append the equations of `jaxpr` applied to `args`; return its results."""
+    def inline(
+        self, jaxpr: Jaxpr, args: Sequence[Atom], name_stack: Any = None, caller: Any = None
+    ) -> list[Atom]:
+        """Append the equations of `jaxpr` applied to `args`; return its results.
+
+        Args:
+            jaxpr: the jaxpr.
+            args: its operands.
+            name_stack: name stack of the equation that calls it.
+            caller: traceback of that equation.
+        """
         env: dict[Var, Atom] = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
             env[var] = self._constant(value, var)
@@ -77,19 +86,20 @@ class _Builder:
         def rename(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
-        for eqn in jaxpr.eqns:
+        for eqn in eqns_of_call(jaxpr, caller):
             invars = [rename(atom) for atom in eqn.invars]
             stack = (
                 eqn.source_info.name_stack
                 if name_stack is None
                 else name_stack + eqn.source_info.name_stack
             )
+            call = eqn.source_info.traceback
             if eqn.primitive in _INNER_JAXPR:
-                outvars = self.inline(eqn.params[_INNER_JAXPR[eqn.primitive]], invars, stack)
+                outvars = self.inline(eqn.params[_INNER_JAXPR[eqn.primitive]], invars, stack, call)
             elif eqn.primitive is remat_p:
                 if eqn.params["differentiated"]:
                     invars = self._barrier(invars, eqn)
-                outvars = self.inline(eqn.params["jaxpr"], invars, stack)
+                outvars = self.inline(eqn.params["jaxpr"], invars, stack, call)
             elif eqn.primitive in self._control:
                 outvars = self._control[eqn.primitive](_at(eqn, stack), invars, stack)
             else:
@@ -154,7 +164,7 @@ class _Builder:
                 mark(control_flow.loop_slice_p, [a], v.aval)
                 for a, v in zip(xs, slices, strict=True)
             ]
-            results = self.inline(body, inner, stack)
+            results = self.inline(body, inner, stack, eqn.source_info.traceback)
             after, ys = results[: len(init)], results[len(init) :]
             final = [
                 mark(control_flow.loop_result_p, [c, a], c.aval)
@@ -180,10 +190,13 @@ class _Builder:
                 mark(control_flow.loop_carry_p, [atom], atom.aval)
                 for atom in invars[num_cond + num_body :]
             ]
-            (test,) = self.inline(eqn.params["cond_jaxpr"], [*consts[:num_cond], *carry], stack)
+            call = eqn.source_info.traceback
+            operands = [*consts[:num_cond], *carry]
+            (test,) = self.inline(eqn.params["cond_jaxpr"], operands, stack, call)
             mark(control_flow.loop_test_p, [test])
             self._known = {}  # results of the condition are not available in the body
-            after = self.inline(eqn.params["body_jaxpr"], [*consts[num_cond:], *carry], stack)
+            operands = [*consts[num_cond:], *carry]
+            after = self.inline(eqn.params["body_jaxpr"], operands, stack, call)
             return [
                 mark(control_flow.loop_result_p, [c, a], c.aval)
                 for c, a in zip(carry, after, strict=True)
@@ -198,7 +211,8 @@ class _Builder:
             for branch in branches:
                 mark(control_flow.branch_p, [])
                 self._known = dict(outside)  # results of a branch are not available in the next
-                results.append(self.inline(branch, invars[1:], stack))
+                call = eqn.source_info.traceback
+                results.append(self.inline(branch, invars[1:], stack, call))
             chosen = zip(eqn.outvars, *results, strict=True)
             return [mark(control_flow.switch_result_p, atoms, var.aval) for var, *atoms in chosen]
 

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import sysconfig
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,11 +56,36 @@ def source_line(eqn: JaxprEqn) -> str:
 
     If JAX does not know the line, return the name stack.
     """
-    traceback = eqn.source_info.traceback
+    frame = _user_frame(eqn.source_info.traceback)
+    if frame is not None:
+        return f"{frame.file_name}:{frame.line_num}"
+    return str(eqn.source_info.name_stack) or "the step"
+
+
+def eqns_of_call(jaxpr: Jaxpr, caller: Any) -> Sequence[JaxprEqn]:
+    """Return the equations of a called jaxpr, with tracebacks that contain the user's code.
+
+    JAX cuts off the tracebacks of cached calls, such as those in `jax.random`, where the call
+    begins. Then equations have the traceback of the call.
+
+    Args:
+        jaxpr: the jaxpr.
+        caller: traceback of the equation that calls it; None if it is not called.
+    """
+    own = jaxpr.eqns[0].source_info.traceback if jaxpr.eqns else None
+    if caller is None or _user_frame(own) is not None:
+        return jaxpr.eqns
+    return [
+        eqn.replace(source_info=eqn.source_info.replace(traceback=caller)) for eqn in jaxpr.eqns
+    ]
+
+
+def _user_frame(traceback: Any) -> Any:
+    """Return the innermost frame of a traceback that is in the user's code, or None."""
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_LIBRARIES):
-            return f"{frame.file_name}:{frame.line_num}"
-    return str(eqn.source_info.name_stack) or "the step"
+            return frame
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +104,7 @@ class Where:
 _LIBRARIES = (
     sysconfig.get_path("purelib"),
     sysconfig.get_path("stdlib"),
-    f"{Path(__file__).parent}/",
+    f"{Path(__file__).parents[1]}/",
     "<",
 )
 """Prefixes of the files that are not the user's code."""

@@ -20,13 +20,14 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import jit_p
+from jax.extend.source_info_util import user_context
 
 from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, satisfying
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, aval_of, read
+from autopar.ir.graph import Atom, aval_of, eqns_of_call, read
 from autopar.layering.layer_clustering import Received, cluster_layers, received_bytes
 from autopar.primitives import kernel_of
 
@@ -307,15 +308,15 @@ def _inline_jits(jaxpr: Jaxpr) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     constants: dict[Var, Any] = {}
 
-    def inline(jaxpr: Jaxpr, args: Sequence[Atom]) -> list[Atom]:
+    def inline(jaxpr: Jaxpr, args: Sequence[Atom], caller: Any = None) -> list[Atom]:
         env: dict[Var, Atom] = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
             env[var] = new = Var(var.aval)
             constants[new] = value
-        for eqn in jaxpr.eqns:
+        for eqn in eqns_of_call(jaxpr, caller):
             invars = [atom if isinstance(atom, JaxLiteral) else env[atom] for atom in eqn.invars]
             if eqn.primitive is jit_p:
-                outvars = inline(eqn.params["jaxpr"], invars)
+                outvars = inline(eqn.params["jaxpr"], invars, eqn.source_info.traceback)
             else:
                 if eqn.primitive is not boundary_p and _has_boundary(eqn):
                     raise LayerError(
@@ -384,7 +385,11 @@ def _run(
         inner: dict[Var, Any] = dict(zip(inputs, values, strict=True))
         for eqn in eqns:
             scope = str(eqn.source_info.name_stack)
-            with eqn.ctx.manager, jax.named_scope(scope) if scope else nullcontext():
+            with (
+                user_context(eqn.source_info.traceback),
+                eqn.ctx.manager,
+                jax.named_scope(scope) if scope else nullcontext(),
+            ):
                 operands = [read(atom, inner) for atom in eqn.invars]
                 outputs = bind(eqn, operands)
             inner.update(zip(eqn.outvars, outputs, strict=True))
