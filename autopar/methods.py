@@ -26,7 +26,7 @@ from autopar.checks import (
     satisfying,
 )
 from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
-from autopar.ir.step_graph import StepGraph
+from autopar.ir.step_graph import RandomBits, StepGraph
 from autopar.layering.layers import AutoLayerOption, LayerOption
 from autopar.pipeline.pipeline_schedules import Pipeline, schedule_kind, schedule_names
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
@@ -48,6 +48,7 @@ _COMMON: dict[str, Any] = {
     "devices": DEVICES,
     "cluster": CLUSTER | NONE,
     "memory_budget": BYTES | NONE,
+    "rng": one_of(*get_args(RandomBits.__value__)),
 }
 _SHARDING = instance("an autopar.ShardingOptions", ShardingOptions)
 
@@ -66,12 +67,17 @@ class PlanningMethod:
             `simulator.HeterogeneousCluster`. By default the shipped one with devices of this kind.
         memory_budget: bytes of one device's memory that the step may use; by default its memory
             less the reserve in its cluster file.
+        rng: the random bits of microbatches. With "exact" the examples of a microbatch have the
+            bits that they have in the whole batch. That takes keys of JAX's default generator,
+            threefry; a step that draws with another one is refused. With "fold_in" such a
+            generator draws other bits, from a key for each microbatch.
     """
 
     devices: Devices = None
     num_micro_batches: int = 1
     cluster: AnyCluster | str | Path | None = None
     memory_budget: float | None = None
+    rng: RandomBits = field(default="exact", kw_only=True)
 
     @property
     def sharding(self) -> ShardingOptions:
@@ -178,7 +184,8 @@ class ManualShardParallel(PlanningMethod):
         Raises:
             ShardingError: the specs do not have the structure of the arguments or of the result.
         """
-        inputs = specs_by_path(self.in_specs, step.in_tree, step.in_paths, "in_specs")
+        paths = step.in_paths[: step.in_tree.num_leaves]
+        inputs = specs_by_path(self.in_specs, step.in_tree, paths, "in_specs")
         results = [f"result/{path}".removesuffix("/") for path in step.out_paths]
         outputs = specs_by_path(self.out_specs, step.out_tree, results, "out_specs")
         return replace(self.sharding, pins={**inputs, **outputs, **self.pins})

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.ir.spec import LogicalMesh, Spec, local_shape, partition_spec
+from autopar.ir.step_graph import RandomBits
 from autopar.layering.layers import LayerOption
 from autopar.progress import ranges
 from autopar.sharding.dataflow import InputRole
@@ -249,6 +250,7 @@ class Plan(_Model):
             planner's model; None where nothing was proven.
         planning_seconds: seconds that planning took, without tracing. If several plans were
             compared, the sum over all of them.
+        rng: the random bits of microbatches (`autopar.PlanningMethod`).
         warnings: notes for a reader, e.g. primitives that every device computes whole because no
             rule splits them.
 
@@ -273,6 +275,7 @@ class Plan(_Model):
     predicted_memory: MemorySplit = MemorySplit()
     gap: float | None = 0.0
     planning_seconds: float
+    rng: RandomBits = "exact"
     warnings: tuple[str, ...] = ()
 
     @model_validator(mode="after")

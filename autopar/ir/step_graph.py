@@ -22,6 +22,14 @@ type Combine = Literal["sum", "mean", "same", "rows"]
 concatenated row by row."""
 
 
+type RandomBits = Literal["exact", "fold_in"]
+"""The random bits of microbatches.
+
+exact: those that the examples have in the whole batch; refused for generators that can't draw them
+alone. fold_in: such generators draw other bits, from a key for each microbatch.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Loop:
     """Equations that run for each microbatch.
@@ -95,6 +103,8 @@ class StepGraph:
             of a microbatch until its backward pass.
         in_flight: For a pipeline stage, the number of microbatches whose saved values it stores at
             the same time.
+        positions: The number of an input that is no argument: the positions of the examples in the
+            batch (`autopar.microbatch.row_positions`). None if the step needs none.
     """
 
     jaxpr: Jaxpr
@@ -111,6 +121,7 @@ class StepGraph:
     cross_task_values: tuple[Var, ...] = ()
     saved_for_backward: tuple[Var, ...] = ()
     in_flight: int = 1
+    positions: int | None = None
 
     def leaves(self, args: Sequence[Any]) -> list[Any]:
         """Return the leaves of `args`.
@@ -130,6 +141,11 @@ class StepGraph:
             MicrobatchError: The results of the parts can't be combined.
         """
         parts = self.retrace(self.num_micro_batches * ways)
+        if parts.positions != self.positions:
+            raise MicrobatchError(
+                "the parts of a microbatch depend otherwise on the positions of their examples than"
+                " a microbatch does"
+            )
         if parts.microbatching and self.microbatching:
             if self.run_length % parts.run_length:
                 raise MicrobatchError(
@@ -167,6 +183,11 @@ class StepGraph:
     @property
     def in_avals(self) -> Any:
         """The arguments of the step as ShapeDtypeStructs, with the whole batch."""
+        return jax.tree.unflatten(self.in_tree, self.input_avals[: self.in_tree.num_leaves])
+
+    @cached_property
+    def input_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """The inputs of the step, with the whole batch: the leaves of its arguments come first."""
 
         def whole_batch_aval(i: int, var: Var) -> jax.ShapeDtypeStruct:
             aval = aval_of(var)
@@ -175,5 +196,4 @@ class StepGraph:
                 shape = (shape[0] * self.num_micro_batches, *shape[1:])
             return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
-        avals = [whole_batch_aval(i, var) for i, var in enumerate(self.jaxpr.invars)]
-        return jax.tree.unflatten(self.in_tree, avals)
+        return [whole_batch_aval(i, var) for i, var in enumerate(self.jaxpr.invars)]

@@ -236,6 +236,8 @@ class Job:
             several meshes read.
         chunks: runs of neighbouring examples that a microbatch consists of
             (`autopar.microbatch.batch_rows`).
+        positions: number of the input with the positions of the examples, which every mesh makes
+            for itself; None if the step has none.
     """
 
     programs: Mapping[str, bytes]
@@ -248,6 +250,7 @@ class Job:
     zeros: tuple[tuple[Array, ...], ...]
     spreads: Mapping[tuple[int, int], Delivery] = field(default_factory=dict)
     chunks: int = 1
+    positions: int | None = None
 
     @property
     def num_deliveries(self) -> int:

@@ -28,7 +28,7 @@ class JobDescription:
 
     Attributes:
         job: the job.
-        inputs: each input of the step, where it is before the step.
+        inputs: each leaf of the step's arguments, where it is before the step.
         outputs: each output where it is after the step; a constant as itself.
         donated: numbers of the inputs whose memory the step may reuse.
         functions: function of each task, by the task's name.
@@ -98,12 +98,14 @@ class _Describer:
             outputs=tuple(output for output in outputs if isinstance(output, Output)),
             zeros=self._zeros(),
             chunks=self._step.chunks,
+            positions=self._step.positions,
         )
         whole_outputs = tuple(
             output.whole if isinstance(output, Output) else output for output in outputs
         )
         functions = {task.name: function for task, function in self._functions.items()}
-        return JobDescription(job, homes, whole_outputs, self._donated, functions)
+        arguments = homes[: self._step.in_tree.num_leaves]
+        return JobDescription(job, arguments, whole_outputs, self._donated, functions)
 
     def _array(self, stage: int, var: Var, name: str) -> Array:
         values = self._planned.values[stage]
@@ -134,7 +136,7 @@ class _Describer:
 
     def _home(self, i: int) -> Array:
         """Return input `i` as it is before the step."""
-        aval = jax.tree.leaves(self._step.in_avals)[i]
+        aval = self._step.input_avals[i]
         stage = self._partition.input_stages[i][0]
         spec = self._planned.values[stage].spec(self._step.jaxpr.invars[i])
         return Array.of(f"in{i}", aval, self._meshes[stage], spec, self._keys_as_data)
@@ -151,6 +153,8 @@ class _Describer:
         for mesh in dict.fromkeys(map(self._mesh_of, stages)):
             reader, read = readers.get((mesh, names[0]), (stages[0], var))
             parts = tuple(self._array(reader, read, name) for name in names)
+            if i == self._step.positions:  # every mesh makes its own
+                home = replace(home, place=parts[0].place)
             inputs.append(Input(i, mesh, home, parts))
         return inputs
 

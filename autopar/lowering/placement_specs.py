@@ -71,8 +71,9 @@ def input_placement_specs(planned: Planned, devices: Sequence[int] | None = None
         A tuple like the dynamic arguments of the step, with a PlacementSpec for every array.
     """
     step, (stage,) = planned.step, planned.plan.stages
-    avals = map(aval_of, step.jaxpr.invars)
-    return jax.tree.unflatten(step.in_tree, _specs(stage, stage.inputs, avals, devices))
+    count = step.in_tree.num_leaves
+    avals = map(aval_of, step.jaxpr.invars[:count])
+    return jax.tree.unflatten(step.in_tree, _specs(stage, stage.inputs[:count], avals, devices))
 
 
 def output_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:

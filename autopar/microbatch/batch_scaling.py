@@ -25,7 +25,9 @@ from autopar.ir.equation_groups import dependents, units
 from autopar.ir.graph import Atom, Where, aval_of, constant, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable, power_of
+from autopar.microbatch.created_rows import why_whole
 from autopar.primitives import op_factors, record_of
+from autopar.primitives.index import indexed_dims
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
 
 
@@ -445,6 +447,8 @@ class BatchScalings:
         batch = {factors.operands[k][operands[k].dim] for k in rows}
         if len(batch) != 1 or not (batch_dim := batch.pop()):
             raise NotSeparable(f"{where} pairs examples with one another")
+        if 0 in rows and operands[0].dim in indexed_dims(eqn):
+            raise NotSeparable(f"{where} looks up examples by their positions in the batch")
         factor = batch_dim[0]
         match factors.kinds[factor]:
             case "sum":
@@ -495,9 +499,7 @@ class BatchScalings:
             eqn.primitive is iota_p and eqn.params["dimension"] not in grown
         )
         if len(grown) > 1 or not uniform:
-            raise NotSeparable(
-                f"{where} depends on the size of the batch or on an example's position in it"
-            )
+            raise NotSeparable(f"{where} {why_whole(eqn)}")
         self._check_rows(grown[0], shape, full, where)
         if eqn.primitive is tile_p:
             self.copies[eqn.outvars[0]] = eqn.params["reps"][grown[0]]

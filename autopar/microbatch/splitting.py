@@ -20,8 +20,10 @@ from autopar.ir.graph import Atom, aval_of, needed, source_line
 from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
 from autopar.microbatch.batch_scaling import BatchScalings, power_of_constant
 from autopar.microbatch.batch_scaling_rules import BatchScaling
+from autopar.microbatch.created_rows import folds_position
 from autopar.microbatch.deferred_division import defer_divisions, equations, statistics
 from autopar.microbatch.gradients import accumulate_p
+from autopar.microbatch.row_positions import without_positions
 from autopar.microbatch.whole_batch import join_traces, substitute_operands
 from autopar.primitives import record_of
 
@@ -35,6 +37,7 @@ def split(
     out_paths: Sequence[str],
     rows: bool = False,
     stages: bool = False,
+    positions: int | None = None,
 ) -> tuple[Jaxpr, Microbatching]:
     """Split a flat jaxpr into what runs for each microbatch and what runs once.
 
@@ -44,11 +47,13 @@ def split(
         sizes: the same step traced for two batch sizes above one, the second `count` times the
             first. A microbatch of a single example won't do, because tracing simplifies dims of
             size one away.
-        batch: inputs whose first dim is the batch.
+        batch: inputs whose first dim is the batch, with the positions of the examples.
         count: number of microbatches.
         out_paths: the user's name of each output.
         rows: whether marked values may have a row per example, in dim 0.
         stages: whether the step is cut into pipeline stages, which run each microbatch only once.
+        positions: the input with the positions of the examples
+            (`autopar.microbatch.row_positions`); None if the step needs none.
 
     Returns:
         The jaxpr to run, with the equations after the marked values from `whole`, and the
@@ -93,7 +98,7 @@ def split(
         _check_sizes(micro, whole, sizes, count)
     found = BatchScalings(*sizes, batch, count, functions=not stages)
     try:
-        contributions = _contributions(micro, sizes, found, batch)
+        contributions = _contributions(micro, sizes, found, batch - {positions})
     except MicrobatchError as refused:
         if not aligned:
             raise MicrobatchError(
@@ -109,11 +114,11 @@ def split(
             functions=not stages,
         )
         try:
-            contributions = _contributions(micro, sizes, found, batch)
+            contributions = _contributions(micro, sizes, found, batch - {positions})
         except MicrobatchError:
             raise refused from None
     computed = {at for at, kind in contributions.items() if kind is None}
-    whole = substitute_operands(whole, computed)
+    whole = without_positions(substitute_operands(whole, computed))
     _, _, once = _parts(whole, batch)
     _check_outputs(whole, once, batch, out_paths)
     powers = found.powers_of_rows(sizes[0].eqns) if aligned else {}
@@ -288,8 +293,16 @@ def _contributions(
 
     None stands for an operand that depends on the size of the batch but not on its values. It is
     computed for the whole batch.
+
+    Args:
+        micro: the step for one microbatch.
+        sizes: the traces that `found` describes.
+        found: the batch scalings.
+        batch: inputs whose first dim is the batch, without the positions of the examples.
     """
-    depending = dependents(enumerate(micro.eqns), (micro.invars[i] for i in batch))
+    other_bits = [var for eqn in micro.eqns if folds_position(eqn) for var in eqn.outvars]
+    inputs = (micro.invars[i] for i in batch)
+    depending = dependents(enumerate(micro.eqns), (*inputs, *other_bits))
     contributions: dict[tuple[int, int], BatchScaling | None] = {}
     marks = (_named(each, accumulate_p) for each in (micro, *sizes))
     for position, ((_, mine), (_, small), (_, large)) in enumerate(zip(*marks, strict=True)):

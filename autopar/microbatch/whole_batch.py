@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from autopar.ir import graph
 from autopar.ir.equation_groups import Unit, units
 from autopar.ir.graph import Atom
+from autopar.microbatch.created_rows import created_by
 from autopar.microbatch.gradients import accumulate_p
 
 type Names = dict[Var, Atom]
@@ -55,7 +56,7 @@ def join_traces(
         else:
             names[var] = twin
     marks = _marks(micro, whole, computed, names)
-    aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in whole.eqns]
+    aligned = list(map(created_by, micro.eqns)) == list(map(created_by, whole.eqns))
     ours, theirs = units(enumerate(micro.eqns)), units(enumerate(whole.eqns))
     pairs: Iterable[tuple[Unit | None, Unit | None]] = (
         zip(ours, theirs, strict=True)

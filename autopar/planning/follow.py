@@ -13,6 +13,7 @@ from autopar.ir.spec import partition_spec
 from autopar.ir.step_graph import StepGraph
 from autopar.layering.layers import FollowLayerOption
 from autopar.lowering.planned import PlannedStep
+from autopar.microbatch.created_rows import random_bits_of
 from autopar.pipeline.partitioner import partition_step, whole_step_partition
 from autopar.pipeline.pipeline_schedules import schedule_kind
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
@@ -181,6 +182,7 @@ def _plan(
         predicted_memory=MemorySplit.of(fullest.roles_at_peak, peak_bytes),
         gap=None,
         planning_seconds=sum(stage_shardings.solve_seconds for stage_shardings in shardings),
+        rng=random_bits_of(step.jaxpr),
         warnings=coverage_warnings(step),
     )
 
@@ -191,7 +193,7 @@ def _solve_stage(
     """Shard a stage on the mesh of `stage`, its inputs pinned to where their homes are."""
     pins = {}
     for position, i in enumerate(graph.inputs):
-        home = input_homes[i]
+        home = input_homes[i] if i < len(input_homes) else None  # the positions of the examples
         if home is not None and home.stage == graph.stage:
             pins[graph.step.in_paths[position]] = partition_spec(home.value.spec)
     costs = ClusterCosts(cluster)

@@ -75,7 +75,7 @@ def plan_by_method(
         return _plan_pipeline(method, fun, args, batch, target)
     name = type(method).__name__
     cluster = single_pool(target.cluster, name)
-    step = trace(fun, args, batch, method.num_micro_batches)
+    step = trace(fun, args, batch, method.num_micro_batches, rng=method.rng)
     options = method.sharding_of(step)
     plan = make_plan(step, target.mesh, cluster, options, name, memory_budget=method.memory_budget)
     return PlannedStep(step, plan)
@@ -130,6 +130,7 @@ class _PipelinePlanning:
             layer_option,
             marked=True,
             forward=forward,
+            rng=self.method.rng,
         )
 
     def planner(self, step: StepGraph) -> PipelinePlanner:
@@ -146,7 +147,7 @@ class _PipelinePlanning:
     def plan_whole_step(self, num_micro_batches: int) -> tuple[StepGraph, Plan]:
         """Return the step and its plan as one program."""
         name = type(self.method).__name__
-        step = trace(self.fun, self.args, self.batch, num_micro_batches)
+        step = trace(self.fun, self.args, self.batch, num_micro_batches, rng=self.method.rng)
         pool = single_pool(self.cluster, name)
         options = self.method.sharding_of(step)
         budget = self.method.memory_budget
@@ -168,9 +169,8 @@ def trace_for(
     schedule = plan.schedule
     marked = not schedule.is_whole_step
     forward = marked and not has_backward(schedule.name)
-    return trace(
-        fun, args, batch_argnums, plan.num_micro_batches, schedule.layer_option, marked, forward
-    )
+    count, layers = plan.num_micro_batches, schedule.layer_option
+    return trace(fun, args, batch_argnums, count, layers, marked, forward, plan.rng)
 
 
 def any_cluster(cluster: Any) -> AnyCluster:

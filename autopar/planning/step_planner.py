@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-import jax
 from jax.extend.core.primitives import name_p
 
 from autopar._cpython import builds_graphs
@@ -13,6 +12,7 @@ from autopar.ir.control_flow import loop_p
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
+from autopar.microbatch.created_rows import random_bits_of
 from autopar.plan import MemorySplit, Plan, ShardingConstraint, Stage, TimeSplit, Value
 from autopar.primitives import record_of, runs_on_shards
 from autopar.sharding.options import ShardingOptions
@@ -73,6 +73,7 @@ def make_plan(
         predicted_memory=MemorySplit.of(shardings.roles_at_peak, round(shardings.peak_bytes)),
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
+        rng=random_bits_of(step.jaxpr),
         warnings=(*shardings.warnings, *coverage_warnings(step)),
     )
     plan = with_axis_uses(step, plan)
@@ -110,11 +111,10 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, shardings: Shardings) -> Stage:
         mesh: its logical mesh.
         shardings: the solved sharding.
     """
-    full = jax.tree.leaves(step.in_avals)
     inputs = [
         Value(path=path, role=role, spec=spec, **_array(aval))
         for path, role, aval, spec in zip(
-            step.in_paths, shardings.roles, full, shardings.inputs, strict=True
+            step.in_paths, shardings.roles, step.input_avals, shardings.inputs, strict=True
         )
     ]
     outputs = [
@@ -178,5 +178,10 @@ def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
     if num_endless:
         warnings.append(
             f"{num_endless} x while_loop: how often it runs is not known, its costs count once"
+        )
+    if random_bits_of(step.jaxpr) == "fold_in":
+        warnings.append(
+            "rng='fold_in': each microbatch draws random bits from a key of its own, so they are"
+            " not those of the step without microbatches"
         )
     return tuple(warnings)

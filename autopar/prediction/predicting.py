@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
-import jax
-
 from autopar.checks import checked, integer, one_of
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.graph import aval_of
@@ -172,7 +170,7 @@ def program_of(
     else:
         donated = leaves_of(step.in_avals, donated_arguments(donate_argnums, step.in_avals))
         program = compile_planned(planned_step, cluster, donated)[0]
-    rows = [jax.tree.leaves(step.in_avals)[i].shape[0] for i in step.batch]
+    rows = [step.input_avals[i].shape[0] for i in step.batch]
     costed_for = cost_fingerprint(program, cluster) if fidelity == "analytic" else ""
     examples = max(rows, default=0)
     return replace(

@@ -20,6 +20,16 @@ from autopar.primitives.registry import Algebra, PrimitiveRecord
 from autopar.primitives.rule_helpers import ShardingRule, shape_of
 
 
+def indexed_dims(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Return the dims of the first operand that a gather or scatter indexes; () for others."""
+    numbers = eqn.params.get("dimension_numbers")
+    if isinstance(numbers, lax.GatherDimensionNumbers):
+        return tuple(numbers.start_index_map)
+    if isinstance(numbers, lax.ScatterDimensionNumbers):
+        return tuple(numbers.scatter_dims_to_operand_dims)
+    return ()
+
+
 def _gather(eqn: JaxprEqn) -> OpFactors:
     """Sum over indexed dims: devices whose shard lacks an element contribute zero."""
     numbers, slice_sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]

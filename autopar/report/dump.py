@@ -124,7 +124,7 @@ def _texts(executable: Dumped) -> Iterator[tuple[str, str]]:
     yield "_stages.txt", "\n".join(map(str, executable.get_stage_execution_info()))
     yield (
         "_input_placement_specs.txt",
-        _specs(step.in_paths, executable.get_input_placement_specs()),
+        _specs(step.in_paths[: step.in_tree.num_leaves], executable.get_input_placement_specs()),
     )
     results = [f"result/{path}".removesuffix("/") for path in step.out_paths]
     yield "_output_placement_specs.txt", _specs(results, executable.get_output_placement_specs())

@@ -145,6 +145,11 @@ class LoadedJob:
         self._inputs = [
             (given, self._splitter(given) if len(given.parts) > 1 else None) for given in job.inputs
         ]
+        self._positions = {
+            given.mesh: self._given_parts(given, np.arange(*given.home.shape, dtype=np.int32))
+            for given in job.inputs
+            if given.number == job.positions
+        }
 
     def start(
         self,
@@ -164,7 +169,9 @@ class LoadedJob:
             if number in kept:
                 carrier.send(kept[number], tag + offset, is_used_up=True)
         for job_input, split in self._inputs:
-            if job_input.number in given:
+            if job_input.number == self.job.positions:
+                parts = self._positions[job_input.mesh]
+            elif job_input.number in given:
                 parts = self._given_parts(job_input, given[job_input.number])
             elif split is None:
                 parts = [self._whole(job_input, kept, tag)]

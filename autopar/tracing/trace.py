@@ -13,9 +13,12 @@ from autopar._cpython import builds_graphs
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
-from autopar.ir.step_graph import MicrobatchError, Microbatching, StepGraph
+from autopar.ir.step_graph import MicrobatchError, Microbatching, RandomBits, StepGraph
 from autopar.layering.layers import LayerOption, layered, layering
+from autopar.microbatch.created_rows import ROWS_OF
 from autopar.microbatch.gradients import mark_results, marking, tracing_whole_arrays
+from autopar.microbatch.row_lookups import with_own_rows
+from autopar.microbatch.row_positions import POSITIONS, add_positions, without_unread_positions
 from autopar.microbatch.splitting import check_computation, split
 from autopar.primitives.shard_map import SHARD_MAP
 
@@ -33,6 +36,7 @@ def trace(
     layers: LayerOption | None = None,
     marked: bool = False,
     forward: bool = False,
+    rng: RandomBits = "exact",
 ) -> StepGraph:
     """Return `fun`, traced for arguments like `args`.
 
@@ -47,6 +51,7 @@ def trace(
             microbatch.
         forward: Whether `fun` takes no gradients. Then `fun` itself is divided into layers, and its
             results are combined from microbatches.
+        rng: The random bits of microbatches (`autopar.ir.step_graph.RandomBits`).
 
     Raises:
         TraceError: `fun` depends on the values of its arguments, or returns something other than
@@ -60,7 +65,7 @@ def trace(
             fun = layered(fun, layers)
         fun = mark_results(fun)
         layers = None
-    tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward)
+    tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, rng)
     return tracer.graph(num_micro_batches)
 
 
@@ -86,6 +91,7 @@ class _StepTracer:
         layers: LayerOption | None,
         marked: bool,
         forward: bool,
+        rng: RandomBits,
     ) -> None:
         leaves, self.in_tree = jax.tree.flatten_with_path(tuple(args))
         self.fun = fun
@@ -93,6 +99,7 @@ class _StepTracer:
         self.layers = layers
         self.marked = marked
         self.forward = forward
+        self.rng: RandomBits = rng
         self.in_keys = [path for path, _ in leaves]
         self.avals = [abstract(leaf) for _, leaf in leaves]
         self.batch = frozenset(
@@ -116,7 +123,10 @@ class _StepTracer:
             for i, aval in enumerate(self.avals)
         ]
         with layering(self.layers), tracing_whole_arrays() if whole_arrays else nullcontext():
-            return _flat_jaxpr(self.fun, self.in_tree, scaled, marked)
+            traced = _flat_jaxpr(self.fun, self.in_tree, scaled, marked)
+        if not marked:
+            return traced
+        return traced._replace(jaxpr=with_own_rows(traced.jaxpr, self.batch))
 
     def _microbatch_trace(self, count: int) -> _Trace:
         """Return the step for one of `count` microbatches.
@@ -150,12 +160,15 @@ class _StepTracer:
         microbatching = None
         if self.marked or count > 1:
             jaxpr, microbatching = self._split(jaxpr, count, out_paths)
+        count_args = len(self.in_keys)
+        has_positions = len(jaxpr.invars) > count_args
         return StepGraph(
             jaxpr=jaxpr,
-            in_paths=tuple(map(_text, self.in_keys)),
+            in_paths=(*map(_text, self.in_keys), *([POSITIONS] if has_positions else [])),
             out_paths=out_paths,
-            batch=self.batch,
+            batch=self.batch | ({count_args} if has_positions else set()),
             carried=_carried(jaxpr, self.in_keys, out_keys, self.batch),
+            positions=count_args if has_positions else None,
             in_tree=self.in_tree,
             out_tree=out_tree,
             name=self.name,
@@ -190,20 +203,49 @@ class _StepTracer:
         complete = self._traced(Fraction(1), True, False).jaxpr
         small = self._traced(Fraction(scale, count), True, on_shards).jaxpr
         large = self._traced(Fraction(scale), True, on_shards).jaxpr
-        result = split(
+        if count > 1:
+            part = self._traced(Fraction(1, count), True, on_shards).jaxpr
+            check_computation(part, small, self.batch)
+        pairs = [(micro, complete)]
+        if count == 1:
+            pairs = self._whole_batches(micro)
+        elif small is not micro:
+            pairs.append((small, large))
+        numbered = add_positions(pairs, self.batch, count, self.rng == "fold_in")
+        batch, positions = self.batch, None
+        if numbered is not None:
+            (micro, complete), (small, large) = numbered[0], numbered[-1]
+            positions = len(self.in_keys)
+            batch |= {positions}
+        jaxpr, microbatching = split(
             micro,
             complete,
             (small, large),
-            self.batch,
+            batch,
             count,
             out_paths,
             rows=self.forward,
             stages=self.marked,
+            positions=positions,
         )
-        if count > 1:
-            part = self._traced(Fraction(1, count), True, on_shards).jaxpr
-            check_computation(part, small, self.batch)
-        return result
+        return without_unread_positions(jaxpr, positions), microbatching
+
+    def _whole_batches(self, complete: Jaxpr) -> list[tuple[Jaxpr, Jaxpr]]:
+        """Return the step in one microbatch beside the step for a batch twice as large.
+
+        They show which arrays that the step creates have a row per example. Devices that accumulate
+        locally divide even a single microbatch.
+        """
+        if not _creates_arrays(complete):
+            return [(complete, complete)]
+        try:
+            return [(complete, self._traced(Fraction(2), True, False).jaxpr)]
+        except (TypeError, ValueError):  # the step knows the size of its batch
+            return [(complete, complete)]
+
+
+def _creates_arrays(jaxpr: Jaxpr) -> bool:
+    return any(eqn.primitive in ROWS_OF for eqn in jaxpr.eqns)
 
 
 def _flat_jaxpr(fun: Callable[..., Any], in_tree: Any, avals: list[Any], marked: bool) -> _Trace:
@@ -280,7 +322,8 @@ def _carried(
     result match.
     """
     by_name: dict[tuple[str, Any, Any], int] = {}
-    for i, (path, var) in enumerate(zip(in_paths, jaxpr.invars, strict=True)):
+    arguments = jaxpr.invars[: len(in_paths)]
+    for i, (path, var) in enumerate(zip(in_paths, arguments, strict=True)):
         if i not in batch and (path[1:] or path[0].idx == 0):
             by_name.setdefault((_text(path[1:]), aval_of(var).shape, aval_of(var).dtype), i)
     carried: dict[int, int] = {}

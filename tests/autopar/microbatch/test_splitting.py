@@ -123,6 +123,13 @@ FITTING |= {
     ).mean(),
 }
 
+FITTING |= {
+    "position in the batch": lambda p, b: (per_example(p, b) * jnp.arange(b["x"].shape[0])).mean(),
+    "label of each example": lambda p, b: (
+        -jax.nn.log_softmax(outputs(p, b))[jnp.arange(b["x"].shape[0]), b["y"]].mean()
+    ),
+}
+
 REPAIRED = {
     "masked mean with weight decay": lambda p, b: masked_mean(p, b) + 1e-2 * (p["w"] ** 2).sum(),
     "masked mean beside a mean": lambda p, b: masked_mean(p, b) + mean_loss(p, b),
@@ -186,7 +193,6 @@ REFUSED = {
     "largest": lambda p, b: per_example(p, b).max(),
     "batch normalisation": lambda p, b: ((outputs(p, b) - outputs(p, b).mean(0)) ** 2).mean(),
     "contrastive": lambda p, b: jax.nn.logsumexp(outputs(p, b) @ outputs(p, b).T, axis=1).mean(),
-    "position in the batch": lambda p, b: (per_example(p, b) * jnp.arange(b["x"].shape[0])).mean(),
     "neighbours": lambda p, b: (per_example(p, b)[1:] * per_example(p, b)[:-1]).mean(),
     "positions as constants": lambda p, b: (
         per_example(p, b) * np.arange(len(b["x"]), dtype=np.float32)

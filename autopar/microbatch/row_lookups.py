@@ -1,0 +1,239 @@
+"""Write lookups in an example's own row as lookups with a batch dim.
+
+`logits[jnp.arange(n), labels]` reads an element of each row. Its indices are the position of the
+row and a label. But positions in a microbatch are not those in the whole batch. As a gather with a
+batch dim, the lookup needs no position: row i of the labels indexes row i of the logits. So it is
+the same for a microbatch. Scatters are written alike.
+"""
+
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import (
+    broadcast_in_dim_p,
+    concatenate_p,
+    convert_element_type_p,
+    gather_p,
+    iota_p,
+    lt_p,
+    reshape_p,
+    select_n_p,
+)
+from jax.lax import scatter_add_p, scatter_max_p, scatter_min_p, scatter_mul_p, scatter_p
+
+from autopar.ir.equation_groups import dependents
+from autopar.ir.graph import Atom, aval_of, needed
+from autopar.microbatch.deferred_division import equations
+
+_SCATTERS = frozenset({scatter_p, scatter_add_p, scatter_max_p, scatter_min_p, scatter_mul_p})
+
+
+def with_own_rows(jaxpr: Jaxpr, batch: Collection[int]) -> Jaxpr:
+    """Return a flat jaxpr whose lookups at an example's own position have a batch dim instead.
+
+    Args:
+        jaxpr: the flat jaxpr of a step.
+        batch: inputs whose first dim is the batch. What is read from arrays that do not depend on
+            them is left: a table has as many rows as the batch by coincidence.
+    """
+    lookups = _Lookups(dependents(enumerate(jaxpr.eqns), (jaxpr.invars[i] for i in batch)))
+    for eqn in jaxpr.eqns:
+        lookups.add(eqn)
+    if not lookups.num_changed:
+        return jaxpr
+    kept = needed(enumerate(lookups.eqns), jaxpr.outvars)
+    return jaxpr.replace(eqns=[eqn for _, eqn in kept])
+
+
+@dataclass
+class _Lookups:
+    """The equations so far, and what is known of the indices that they compute.
+
+    Attributes:
+        depending: the values that depend on the batch.
+        eqns: the equations, with lookups in own rows written with batch dims.
+        num_changed: the number of lookups that were changed.
+        counted: for each array whose elements are their index along some dim, that dim.
+        negative: truth values that are false everywhere: an index compared with zero.
+        columns: for each array of index vectors, the arrays that it concatenates.
+    """
+
+    depending: Set[Var]
+    eqns: list[JaxprEqn] = field(default_factory=list)
+    num_changed: int = 0
+    counted: dict[Var, int] = field(default_factory=dict)
+    negative: set[Var] = field(default_factory=set)
+    columns: dict[Var, list[Atom]] = field(default_factory=dict)
+
+    def add(self, eqn: JaxprEqn) -> None:
+        """Append an equation."""
+        is_read = eqn.primitive is gather_p and eqn.invars[0] in self.depending
+        if is_read or eqn.primitive in _SCATTERS:
+            self._add_lookup(eqn)
+            return
+        self.eqns.append(eqn)
+        match eqn.primitive:
+            case _ if eqn.primitive is concatenate_p:
+                shape = aval_of(eqn.outvars[0]).shape
+                if eqn.params["dimension"] == len(shape) - 1:
+                    self.columns[eqn.outvars[0]] = list(eqn.invars)
+            case _ if eqn.primitive is lt_p:
+                index, bound = eqn.invars
+                if self._dim(index) is not None and _is_zero(bound):
+                    self.negative.add(eqn.outvars[0])
+            case _:
+                dim = self._counted_dim(eqn)
+                if dim is not None:
+                    self.counted[eqn.outvars[0]] = dim
+
+    def _dim(self, atom: Atom) -> int | None:
+        return self.counted.get(atom) if isinstance(atom, Var) else None
+
+    def _counted_dim(self, eqn: JaxprEqn) -> int | None:
+        """Return the dim along which the elements of a result are their index, if there is one."""
+        result = aval_of(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
+        if result is None or not jnp.issubdtype(result.dtype, jnp.integer):
+            return None
+        if eqn.primitive is iota_p:
+            fits = result.shape[eqn.params["dimension"]] <= jnp.iinfo(result.dtype).max
+            return eqn.params["dimension"] if fits else None
+        if eqn.primitive is select_n_p:  # the index of an element from the end, if it is negative
+            condition, index = eqn.invars[:2]
+            return self._dim(index) if condition in self.negative else None
+        dim = self._dim(eqn.invars[0]) if eqn.invars else None
+        if dim is None:
+            return None
+        size = aval_of(eqn.invars[0]).shape[dim]
+        if eqn.primitive is convert_element_type_p:
+            return dim if size <= jnp.iinfo(result.dtype).max else None
+        if eqn.primitive is broadcast_in_dim_p:
+            target = eqn.params["broadcast_dimensions"][dim]
+            return target if result.shape[target] == size else None
+        if eqn.primitive is reshape_p:
+            return _dim_after_reshape(aval_of(eqn.invars[0]).shape, result.shape, dim)
+        return None
+
+    def _add_lookup(self, eqn: JaxprEqn) -> None:
+        """Append a gather or scatter, with a batch dim for each index that is an own position."""
+        operand, indices = aval_of(eqn.invars[0]).shape, eqn.invars[1]
+        *places, width = aval_of(indices).shape
+        columns = self.columns.get(indices, [indices]) if isinstance(indices, Var) else [indices]
+        numbers = _Numbers.of(eqn)
+        batched: dict[int, int] = {}
+        for column, name in zip(columns, _column_numbers(columns), strict=True):
+            at = self._dim(column)
+            dim = numbers.indexed[name] if name is not None else None
+            if (
+                at is not None
+                and dim is not None
+                and at < len(places)
+                and dim in numbers.dropped
+                and at not in (*numbers.batched.values(), *batched.values())
+                and operand[dim] == places[at]
+            ):
+                batched[dim] = at
+        if not batched:
+            self.eqns.append(eqn)
+            return
+        self.num_changed += 1
+        kept = [
+            column
+            for column, name in zip(columns, _column_numbers(columns), strict=True)
+            if name is None or numbers.indexed[name] not in batched
+        ]
+        others = self._concatenated(eqn, kept, (*places, width - len(batched)))
+        invars = [eqn.invars[0], others, *eqn.invars[2:]]
+        changed = numbers.with_batch_dims(batched, eqn.params["dimension_numbers"])
+        self.eqns.append(
+            eqn.replace(invars=invars, params={**eqn.params, "dimension_numbers": changed})
+        )
+
+    def _concatenated(self, eqn: JaxprEqn, columns: list[Atom], shape: tuple[int, ...]) -> Atom:
+        """Return the index vectors that consist of `columns`, and append what computes them."""
+        if len(columns) == 1:
+            return columns[0]
+        dtype = aval_of(eqn.invars[1]).dtype
+        indices = Var(ShapedArray(shape, dtype))
+
+        def concatenated(*parts: Any) -> Any:
+            return jnp.concatenate(parts, -1) if parts else jnp.zeros(shape, dtype)
+
+        self.eqns += equations(concatenated, columns, indices, eqn.source_info)
+        return indices
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The dims of a gather or scatter.
+
+    Attributes:
+        indexed: the dim of the operand that each number of an index vector indexes.
+        dropped: the dims of the operand that are indexed one element at a time.
+        batched: for each batch dim of the operand, that of the indices.
+    """
+
+    indexed: tuple[int, ...]
+    dropped: tuple[int, ...]
+    batched: dict[int, int]
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> "_Numbers":
+        numbers = eqn.params["dimension_numbers"]
+        if eqn.primitive is gather_p:
+            indexed, dropped = numbers.start_index_map, numbers.collapsed_slice_dims
+            batch_dims = numbers.start_indices_batching_dims
+        else:
+            indexed, dropped = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
+            batch_dims = numbers.scatter_indices_batching_dims
+        batched = dict(zip(numbers.operand_batching_dims, batch_dims, strict=True))
+        return cls(tuple(indexed), tuple(dropped), batched)
+
+    def with_batch_dims(self, added: dict[int, int], numbers: Any) -> Any:
+        """Return JAX's dimension numbers with further batch dims instead of indexed ones."""
+        indexed = tuple(dim for dim in self.indexed if dim not in added)
+        dropped = tuple(dim for dim in self.dropped if dim not in added)
+        batched = sorted((self.batched | added).items())
+        of_operand, of_indices = tuple(dim for dim, _ in batched), tuple(at for _, at in batched)
+        if hasattr(numbers, "start_index_map"):
+            return numbers._replace(
+                start_index_map=indexed,
+                collapsed_slice_dims=dropped,
+                operand_batching_dims=of_operand,
+                start_indices_batching_dims=of_indices,
+            )
+        return numbers._replace(
+            scatter_dims_to_operand_dims=indexed,
+            inserted_window_dims=dropped,
+            operand_batching_dims=of_operand,
+            scatter_indices_batching_dims=of_indices,
+        )
+
+
+def _column_numbers(columns: Sequence[Atom]) -> list[int | None]:
+    """Return the place of each column in an index vector; None for columns of several numbers."""
+    places: list[int | None] = []
+    start = 0
+    for column in columns:
+        width = aval_of(column).shape[-1]
+        places.append(start if width == 1 else None)
+        start += width
+    return places
+
+
+def _is_zero(atom: Atom) -> bool:
+    return isinstance(atom, Literal) and not np.any(atom.val)
+
+
+def _dim_after_reshape(source: Sequence[int], target: Sequence[int], dim: int) -> int | None:
+    """Return the place of a dim after a reshape that adds or removes dims of size one."""
+    if [size for size in source if size > 1] != [size for size in target if size > 1]:
+        return None
+    if source[dim] == 1:
+        return None
+    before = sum(size > 1 for size in source[:dim])
+    return [at for at, size in enumerate(target) if size > 1][before]

@@ -1,0 +1,156 @@
+"""Give the traces of a step the positions of the examples as one more input with a batch dim.
+
+What a step creates with a row per example, such as the random bits of dropout, depends on where the
+examples are in the batch. In the traces of a microbatch, the equations that create it are replaced
+by equations that compute the microbatch's rows from the positions
+(`autopar.microbatch.created_rows`). The positions are cut into microbatches, sharded and sent to
+stages like any other input with a batch dim. The runtime supplies them.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import gcd
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import iota_p
+
+from autopar.ir import control_flow
+from autopar.ir.graph import aval_of
+from autopar.microbatch.created_rows import ROWS_OF, is_exact_by_row, rows_of, whole_of
+
+POSITIONS = "positions of the examples"
+"""The path of the input with the positions of the examples."""
+
+
+class _Site(NamedTuple):
+    """An equation that creates an array with a row per example.
+
+    Attributes:
+        order: its place among the equations that create arrays.
+        number: the number of the equation, in the trace of the microbatch and in that of the batch.
+        dim: the dim of the examples, without the dims of keys.
+    """
+
+    order: int
+    number: tuple[int, int]
+    dim: int
+
+
+type Pair = tuple[Jaxpr, Jaxpr]
+"""The traces of a step for one microbatch and for a larger batch."""
+
+
+def add_positions(
+    pairs: Sequence[Pair], batch: frozenset[int], count: int, folds: bool
+) -> list[Pair] | None:
+    """Return traces that create the rows of a microbatch from the positions of its examples.
+
+    The positions are one more input, the last one.
+
+    Args:
+        pairs: traces of one step, for batches of different sizes.
+        batch: inputs whose first dim is the batch.
+        count: the number of microbatches.
+        folds: whether random bits whose rows can't be drawn alone come from keys with a position
+            folded in.
+
+    Returns:
+        The new traces; None if the step creates no such array, or if the traces don't agree.
+    """
+    if not batch:
+        return None
+    sites = [_sites(pair, batch, folds) for pair in pairs]
+    if not sites[0] or len({tuple((site.order, site.dim) for site in s) for s in sites}) > 1:
+        return None
+    return [
+        (
+            _with_positions(micro, {s.number[0]: s.dim for s in of_pair}, batch, count, folds),
+            _with_positions(whole, {s.number[1]: s.dim for s in of_pair}, batch, 1, folds),
+        )
+        for (micro, whole), of_pair in zip(pairs, sites, strict=True)
+    ]
+
+
+def without_positions(whole: Jaxpr) -> Jaxpr:
+    """Return the trace of a whole batch with the equations that it had before `add_positions`."""
+    return whole.replace(eqns=[whole_of(eqn) for eqn in whole.eqns])
+
+
+def without_unread_positions(jaxpr: Jaxpr, positions: int | None) -> Jaxpr:
+    """Return a jaxpr without the input number `positions`, its last one, if nothing reads it."""
+    if positions is None or any(jaxpr.invars[positions] in eqn.invars for eqn in jaxpr.eqns):
+        return jaxpr
+    return jaxpr.replace(invars=jaxpr.invars[:positions])
+
+
+def _sites(pair: Pair, batch: frozenset[int], folds: bool) -> list[_Site]:
+    """Return the equations of both traces that create an array with a row per example.
+
+    Equations of one primitive correspond to one another in the order of the traces.
+    """
+    first = min(batch)
+    rows, more = (aval_of(trace.invars[first]).shape[0] for trace in pair)
+    created = [
+        [(number, eqn) for number, eqn in enumerate(trace.eqns) if eqn.primitive in ROWS_OF]
+        for trace in pair
+    ]
+    if [eqn.primitive for _, eqn in created[0]] != [eqn.primitive for _, eqn in created[1]]:
+        return []
+    sites: list[_Site] = []
+    for order, ((number, mine), (other_number, other)) in enumerate(zip(*created, strict=True)):
+        dim = _dim_of_examples(mine, other, more // rows)
+        if dim is not None and (folds or is_exact_by_row(mine)):
+            sites.append(_Site(order, (number, other_number), dim))
+    return sites
+
+
+def _dim_of_examples(eqn: JaxprEqn, larger: JaxprEqn, ratio: int) -> int | None:
+    """Return the dim in which `larger` creates `ratio` times as many rows as `eqn`.
+
+    None if there is no such dim, or if all rows are equal.
+    """
+    sizes = list(zip(eqn.params["shape"], larger.params["shape"], strict=True))
+    grown = [dim for dim, (rows, more) in enumerate(sizes) if rows != more]
+    if len(grown) != 1 or sizes[grown[0]][1] != ratio * sizes[grown[0]][0]:
+        return None
+    return grown[0] if eqn.primitive is not iota_p or eqn.params["dimension"] in grown else None
+
+
+def _with_positions(
+    jaxpr: Jaxpr, dim_of: Mapping[int, int], batch: frozenset[int], count: int, folds: bool
+) -> Jaxpr:
+    """Return a trace in which some equations read the positions of the examples, its last input.
+
+    Args:
+        jaxpr: the trace.
+        dim_of: the dim of the examples in the results of these equations, by number.
+        batch: inputs whose first dim is the batch.
+        count: the number of microbatches like that of the trace in the batch.
+        folds: as in `add_positions`.
+    """
+    rows = gcd(*(aval_of(jaxpr.invars[i]).shape[0] for i in batch))
+    positions = Var(ShapedArray((rows,), jnp.dtype(jnp.int32)))
+    loops = {
+        token
+        for token, (start, end) in control_flow.spans(jaxpr.eqns).items()
+        if jaxpr.eqns[start].primitive is control_flow.loop_p
+        and any(start < number < end for number in dim_of)
+    }
+    inner = [positions]  # the variable with the positions, for each of the open loops
+    eqns: list[JaxprEqn] = []
+    for number, eqn in enumerate(jaxpr.eqns):
+        if number in dim_of:
+            dim = dim_of[number]
+            size = count * eqn.params["shape"][dim]
+            eqn = rows_of(eqn, inner[-1], dim, size, folds and not is_exact_by_row(eqn))
+        eqns.append(eqn)
+        if eqn.primitive is control_flow.loop_p and eqn.outvars[0] in loops:
+            local = Var(positions.aval)
+            marker = {"invars": [inner[-1], eqn.outvars[0]], "outvars": [local], "params": {}}
+            eqns.append(eqn.replace(primitive=control_flow.loop_const_p, **marker))
+            inner.append(local)
+        elif eqn.primitive is control_flow.end_p and control_flow.token_of(eqn) in loops:
+            inner.pop()
+    return jaxpr.replace(invars=[*jaxpr.invars, positions], eqns=eqns)
