@@ -27,7 +27,7 @@ from autopar.ir.array_sizes import value_bytes
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, aval_of, eqns_of_call, read
+from autopar.ir.graph import Atom, eqns_of_call, read
 from autopar.layering.layer_clustering import Received, cluster_layers, received_bytes
 from autopar.primitives import kernel_of
 
@@ -420,7 +420,7 @@ def _flops(eqn: JaxprEqn, debug_info: Any) -> float:
     invars = list(dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)))
     flat = flatten(Jaxpr([], invars, eqn.outvars, [eqn], debug_info=debug_info))
     kernels = (
-        (times, kernel_of(inner, [aval_of(atom).shape for atom in inner.invars], 0.0))
+        (times, kernel_of(inner))
         for inner, times in zip(flat.eqns, repeats(flat.eqns), strict=True)
         if inner.primitive not in MARKERS and inner.outvars
     )

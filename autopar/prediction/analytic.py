@@ -198,7 +198,15 @@ class _StageModel:
         num_bytes = sum(
             array_bytes(shape, aval.dtype) for shape, aval in zip(shapes, avals, strict=True)
         )
-        return kernel_of(eqn, shapes[: len(eqn.invars)], num_bytes)
+        partial = [
+            local_shape(
+                aval_of(var).shape,
+                equation.factors.result_spec(r, equation.assignment),
+                self._mesh,
+            )
+            for r, var in enumerate(eqn.outvars)
+        ]
+        return kernel_of(eqn, num_bytes, [*shapes[: len(eqn.invars)], *partial])
 
     def _collective(
         self,

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from autopar.checks import checked, integer, one_of
 from autopar.ir.control_flow import MARKERS, repeats
-from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.compilation import compile_planned
 from autopar.lowering.planned import Planned, as_planned
@@ -192,7 +191,7 @@ def _model_flops(step: StepGraph) -> float:
             or phase_of(str(eqn.source_info.name_stack)) == "recompute"
         ):
             continue
-        kernel = kernel_of(eqn, [aval_of(atom).shape for atom in eqn.invars], 0.0)
+        kernel = kernel_of(eqn)
         if kernel.kind != "memory":
             runs = step.num_micro_batches if number in in_microbatches else 1
             total += kernel.flops * times * runs

@@ -23,6 +23,7 @@ from autopar.primitives import (
     order,
     pallas_kernels,
     pointwise,
+    ragged_products,
     random,
     reduce,
     shape,
@@ -55,6 +56,7 @@ FAMILIES = {
     "order": order.RECORDS,
     "pallas_kernels": pallas_kernels.RECORDS,
     "pointwise": pointwise.RECORDS,
+    "ragged_products": ragged_products.RECORDS,
     "random": random.RECORDS,
     "reduce": reduce.RECORDS,
     "shape": shape.RECORDS,
@@ -77,16 +79,22 @@ def op_factors(eqn: JaxprEqn) -> OpFactors:
     return record_of(eqn).factors(eqn)
 
 
-def kernel_of(eqn: JaxprEqn, operands: Sequence[tuple[int, ...]], moved_bytes: float) -> Kernel:
-    """Return the kernel of `eqn`.
+def kernel_of(
+    eqn: JaxprEqn, moved_bytes: float = 0.0, shards: Sequence[tuple[int, ...]] | None = None
+) -> Kernel:
+    """Return the kernel of `eqn` on one device.
 
     Args:
         eqn: the equation.
-        operands: shapes of the shards it reads.
         moved_bytes: bytes that it reads from and writes to device memory; less than the bytes of
             its operands and results if it is fused.
+        shards: shapes of the shards of its operands and of its results, before partial sums are
+            completed; None if nothing is sharded.
     """
-    return record_of(eqn).work(eqn, operands, moved_bytes)
+    if shards is None:
+        shards = [aval_of(atom).shape for atom in (*eqn.invars, *eqn.outvars)]
+    count = len(eqn.invars)
+    return record_of(eqn).work(eqn, shards[:count], shards[count:], moved_bytes)
 
 
 def bind_shards(

@@ -1,6 +1,6 @@
 """Products summed over dims: matrix products and convolutions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -18,55 +18,25 @@ from simulator.work import Gemm
 
 
 def _dot_general(eqn: JaxprEqn) -> OpFactors:
-    return _product(eqn, eqn.params["dimension_numbers"])
-
-
-def _ragged_dot_general(eqn: JaxprEqn) -> OpFactors:
-    """Keep the dims of groups whole: the sizes of groups are known only when the step runs."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    return _product(
-        eqn,
-        numbers.dot_dimension_numbers,
-        numbers.lhs_ragged_dimensions,
-        numbers.rhs_group_dimensions,
-    )
-
-
-def _product(
-    eqn: JaxprEqn,
-    dimension_numbers: tuple,
-    ragged: Collection[int] = (),
-    groups: Collection[int] = (),
-) -> OpFactors:
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs_shape, rhs_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     build = FactorBuilder()
     lhs: dict[int, tuple[int, ...]] = {}
     rhs: dict[int, tuple[int, ...]] = {}
     for left, right in zip(lhs_batch, rhs_batch, strict=True):
-        lhs[left] = rhs[right] = build.new(
-            lhs_shape[left], "whole" if left in ragged else "parallel"
-        )
+        lhs[left] = rhs[right] = build.new(lhs_shape[left])
     for left, right in zip(lhs_contract, rhs_contract, strict=True):
-        lhs[left] = rhs[right] = build.new(lhs_shape[left], "whole" if left in ragged else "sum")
+        lhs[left] = rhs[right] = build.new(lhs_shape[left], "sum")
     lhs_free = [dim for dim in range(len(lhs_shape)) if dim not in lhs]
-    rhs_free = [dim for dim in range(len(rhs_shape)) if dim not in rhs and dim not in groups]
-    lhs.update(
-        (dim, build.new(lhs_shape[dim], "whole" if dim in ragged else "parallel"))
-        for dim in lhs_free
-    )
+    rhs_free = [dim for dim in range(len(rhs_shape)) if dim not in rhs]
+    lhs.update((dim, build.new(lhs_shape[dim])) for dim in lhs_free)
     rhs.update((dim, build.new(rhs_shape[dim])) for dim in rhs_free)
-    rhs.update((dim, build.new(rhs_shape[dim], "whole")) for dim in groups)
     result = [lhs[d] for d in lhs_batch] + [lhs[d] for d in lhs_free] + [rhs[d] for d in rhs_free]
     operands = [
         tuple(lhs[d] for d in range(len(lhs_shape))),
         tuple(rhs[d] for d in range(len(rhs_shape))),
     ]
-    sizes = [build.dims(shape_of(atom), "whole") for atom in eqn.invars[2:]]
-    extra = len(shape_of(eqn.outvars[0])) - len(result)
-    if extra > 0:  # a ragged inner dim makes one product per group
-        result = [build.new(size, "whole") for size in shape_of(eqn.outvars[0])[:extra]] + result
-    return build.build([*operands, *sizes], [tuple(result)], decides=True)
+    return build.build(operands, [tuple(result)], decides=True)
 
 
 def _conv_general_dilated(eqn: JaxprEqn) -> OpFactors:
@@ -124,15 +94,6 @@ def _gemm_flops(eqn: JaxprEqn, operands: Shapes) -> float:
     return _gemm(eqn, operands).flops
 
 
-def _ragged_flops(eqn: JaxprEqn, operands: Shapes) -> float:
-    """Return the FLOP of a product in which each row (or inner element) belongs to one group."""
-    lhs, rhs = operands[:2]
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (_, contract), (_, batch) = numbers.dot_dimension_numbers
-    taken = {*contract, *batch, *numbers.rhs_group_dimensions}
-    return 2.0 * prod(lhs) * prod(size for dim, size in enumerate(rhs) if dim not in taken)
-
-
 def _conv_flops(eqn: JaxprEqn, operands: Shapes) -> float:
     """Return two FLOP per element of the result, of the window and of the input channels.
 
@@ -181,11 +142,6 @@ RECORDS = {
         work=contraction_kernel("gemm", _gemm_flops, _gemm),
         fusion="contraction",
         layouts=dot_layouts,
-        algebra="product",
-    ),
-    "ragged_dot_general": PrimitiveRecord(
-        factors=_ragged_dot_general,
-        work=contraction_kernel("gemm", _ragged_flops),
         algebra="product",
     ),
 }

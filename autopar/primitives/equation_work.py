@@ -12,8 +12,9 @@ from simulator.work import Gemm, Kernel
 
 type Shapes = Sequence[tuple[int, ...]]
 
-type KernelRule = Callable[[JaxprEqn, Shapes, float], Kernel]
-"""Maps an equation, the shapes of its operands' shards and the bytes it moves to its kernel."""
+type KernelRule = Callable[[JaxprEqn, Shapes, Shapes, float], Kernel]
+"""Maps an equation, the shapes of the shards of its operands and of its results, and the bytes it
+moves to its kernel."""
 
 type FlopRule = Callable[[JaxprEqn, Shapes], float]
 """Maps an equation and the shapes of its operands' shards to its FLOP."""
@@ -27,7 +28,7 @@ def elements(_: JaxprEqn, operands: Shapes) -> float:
 def memory_kernel(flops: FlopRule = elements) -> KernelRule:
     """Return the rule of a kernel that is neither a matrix product nor a convolution."""
 
-    def rule(eqn: JaxprEqn, operands: Shapes, moved_bytes: float) -> Kernel:
+    def rule(eqn: JaxprEqn, operands: Shapes, _: Shapes, moved_bytes: float) -> Kernel:
         dtype = hlo_dtype(aval_of(eqn.outvars[0]).dtype)
         return Kernel(eqn.primitive.name, "memory", flops(eqn, operands), moved_bytes, dtype)
 
@@ -44,7 +45,7 @@ def contraction_kernel(
     The dtype of such a kernel is that of its first operand.
     """
 
-    def rule(eqn: JaxprEqn, operands: Shapes, moved_bytes: float) -> Kernel:
+    def rule(eqn: JaxprEqn, operands: Shapes, _: Shapes, moved_bytes: float) -> Kernel:
         dtype = hlo_dtype(aval_of(eqn.invars[0]).dtype)
         product = gemm(eqn, operands) if gemm else None
         return Kernel(eqn.primitive.name, kind, flops(eqn, operands), moved_bytes, dtype, product)

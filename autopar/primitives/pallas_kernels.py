@@ -225,13 +225,12 @@ def _local_grid(eqn: JaxprEqn, arrays: Shapes) -> tuple[int, ...]:
 
     Args:
         eqn: the `pallas_call`.
-        arrays: shapes of the shards of its first arrays, without scalars; those of results may be
-            missing.
+        arrays: shapes of the shards of its operands, without scalars, and of its results.
     """
     mapping = eqn.params["grid_mapping"]
     grid = list(mapping.grid)
     blocks, axes = _sharable(eqn)
-    for array, whole, shape in zip(blocks, mapping.block_mappings, arrays, strict=False):
+    for array, whole, shape in zip(blocks, mapping.block_mappings, arrays, strict=bool(blocks)):
         for block, size, part in zip(array, whole.array_aval.shape, shape, strict=True):
             if block is not None and block.axis in axes and part:
                 grid[block.axis] = mapping.grid[block.axis] * part // size
@@ -244,11 +243,12 @@ def _num_scalars(eqn: JaxprEqn) -> int:
     return len(eqn.invars) - mapping.num_inputs
 
 
-def _kernel(eqn: JaxprEqn, operands: Shapes, moved_bytes: float) -> Kernel:
+def _kernel(eqn: JaxprEqn, operands: Shapes, results: Shapes, moved_bytes: float) -> Kernel:
     """Return the kernel with the FLOP of one step times the steps of the grid on one device."""
     mapping = eqn.params["grid_mapping"]
     static = all(isinstance(size, int) for size in mapping.grid)
-    steps = prod(_local_grid(eqn, operands[_num_scalars(eqn) :])) if static else 1
+    arrays = [*operands[_num_scalars(eqn) :], *results]
+    steps = prod(_local_grid(eqn, arrays)) if static else 1
     body = eqn.params["jaxpr"]
     estimate = eqn.params["cost_estimate"]
     if estimate is not None and static:
@@ -274,8 +274,8 @@ def _flops(body: Jaxpr) -> float:
             case _ if inner:
                 total += max(inner)
             case _ if eqn.outvars and not any(map(_is_reference, eqn.invars)):
-                shapes = [shape_of(atom) for atom in eqn.invars]
-                total += record_of(eqn).work(eqn, shapes, 0).flops
+                operands, results = map(shape_of, eqn.invars), map(shape_of, eqn.outvars)
+                total += record_of(eqn).work(eqn, list(operands), list(results), 0.0).flops
     return total
 
 

@@ -76,7 +76,6 @@ def _task_info(planned: PlannedStep, task: Task) -> TaskInfo:
         runs = loop_count * (planned.step.num_micro_batches if number in in_microbatches else 1)
         avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
         eqn_bytes = sum(array_bytes(aval.shape, aval.dtype) for aval in avals)
-        in_shapes = [aval_of(atom).shape for atom in eqn.invars]
-        flops += runs * kernel_of(eqn, in_shapes, eqn_bytes).flops
+        flops += runs * kernel_of(eqn, eqn_bytes).flops
         num_bytes += runs * eqn_bytes
     return TaskInfo(task.name, flops, num_bytes)

@@ -47,8 +47,7 @@ def seconds(eqn: JaxprEqn, costs: MeshCosts) -> tuple[float, float]:
             )
             collectives += times * costs.collective(kind, moved, axes)
         else:
-            operands = [aval_of(atom).shape for atom in inner.invars]
-            kernels += times * costs.model.kernel(kernel_of(inner, operands, sum(sizes)))
+            kernels += times * costs.model.kernel(kernel_of(inner, sum(sizes)))
     return kernels, collectives
 
 

@@ -526,7 +526,7 @@ class _Builder:
         )
         completion += self.costs.copy(option.copied)
         count = len(eqn.invars)
-        kernel = self._kernel_seconds(eqn, shapes[:count], sizes[:count], sizes[count:], moved)
+        kernel = self._kernel_seconds(eqn, shapes, sizes[:count], sizes[count:], moved)
         return kernel, completion
 
     def _completion_seconds(self, var: Var, step: Step, together: int) -> float:
@@ -547,7 +547,7 @@ class _Builder:
 
         Args:
             eqn: the equation.
-            shapes: shapes of the operands' shards.
+            shapes: shapes of the shards of its operands and results.
             operands: bytes of the operands' shards.
             results: bytes of the results' shards.
             moved: memory traffic of the equation.
@@ -564,7 +564,7 @@ class _Builder:
             return copies
         kernels = moved.kernels + (any(moved.writes) and takes_two_kernels(eqn, shapes[0]))
         return (
-            self.costs.model.kernel(kernel_of(eqn, shapes, total))
+            self.costs.model.kernel(kernel_of(eqn, total, shapes))
             + (kernels - 1) * self.launch
             + copies
         )

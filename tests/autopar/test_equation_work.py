@@ -23,7 +23,8 @@ def _kernel(
         jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes))
     )
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
-    return kernel_of(eqn, shards or [atom.aval.shape for atom in eqn.invars], 0.0)
+    results = [atom.aval.shape for atom in eqn.outvars]
+    return kernel_of(eqn, 0.0, [*shards, *results] if shards else None)
 
 
 def _conv(x: Any, w: Any, **options: Any) -> Any:

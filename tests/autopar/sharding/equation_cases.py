@@ -73,14 +73,20 @@ def _two_batch_dims(size: Sizes) -> Built:
 
 def _ragged(size: Sizes) -> Built:
     k, n = size(), size()
-    sizes = np.array([5, 0, 3], np.int32)
-    return lambda x, y: lax.ragged_dot(x, y, sizes), (ints(8, k), ints(3, k, n))
+    sizes = np.array([3, 0, 2, 2], np.int32)  # the last row is in no group
+    return lambda x, y: lax.ragged_dot(x, y, sizes), (ints(8, k), ints(4, k, n))
 
 
 def _ragged_gradient(size: Sizes) -> Built:
     """Return the gradient with respect to the weights, whose contracted dim is ragged."""
     fun, (x, y) = _ragged(size)
     return lambda y, out: jax.vjp(lambda y: fun(x, y), y)[1](out), (y, ints(8, y.shape[-1]))
+
+
+def _ragged_batches(size: Sizes) -> Built:
+    b, k, n = size(), size(), size()
+    sizes = np.tile(np.array([3, 0, 5], np.int32), (b, 1))
+    return jax.vmap(lax.ragged_dot), (ints(b, 8, k), ints(b, 3, k, n), sizes)
 
 
 def _conv(
@@ -322,6 +328,7 @@ CASES: dict[str, Case] = {
     "dot_general: matrix and vector": lambda size: (jnp.dot, (ints(size(), k := size()), ints(k))),
     "ragged_dot_general": _ragged,
     "ragged_dot_general: gradient": _ragged_gradient,
+    "ragged_dot_general: batches": _ragged_batches,
     "conv_general_dilated": _conv(),
     "conv_general_dilated: strides": _conv(window_strides=(2, 1)),
     "conv_general_dilated: dilation": _conv(rhs_dilation=(2, 2)),

@@ -1,0 +1,102 @@
+"""Ragged products, of tokens sorted by expert, are sharded over tokens and over experts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.primitives import kernel_of
+from autopar.testing import assert_allclose
+from tests.autopar.sharding.equation_cases import ints
+from tests.autopar.sharding.shard_by_shard import equations
+
+NUM_EXPERTS, TOP = 8, 2
+
+
+def experts(params: Any, tokens: Any) -> Any:
+    """Send each token to two experts, without a capacity."""
+    weights, chosen = lax.top_k(jax.nn.softmax(tokens @ params["router"]), TOP)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=NUM_EXPERTS).astype(jnp.int32)
+    hidden = jax.nn.silu(lax.ragged_dot(tokens[order // TOP], params["in"], sizes))
+    out = lax.ragged_dot(hidden, params["out"], sizes)
+    by_token = jnp.zeros_like(out).at[order].set(out).reshape(-1, TOP, out.shape[-1])
+    return (by_token * weights[..., None]).sum(1)
+
+
+def step(params: Any, batch: Any) -> Any:
+    value, grads = jax.value_and_grad(lambda p: jnp.mean((experts(p, batch) - batch) ** 2))(params)
+    return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+
+def arguments() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {
+        "router": (16, NUM_EXPERTS),
+        "in": (NUM_EXPERTS, 16, 32),
+        "out": (NUM_EXPERTS, 32, 16),
+    }
+    params = {k: rng.standard_normal(shape).astype(np.float32) / 4 for k, shape in shapes.items()}
+    return params, rng.standard_normal((64, 16)).astype(np.float32)
+
+
+def by_experts(axis: Any) -> Any:
+    return {"router": P(), "in": P(axis), "out": P(axis)}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.ShardParallel((2, 4)),
+        autopar.Zero3Parallel(8),
+        autopar.ManualShardParallel((8,), in_specs=(by_experts("x"), P("x"))),
+        autopar.ManualShardParallel((2, 4), in_specs=(by_experts("x"), P("y"))),
+    ],
+    ids=["automatic", "zero3", "an expert per device", "experts and tokens on other axes"],
+)
+def test_a_mixture_of_experts_equals_one_device(method):
+    args = arguments()
+    planned = autopar.parallelize(step, method=method)
+    assert_allclose(planned(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5)
+    warnings = planned.get_executable(*args).plan.warnings
+    assert not any("computed whole" in warning for warning in warnings)
+
+
+def test_experts_that_are_larger_than_the_tokens_stay_where_they_are():
+    """To gather experts of 4096 by 8192 takes longer than to gather 256 tokens."""
+    shapes = {"router": (4096, 8), "in": (8, 4096, 8192), "out": (8, 8192, 4096)}
+    params = {k: jax.ShapeDtypeStruct(shape, np.float32) for k, shape in shapes.items()}
+    tokens = jax.ShapeDtypeStruct((256, 4096), np.float32)
+    plan = autopar.plan_step(step, (params, tokens), cluster="dgx_h100", mesh_shape=(8,))
+    assert all(
+        any(value.spec) for value in plan.stages[0].inputs if value.path in ("0/in", "0/out")
+    )
+    gathered = [
+        c
+        for c in plan.stages[0].constraints
+        if c.side == "in" and c.shape[0] == NUM_EXPERTS and len(c.shape) == 3 and not any(c.spec)
+    ]
+    assert not gathered
+
+
+@pytest.mark.parametrize(
+    ("shards", "share"),
+    [
+        ([(32, 4), (8, 4, 6), (8,), (32, 6)], 1 / 2),
+        ([(64, 4), (2, 4, 6), (8,), (64, 6)], 1 / 4),
+        ([(32, 4), (2, 4, 6), (8,), (32, 6)], 1 / 8),
+        ([(64, 4), (8, 4, 3), (8,), (64, 3)], 1 / 2),
+    ],
+    ids=["rows", "groups", "rows and groups", "columns"],
+)
+def test_a_device_multiplies_its_rows_of_its_groups(shards, share):
+    sizes = np.full(8, 8, np.int32)
+    args = ints(64, 4), ints(8, 4, 6)
+    ((eqn, _),) = equations("ragged_dot_general", lambda x, y: lax.ragged_dot(x, y, sizes), args)
+    assert kernel_of(eqn).flops == 2 * 64 * 4 * 6
+    assert kernel_of(eqn, 0.0, shards).flops == share * kernel_of(eqn).flops
