@@ -18,6 +18,7 @@ JAX reads these variables when it starts, so they are set before anything import
 - `autopar.sharding.flax_steps`: training steps with common models and optimizers.
 - `fuzz.outcomes`: counts of what became of random inputs.
 - `simulator.bodies`: task bodies, cost models and strategies of programs.
+- `simulator.toy_clusters`: clusters whose collectives have seconds that follow by hand.
 - `golden/` and `simulator/data/`: expected outputs, and compiled HLO.
 """
 

@@ -17,7 +17,7 @@ def meshes(draw: st.DrawFn) -> LogicalMesh:
 
 
 @st.composite
-def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> SelectionProblem:
+def selection_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> SelectionProblem:
     """Draw a small random selection problem, with forbidden pairs and capacity constraints."""
     sizes = draw(st.lists(st.integers(1, options), min_size=1, max_size=decisions))
     density = draw(st.floats(0, 1))
@@ -30,7 +30,7 @@ def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> Se
             if rng.random() < density:
                 cost = rng.integers(0, 10, (sizes[i], sizes[j])).astype(float)
                 edges[i, j] = np.where(rng.random(cost.shape) < forbidden, np.inf, cost)
-    limits = []
+    constraints = []
     for _ in range(draw(st.integers(0, 2))):
         uses = {
             i: rng.integers(0, 10, size).astype(float)
@@ -44,7 +44,7 @@ def choice_problems(draw: st.DrawFn, decisions: int = 6, options: int = 4) -> Se
             for key, cost in edges.items()
             if rng.random() < 0.3
         }
-        limits.append(
+        constraints.append(
             CapacityConstraint(uses, least + (most - least) * draw(st.floats(-0.2, 1)), pairs)
         )
-    return SelectionProblem(nodes, edges, limits)
+    return SelectionProblem(nodes, edges, constraints)

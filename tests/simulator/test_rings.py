@@ -12,26 +12,15 @@ from simulator.hardware.cluster import Cluster, Link, cluster_names
 from simulator.hardware.collective_profile import CollectiveProfile, SizeCurve, sent_fraction
 from simulator.hardware.topology import Flows, Ring, find_routes
 from simulator.work import CollectiveKind, Groups
+from tests.simulator.toy_clusters import toy_cluster
 
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 PAIR, QUADS, ALL = ((0, 1),), ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1, 2, 3, 4, 5, 6, 7),)
 
-BASE = Cluster.load("dgx_h100")
-
 
 def toy(**changes: object) -> ClusterCosts:
-    """Return two hosts of four devices at 100 GB/s with two NICs of 10 GB/s; all else is free."""
-    fields = {name: getattr(BASE, name) for name in Cluster.model_fields}
-    fields |= {
-        "hosts": 2,
-        "devices_per_host": 4,
-        "nics_per_host": 2,
-        "collective_launch_us": 0.0,
-        "collectives": None,
-        "intra_host": Link(bandwidth_gb_per_s=100, latency_us=0),
-        "inter_host": Link(bandwidth_gb_per_s=10, latency_us=0),
-    }
-    return ClusterCosts(Cluster.model_validate(fields | changes))
+    """Return the costs of a toy cluster of two hosts with four devices and two NICs each."""
+    return ClusterCosts(toy_cluster(**{"hosts": 2, "devices_per_host": 4} | changes))
 
 
 @pytest.mark.parametrize(

@@ -16,23 +16,12 @@ from simulator.transformer.machine import Machine
 from simulator.transformer.scenario_files import load_for_program
 from simulator.transformer.what_if import Change
 from simulator.work import CollectiveKind, Groups
-
-BASE = Cluster.load("dgx_h100")
+from tests.simulator.toy_clusters import BASE, toy_cluster
 
 
 def toy(**changes: object) -> Cluster:
-    """Return four hosts of two devices at 100 GB/s with a NIC of 10 GB/s each; all else is free."""
-    fields = {name: getattr(BASE, name) for name in Cluster.model_fields}
-    fields |= {
-        "hosts": 4,
-        "devices_per_host": 2,
-        "nics_per_host": 2,
-        "collective_launch_us": 0.0,
-        "collectives": None,
-        "intra_host": Link(bandwidth_gb_per_s=100, latency_us=0),
-        "inter_host": Link(bandwidth_gb_per_s=10, latency_us=0),
-    }
-    return Cluster.model_validate(fields | changes)
+    """Return a toy cluster of four hosts with two devices and a NIC for each device."""
+    return toy_cluster(**{"hosts": 4, "devices_per_host": 2} | changes)
 
 
 LEAVES = toy(hosts_per_switch=2, oversubscription=4)

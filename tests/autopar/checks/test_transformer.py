@@ -17,6 +17,7 @@ from tests.autopar.checks.compiled_plans import collectives, kinds, planned
 from tests.steps import mlp_step
 
 LAYERS = 2
+KINDS = {"qkv": "column", "attention/out": "row", "up": "column", "down": "row"}
 
 
 class Encoder(nn.Module):
@@ -56,12 +57,7 @@ def test_model_parallelism_needs_an_all_reduce_per_half_layer_in_each_direction(
     plan = planned(bert, mesh)
     axis = "xy"[mesh.index(4)]
     assert collectives(plan)["all_reduce"] == 4 * LAYERS - 1
-    for layer, kind in [
-        ("qkv", "column"),
-        ("attention/out", "row"),
-        ("up", "column"),
-        ("down", "row"),
-    ]:
+    for layer, kind in KINDS.items():
         assert kinds(plan, f"{layer}/kernel") == [f"{kind} on {axis}"] * LAYERS
 
 
@@ -72,12 +68,7 @@ def test_on_a_square_mesh_one_axis_is_data_parallel_and_the_other_model_parallel
     )
     plan = planned(bert, (2, 2), options)
     assert collectives(plan)["all_reduce"] == 4 * LAYERS
-    for layer, kind in [
-        ("qkv", "column"),
-        ("attention/out", "row"),
-        ("up", "column"),
-        ("down", "row"),
-    ]:
+    for layer, kind in KINDS.items():
         assert kinds(plan, f"{layer}/kernel") == [f"data parallel on x, {kind} on y"] * LAYERS
 
 

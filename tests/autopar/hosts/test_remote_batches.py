@@ -105,8 +105,17 @@ def scaled_step(params: Any, batch: Any, scale: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), value
 
 
-def train_scaled() -> None:
-    """Assert that two steps on handles give the results of one device."""
+@pytest.mark.parametrize(
+    "num_hosts",
+    [
+        pytest.param(2, marks=pytest.mark.hosts(2, 4), id="a stage per host"),
+        pytest.param(
+            4, marks=[pytest.mark.hosts(4, 2), pytest.mark.slow], id="a stage over two hosts"
+        ),
+    ],
+)
+def test_stages_send_shared_inputs_to_other_stages(hosts, num_hosts):
+    assert len(hosts.numbers) == num_hosts
     args = stack_params(), batch(0, 16), np.float32(0.5)
     step = autopar.parallelize(scaled_step, method=data_parallel_pipeline(2))
     specs = step.get_executable(*args).get_input_placement_specs()[1]
@@ -116,12 +125,6 @@ def train_scaled() -> None:
     for k in range(2):
         reference, _ = jax.jit(scaled_step)(reference, batch(16 * k, 16 * k + 16), args[2])
     autopar.testing.assert_allclose(params, reference, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.hosts(4, 2)
-def test_stages_over_several_hosts_send_shared_inputs_to_other_stages(hosts):
-    train_scaled()
 
 
 @pytest.mark.slow
@@ -148,11 +151,6 @@ def test_one_host_reads_each_batch_once_for_all_stages(hosts, tmp_path):
     _, specs = step_and_specs(data_parallel_pipeline(2))
     assert_batches(loader(specs, recording_reader(tmp_path)).from_step(1), 1, 2)
     assert reads_by_host(tmp_path, hosts) == {0: [(16, 16), (32, 16)]}
-
-
-@pytest.mark.hosts(2, 4)
-def test_stages_send_shared_inputs_to_other_stages(hosts):
-    train_scaled()
 
 
 @pytest.mark.hosts(2, 4)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem
 from autopar.sharding.solver import solve
-from tests.generators import choice_problems
+from tests.generators import selection_problems
 
 
 def brute_force(problem):
@@ -20,7 +20,7 @@ def brute_force(problem):
 
 
 @settings(max_examples=300)
-@given(choice_problems())
+@given(selection_problems())
 def test_the_solver_finds_the_optimum_of_brute_force(problem):
     best = brute_force(problem)
     if np.isinf(best):
@@ -34,7 +34,7 @@ def test_the_solver_finds_the_optimum_of_brute_force(problem):
 
 
 @settings(max_examples=60)
-@given(choice_problems())
+@given(selection_problems())
 def test_the_integer_program_alone_finds_the_optimum(problem):
     best = brute_force(problem)
     if np.isinf(best):
@@ -45,7 +45,7 @@ def test_the_integer_program_alone_finds_the_optimum(problem):
 
 
 @settings(max_examples=100)
-@given(choice_problems())
+@given(selection_problems())
 def test_large_problems_are_solved_within_the_stated_gap(problem):
     best = brute_force(problem)
     if np.isfinite(best):
@@ -58,7 +58,7 @@ def test_large_problems_are_solved_within_the_stated_gap(problem):
 
 
 @settings(max_examples=100)
-@given(choice_problems())
+@given(selection_problems())
 def test_an_excluded_choice_is_returned_only_if_no_allowed_one_is_cheaper(problem):
     def allowed(choice):
         return sum(choice) % 2 == 0

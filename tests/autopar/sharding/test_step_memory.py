@@ -32,6 +32,12 @@ def descent(loss):
     )
 
 
+def relu_layers(params, x):
+    for w in params:
+        x = jax.nn.relu(x @ w)
+    return (x**2).mean()
+
+
 @pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jax.nn.silu, jnp.exp])
 def test_the_estimate_with_residuals_is_near_the_compiled_memory(activation):
     def loss(params, x):
@@ -59,15 +65,10 @@ def test_the_estimate_of_a_loop_has_the_residuals_of_all_layers():
 
 
 def test_gradients_before_their_reduce_scatter_count_as_gradients():
-    def loss(params, x):
-        for w in params:
-            x = jax.nn.relu(x @ w)
-        return (x**2).mean()
-
     array, layers, width = jax.ShapeDtypeStruct, 4, 1024
     args = [array((width, width), "float32")] * layers, array((8 * 16, width), "float32")
     plan = autopar.plan_step(
-        descent(loss), args, cluster=A100, mesh_shape=(8,), method=autopar.Zero3Parallel()
+        descent(relu_layers), args, cluster=A100, mesh_shape=(8,), method=autopar.Zero3Parallel()
     )
     roles = plan.predicted_memory.model_dump()
     layer_bytes = 4 * 16 * width  # of a layer's output on one device
@@ -77,14 +78,9 @@ def test_gradients_before_their_reduce_scatter_count_as_gradients():
 
 
 def test_roles_of_memory_agree_between_plan_and_program():
-    def loss(params, x):
-        for w in params:
-            x = jax.nn.relu(x @ w)
-        return (x**2).mean()
-
     array, layers, tokens = jax.ShapeDtypeStruct, 6, 524288 // 8
     args = [array((256, 256), "float32")] * layers, array((524288, 256), "float32")
-    plan, memory = planned_and_compiled(descent(loss), args)
+    plan, memory = planned_and_compiled(descent(relu_layers), args)
     planned = plan.predicted_memory.model_dump()
     assert sum(planned.values()) == plan.predicted_bytes
     layer_bytes = 4 * 256 * tokens  # of a layer's output on one device

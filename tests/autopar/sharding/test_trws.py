@@ -18,7 +18,7 @@ from autopar.sharding.trws import (
     sweep,
     used,
 )
-from tests.generators import choice_problems
+from tests.generators import selection_problems
 
 
 def choices(problem):
@@ -35,7 +35,7 @@ def costs_with_prices(problem, prices):
 
 
 @settings(max_examples=100)
-@given(choice_problems(decisions=5), st.floats(0, 3))
+@given(selection_problems(decisions=5), st.floats(0, 3))
 def test_sweeps_and_prices_preserve_costs_and_give_a_lower_bound(problem, amount):
     work = Reduction(problem)
     make_finite(work)
@@ -56,7 +56,7 @@ def test_sweeps_and_prices_preserve_costs_and_give_a_lower_bound(problem, amount
 
 
 @settings(max_examples=100)
-@given(choice_problems(decisions=5))
+@given(selection_problems(decisions=5))
 def test_no_single_decision_improves_a_local_optimum(problem):
     work = Reduction(problem)
     make_finite(work)
@@ -78,7 +78,7 @@ def test_local_search_ends_if_rounding_makes_costs_negative(constant):
 
 
 @settings(max_examples=100)
-@given(choice_problems(decisions=5))
+@given(selection_problems(decisions=5))
 def test_options_of_optimal_choices_are_not_removed(problem):
     costs = {choice: problem.cost(choice) for choice in choices(problem)}
     best = min(costs.values())
