@@ -26,6 +26,7 @@ __all__ = [
     "read_table",
     "read_text",
     "read_yaml",
+    "replace_text",
     "unwritable",
     "write_text",
 ]
@@ -108,6 +109,29 @@ def write_text(path: str | Path, text: str) -> None:
     except OSError as reason:
         if not is_special:
             partial.unlink(missing_ok=True)
+        raise unwritable(path, reason) from None
+
+
+def replace_text(path: str | Path, text: str) -> None:
+    """Write a file as a whole or not at all: a temporary file beside it takes its place.
+
+    What is no regular file, such as /dev/stdout, is written to.
+
+    Raises:
+        FileError: it can't be written, e.g. because its folder doesn't exist.
+    """
+    path = Path(path)
+    check_writable(path)
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        write_text(target, text)
+        return
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as reason:
+        partial.unlink(missing_ok=True)
         raise unwritable(path, reason) from None
 
 

@@ -206,6 +206,8 @@ def test_a_wheel_contains_licences_types_and_data_and_no_tests(wheel):
     assert {f"{info}licenses/LICENSE", f"{info}licenses/NOTICE"} <= set(names)
     assert {"autopar/py.typed", "simulator/py.typed"} <= set(names)
     assert "simulator/hardware/clusters/dgx_h100.yaml" in names
+    pages = {"report.html.j2", "base.html.j2", "base.css", "charts.js", "timeline.js"}
+    assert {f"autopar/report/page_files/{page}" for page in pages} <= set(names)
     assert {name.split("/")[0] for name in names} == {"autopar", "simulator", info.rstrip("/")}
     assert fields["License-Expression"] == "Apache-2.0"
     assert set(fields.get_all("Provides-Extra", [])) == set(EXTRAS)

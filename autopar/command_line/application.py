@@ -7,6 +7,7 @@ from autopar.command_line.explain_command import explain
 from autopar.command_line.hardware_commands import calibrate, clusters
 from autopar.command_line.new_command import new
 from autopar.command_line.plan_commands import diff, plan, predict, show
+from autopar.command_line.report_command import report
 from simulator.cli.error_lines import OneLineErrors, with_debug
 from simulator.cli.hardware_file_commands import fit, schema
 from simulator.cli.prediction_commands import llm, simulate
@@ -19,7 +20,7 @@ app = typer.Typer(
 )
 app.callback()(with_debug)
 for command in (
-    *(new, plan, show, predict, diff, explain, compare),
+    *(new, plan, show, predict, diff, explain, compare, report),
     *(simulate, llm, validate),
     *(clusters, schema, calibrate, fit),
 ):

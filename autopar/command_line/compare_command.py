@@ -1,6 +1,6 @@
 """The subcommand `compare`: the plans of several methods and clusters side by side."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -22,6 +22,7 @@ from autopar.command_line.usage import (
     unique,
 )
 from autopar.command_line.user_step import UserStep, load_step
+from autopar.prediction.predicting import Fidelity
 from simulator.cli.common_options import Json, print_json, print_table
 from simulator.cli.error_lines import NegativeAnswer, usage_errors
 from simulator.engine.prediction import Prediction
@@ -52,19 +53,9 @@ def compare(
         clusters = {name: cluster_of_hosts(name, hosts) for name in unique(cluster)}
     methods = [MethodName(name) for name in unique(method or _DEFAULT)]
     user_step = load_step(step)
-    predictions: dict[str, Prediction] = {}
-    reasons: dict[str, str] = {}
-    with (
-        planning_progress("comparing", len(clusters) * len(methods), as_json) as bar,
-        user_step.usage_errors(),
-    ):
-        for name, method_name, hardware in _pairs(clusters, methods):
-            bar.update(name)
-            try:
-                predictions[name] = _predict(user_step, method_name, hardware, micro_batches)
-            except NoFitError as error:
-                reasons[name] = one_line(error)
-            bar.advance()
+    predictions, reasons = compare_methods(
+        user_step, clusters, methods, micro_batches, as_json=as_json
+    )
     if not predictions:
         raise NegativeAnswer("; ".join(f"{name}: {why}" for name, why in reasons.items()))
     if as_json:
@@ -76,18 +67,51 @@ def compare(
         typer.echo(f"{name}: no plan: {reason}")
 
 
+def compare_methods(
+    step: UserStep,
+    clusters: Mapping[str, AnyCluster],
+    methods: Sequence[MethodName],
+    micro_batches: int | None,
+    fidelity: Fidelity = "analytic",
+    as_json: bool = False,
+) -> tuple[dict[str, Prediction], dict[str, str]]:
+    """Plan a step with several methods on several clusters, with progress on stderr.
+
+    Args:
+        step: the step.
+        clusters: the clusters by name.
+        methods: the methods.
+        micro_batches: number of microbatches, as in `plan_with`.
+        fidelity: the source of the programs that are predicted.
+        as_json: whether the subcommand prints JSON.
+
+    Returns:
+        The predictions of the plans, and why there is no plan, by method; and by cluster if there
+        are several.
+    """
+    predictions: dict[str, Prediction] = {}
+    reasons: dict[str, str] = {}
+    with (
+        planning_progress("comparing", len(clusters) * len(methods), as_json) as bar,
+        step.usage_errors(),
+    ):
+        for name, method, cluster in _pairs(clusters, methods):
+            bar.update(name)
+            try:
+                plan = plan_with(method, step, cluster, micro_batches)
+            except NoFitError as error:
+                reasons[name] = one_line(error)
+            else:
+                predictions[name] = predict_step(step, plan, cluster, fidelity)
+            bar.advance()
+    return predictions, reasons
+
+
 def _pairs(
-    clusters: dict[str, AnyCluster], methods: list[MethodName]
+    clusters: Mapping[str, AnyCluster], methods: Sequence[MethodName]
 ) -> Iterator[tuple[str, MethodName, AnyCluster]]:
     """Yield each method on each cluster, with the name of its column."""
     for cluster_name, cluster in clusters.items():
         for method in methods:
             name = f"{method}, {cluster_name}" if len(clusters) > 1 else str(method)
             yield name, method, cluster
-
-
-def _predict(
-    step: UserStep, method: MethodName, cluster: AnyCluster, micro_batches: int | None
-) -> Prediction:
-    plan = plan_with(method, step, cluster, micro_batches)
-    return predict_step(step, plan, cluster, "analytic")

@@ -88,8 +88,7 @@ def predict(
     """
     loaded = load_plan(plan)
     with usage_errors():
-        devices = 1 + max(device for stage in loaded.stages for device in stage.devices)
-        clusters = {name: load_for_program(name, devices) for name in unique(cluster)}
+        clusters = {name: cluster_of_plan(name, loaded) for name in unique(cluster)}
     user_step = load_step(step)
     fidelity: Fidelity = "compiled" if compiled else "analytic"
     predictions = {}
@@ -100,6 +99,12 @@ def predict(
         ):
             predictions[name] = predict_step(user_step, loaded, hardware, fidelity)
     print_predictions(predictions, as_json, MIN_WIDTH)
+
+
+def cluster_of_plan(name: str, plan: Plan) -> AnyCluster:
+    """Return a cluster by its name or file, with enough hosts for a plan."""
+    devices = 1 + max(device for stage in plan.stages for device in stage.devices)
+    return load_for_program(name, devices)
 
 
 def predict_step(step: UserStep, plan: Plan, cluster: AnyCluster, fidelity: Fidelity) -> Prediction:

@@ -19,21 +19,26 @@ class OptionTrial:
         schedule: pipeline schedule and layer option.
         seconds: predicted time of a step; None if there is no plan.
         reason: why there is no plan; "" if there is one.
+        num_bytes: predicted bytes of the fullest device; None if there is no plan.
     """
 
     num_micro_batches: int
     schedule: PipelineSchedule
     seconds: float | None
     reason: str = ""
+    num_bytes: int | None = None
 
-    def __str__(self) -> str:
+    @property
+    def options(self) -> str:
+        """The combination as text."""
         chunks = f" x {self.schedule.num_chunks} chunks" if self.schedule.num_chunks > 1 else ""
         option = self.schedule.layer_option
         remat = ", remat" if option is not None and option.remat_layer else ""
+        return f"{self.num_micro_batches} microbatches, {self.schedule.name}{chunks}{remat}"
+
+    def __str__(self) -> str:
         outcome = f"{self.seconds:.4g} s" if self.seconds is not None else self.reason
-        return (
-            f"{self.num_micro_batches} microbatches, {self.schedule.name}{chunks}{remat}: {outcome}"
-        )
+        return f"{self.options}: {outcome}"
 
 
 _trials: list[OptionTrial] = []

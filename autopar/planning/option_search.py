@@ -172,7 +172,8 @@ def search(
             trials.append(OptionTrial(count, schedule, None, str(error)))
         else:
             best = min(plans, key=lambda plan: plan.predicted_seconds)
-            trials.append(OptionTrial(count, schedule, best.predicted_seconds))
+            seconds, num_bytes = best.predicted_seconds, best.predicted_bytes
+            trials.append(OptionTrial(count, schedule, seconds, num_bytes=num_bytes))
             planning_seconds += sum(plan.planning_seconds for plan in plans)
             candidates.append((step, best))
         if space.has_choice:

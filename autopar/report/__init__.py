@@ -18,6 +18,7 @@ from autopar.report.classify import Classification, ParameterClass, classify
 from autopar.report.decisions import decisions
 from autopar.report.diff import PlanDiff, diff
 from autopar.report.dump import DEBUG_FILES, dump_debug_info
+from autopar.report.page_data import Alternative, PlanReport
 from autopar.report.primitive_coverage import primitives
 from autopar.report.program_text import (
     Status,
@@ -27,15 +28,18 @@ from autopar.report.program_text import (
     traced,
     unknown_status,
 )
+from autopar.report.report_page import plan_report, report_page, save_report
 from autopar.report.sharding_picture import picture
 from autopar.report.stage_reports import StageInfo, TaskInfo, stage_infos
 
 __all__ = [
     "DEBUG_FILES",
+    "Alternative",
     "Classification",
     "ParameterClass",
     "PlacementSpec",
     "PlanDiff",
+    "PlanReport",
     "PlannedStep",
     "Reason",
     "ReshardingTask",
@@ -54,9 +58,12 @@ __all__ = [
     "partitioned",
     "picture",
     "placed",
+    "plan_report",
     "planned_collectives",
     "primitives",
+    "report_page",
     "resharding_tasks",
+    "save_report",
     "stage_infos",
     "traced",
     "unknown_status",

@@ -1,6 +1,5 @@
 """Debug dumps: plan, program, shardings, costs, HLO and memory of an executable as files."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from autopar.report.classify import classify
 from autopar.report.decisions import default_costs
 from autopar.report.program_text import Status
 from autopar.report.stage_reports import StageInfo
+from simulator.files import replace_text
 from simulator.memory import MemoryUse
 from simulator.program import Program
 
@@ -108,10 +108,8 @@ def dump_debug_info(
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write a file atomically, by renaming a temporary one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text if text.endswith("\n") else f"{text}\n")
-    return partial.replace(path)
+    replace_text(path, text if text.endswith("\n") else f"{text}\n")
+    return path
 
 
 def _texts(executable: Dumped) -> Iterator[tuple[str, str]]:

@@ -361,7 +361,8 @@ def test_the_simulator_alone_has_its_subcommands_without_jax():
 
 
 def test_every_subcommand_that_prints_values_prints_json():
-    others = {"new", "schema"}  # `new` prints the next command, `schema` always prints JSON
+    # `new` prints the next command, `schema` always prints JSON, `report` writes JSON in its page
+    others = {"new", "schema", "report"}
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.callback.__name__
