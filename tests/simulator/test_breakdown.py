@@ -39,7 +39,7 @@ PIPELINE = Program(
 )
 
 
-def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
+def test_the_breakdown_of_the_busiest_mesh_equals_values_by_hand() -> None:
     # Mesh 1 waits for its input, which is computed at 0-1 and sent at 1-3 (2 bytes from each
     # device). It runs F at 3-6, a gather at 6-8 beside B at 6-11, a gather at 11-15, a send at
     # 15-17 and U at 11-12. Mesh 0 runs B at 17-19 and U at 19-20. So mesh 1 ends computation at 12
@@ -68,7 +68,7 @@ def test_the_seconds_of_the_busiest_mesh_by_hand() -> None:
     assert prediction.memory.fits
 
 
-def test_waiting_is_split_by_the_collective_that_is_waited_for_in_loops_too() -> None:
+def test_exposed_seconds_count_for_the_collective_that_is_waited_for() -> None:
     body = (compute(1), Loop(1000, (start(3), compute(1), Done("gather"))))
     prediction = predict(
         Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4
@@ -77,40 +77,50 @@ def test_waiting_is_split_by_the_collective_that_is_waited_for_in_loops_too() ->
     assert (prediction.unattributed, prediction.host) == (pytest.approx(1001), 4)
 
 
-def test_communication_counts_for_the_axes_it_lies_along_and_otherwise_for_its_kind() -> None:
+def test_communication_counts_for_its_mesh_axes_else_for_its_kind() -> None:
     along = {"x": start(3, "a"), "y": start(5, "b"), "x,y": start(7, "c"), "": start(11, "d")}
-    each = tuple(op for axis, one in along.items() for op in _waited(one, axis))
+    ops = tuple(
+        op for axis, collective_start in along.items() for op in _waited(collective_start, axis)
+    )
     # The task waits for each collective right after its start, and 10 times more in the loop. The
     # send at the end outlasts all computation.
     rows = (Run(0, "S"), Send("v", 1, 2)), (Recv("v", 0),)
-    found = predict(
-        Program(((0, 1), (2, 3)), rows, {"0S": (compute(1), *each, Loop(10, each))}), CLUSTER, COSTS
+    prediction = predict(
+        Program(((0, 1), (2, 3)), rows, {"0S": (compute(1), *ops, Loop(10, ops))}), CLUSTER, COSTS
     )
-    assert found.exposed == found.communication
-    assert found.communication == pytest.approx(
+    assert prediction.exposed == prediction.communication
+    assert prediction.communication == pytest.approx(
         {"x": 33, "y": 55, "x,y": 77, "all_gather": 121, "pipeline": 1}
     )
 
 
-def test_collectives_that_are_slowed_keep_their_axes() -> None:
+def test_collectives_under_contention_keep_their_axes() -> None:
     body = (*_waited(start(4), "x", compute(2)),)
-    found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, Slowed(1.5))
-    assert (found.communication, found.exposed) == (
-        {"x": 5},
-        {"x": 2},
-    )  # 3 s beside the product's 2 s, and 2 s more.
+    prediction = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, Slowed(1.5))
+    # the collective runs for 3 s beside the product and for 2 s more
+    assert (prediction.communication, prediction.exposed) == ({"x": 5}, {"x": 2})
 
 
-def _waited(one: Start, axis: str, *meanwhile: Op) -> OpList:
-    return Start(replace(one.collective, axis=axis)), *meanwhile, Done(one.collective.name)
+def _waited(collective_start: Start, axis: str, *meanwhile: Op) -> OpList:
+    return (
+        Start(replace(collective_start.collective, axis=axis)),
+        *meanwhile,
+        Done(collective_start.collective.name),
+    )
 
 
-def test_kernels_of_a_whole_step_count_for_the_part_that_they_say_they_are_of() -> None:
+def test_kernels_count_for_their_training_phase() -> None:
     parts: list[TrainingPhase] = ["forward", "recompute", "backward", "update", ""]
     body = tuple(replace(compute(2**k), phase=part) for k, part in enumerate(parts))
     looped = (*body, Loop(10, body))
-    found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": looped}), CLUSTER, COSTS)
-    assert (found.forward, found.recompute, found.backward, found.update, found.unattributed) == (
+    prediction = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": looped}), CLUSTER, COSTS)
+    assert (
+        prediction.forward,
+        prediction.recompute,
+        prediction.backward,
+        prediction.update,
+        prediction.unattributed,
+    ) == (
         11,
         22,
         44,
@@ -137,7 +147,7 @@ def test_predictions_are_rows_of_a_table() -> None:
     assert (table["p10"] < table["seconds"]).all()
 
 
-def test_what_a_program_does_not_know_is_none() -> None:
+def test_quantities_that_a_program_lacks_are_nan() -> None:
     prediction = predict(Program(((0,),), ((Run(0, "S"),),), {"0S": ()}), CLUSTER, COSTS)
     assert isnan(prediction.model_flops)
     assert isnan(prediction.hardware_flops)
@@ -146,7 +156,7 @@ def test_what_a_program_does_not_know_is_none() -> None:
 
 
 @pytest.mark.parametrize("bodies", [{}, {"0S": ()}])
-def test_a_step_of_nothing_takes_no_time(bodies: dict[str, tuple[()]]) -> None:
+def test_an_empty_step_takes_no_time(bodies: dict[str, tuple[()]]) -> None:
     program = Program(((0,),), (tuple(Run(0, "S") for _ in bodies),), bodies)
     prediction = predict(program, CLUSTER, model_flops=1e9, tokens=10)
     assert (prediction.seconds, prediction.quantile(0.9)) == (0, 0)
@@ -156,7 +166,7 @@ def test_a_step_of_nothing_takes_no_time(bodies: dict[str, tuple[()]]) -> None:
     )
 
 
-def test_without_a_number_of_tokens_there_are_no_tokens_per_second() -> None:
+def test_tokens_per_second_need_a_number_of_tokens() -> None:
     prediction = predict(PIPELINE, CLUSTER, COSTS)
     assert isnan(prediction.row()["tokens_per_s"])
     assert json.loads(prediction_json({"it": prediction}))["it"]["tokens_per_s"] is None
@@ -167,7 +177,7 @@ def test_a_program_without_meshes_is_refused() -> None:
         predict(Program((), ()), CLUSTER)
 
 
-def test_kernels_of_unknown_cost_are_named_and_counted() -> None:
+def test_kernels_of_unknown_cost_are_counted_by_name() -> None:
     mystery = Kernel("r", "memory", 0, 32, unmodelled="frobnicate")
     body = (mystery, Loop(5, (mystery,)), Kernel("s", "memory", 0, 32))
     program = Program(((0,),), ((Run(0, "F"), Run(0, "F", 1)),), {"0F": body})
@@ -177,18 +187,24 @@ def test_kernels_of_unknown_cost_are_named_and_counted() -> None:
     assert "12 x frobnicate: cost unknown" in str(simulate(program, CLUSTER, COSTS))
 
 
-def test_exposed_communication_on_two_links_at_the_same_time_counts_once() -> None:
+def test_concurrent_exposed_communication_on_two_links_counts_once() -> None:
     body = (
         compute(1),
         *(
-            Start(replace(one.collective, axis=axis))
-            for one, axis in ((start(6), "x"), (far(2), "y"))
+            Start(replace(collective_start.collective, axis=axis))
+            for collective_start, axis in ((start(6), "x"), (far(2), "y"))
         ),
     )
-    found = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, TwoLinks(1.0))
-    assert (found.seconds, found.unattributed, found.bubble) == (7, 1, pytest.approx(0))
-    assert found.communication == {"x": 6, "y": 2}
-    assert found.exposed == pytest.approx({"x": 6 * 6 / 8, "y": 2 * 6 / 8})
+    prediction = predict(
+        Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, TwoLinks(1.0)
+    )
+    assert (prediction.seconds, prediction.unattributed, prediction.bubble) == (
+        7,
+        1,
+        pytest.approx(0),
+    )
+    assert prediction.communication == {"x": 6, "y": 2}
+    assert prediction.exposed == pytest.approx({"x": 6 * 6 / 8, "y": 2 * 6 / 8})
 
 
 @given(programs(), st.sampled_from([COSTS, TwoLinks(1.0), TwoLinks(1.5)]))

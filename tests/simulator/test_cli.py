@@ -32,7 +32,7 @@ def run(*args: object, code: int = 0) -> str:
     return result.stdout if not code else " ".join(result.output.split())
 
 
-def test_a_program_is_predicted_on_each_cluster_as_in_python(program: Path) -> None:
+def test_predictions_of_the_command_line_equal_those_of_python(program: Path) -> None:
     rows = json.loads(
         run("simulate", program, "--cluster", "dgx_h100", "--cluster", "a2_uneven", "--json")
     )
@@ -40,7 +40,7 @@ def test_a_program_is_predicted_on_each_cluster_as_in_python(program: Path) -> N
     expected = predict(PIPELINE, Cluster.load("dgx_h100"))
     assert rows["dgx_h100"]["seconds"] == expected.seconds
     assert rows["dgx_h100"]["allocated"] == expected.memory.total == 9
-    assert rows["dgx_h100"]["mfu"] is None  # a program does not know what the model needs
+    assert rows["dgx_h100"]["mfu"] is None  # the FLOP of the model are not part of a program
 
 
 def test_a_change_of_the_cluster_changes_the_prediction(program: Path) -> None:
@@ -107,20 +107,20 @@ def test_a_timeline_is_drawn_and_written(program: Path, tmp_path: Path) -> None:
         (["--cluster", "h200"], "4 devices are needed, 'h200' has 1 and no inter_host"),
     ],
 )
-def test_what_a_program_can_not_have_is_explained(
+def test_options_that_do_not_fit_a_program_are_refused(
     program: Path, options: list[str], message: str
 ) -> None:
     assert message in run("simulate", program, *options, code=2)
 
 
-def test_what_is_no_program_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_file_without_a_program_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "program.json").write_text("{}")
     assert "expected a program that save_program wrote" in run(
         "simulate", tmp_path / "program.json", code=2
     )
 
 
-def test_a_table_of_measurements_becomes_a_profile(tmp_path: Path) -> None:
+def test_a_profile_is_fitted_to_a_table_of_measurements(tmp_path: Path) -> None:
     header, *rows = (DATA / "collectives.csv").read_text().splitlines()
     h200 = [row for row in rows if "H200" in row]
     (tmp_path / "mine.csv").write_text("\n".join([header, *h200]))
@@ -154,7 +154,7 @@ def test_a_table_of_measurements_becomes_a_profile(tmp_path: Path) -> None:
         ("gpu,kind,size,bytes,us\nA,all_reduce,2,8,3", "1 collectives to fit; expected at least 5"),
     ],
 )
-def test_a_table_that_can_not_be_fitted_to_is_explained(
+def test_a_table_without_enough_valid_measurements_is_refused(
     tmp_path: Path, table: str, message: str
 ) -> None:
     (tmp_path / "mine.csv").write_text(table)

@@ -16,7 +16,7 @@ CLUSTER = Cluster.load("cpu-virtual")
 
 
 @given(programs(), st.sampled_from([0.0, 0.5, 7.0]))
-def test_the_clock_is_the_engine_without_a_timeline(program: Program, dispatch: float) -> None:
+def test_the_clock_has_the_makespan_of_the_engine(program: Program, dispatch: float) -> None:
     expected = simulate(program, CLUSTER, COSTS, dispatch).makespan
     assert Clock.of(program).makespan(COSTS, dispatch) == pytest.approx(expected)
 
@@ -36,17 +36,19 @@ def pipeline(stages: int, micro_batches: int) -> Program:
     return Program(tuple((i,) for i in range(stages)), tuple(rows))
 
 
-def test_numba_and_python_agree_to_the_last_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numba_and_python_return_identical_makespans(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
-    found = set()
+    makespans = set()
     for threshold in (0, 10**9):
         monkeypatch.setattr(clock, "_WORTH_COMPILING", threshold)
-        found.add(Clock.of(pipeline(5, 7)).play(lambda mesh, _: MaxPlusMap.task(0.1 * mesh), 0.01))
-    assert len(found) == 1
+        makespans.add(
+            Clock.of(pipeline(5, 7)).play(lambda mesh, _: MaxPlusMap.task(0.1 * mesh), 0.01)
+        )
+    assert len(makespans) == 1
 
 
-def test_microbatches_are_of_one_kind() -> None:
-    assert len(Clock.of(pipeline(3, 100)).kinds) == 3 + 2 + 2  # Tasks, sends and receives.
+def test_instructions_of_all_microbatches_have_one_kind() -> None:
+    assert len(Clock.of(pipeline(3, 100)).kinds) == 3 + 2 + 2  # tasks, sends and receives
 
 
 def test_a_value_sent_twice_is_received_in_turn() -> None:

@@ -52,7 +52,7 @@ def load(folder: Path, **changes: object) -> Cluster:
 
 
 @pytest.mark.parametrize("name", cluster_names())
-def test_every_shipped_cluster_loads_and_is_called_like_its_file(name: str) -> None:
+def test_every_shipped_cluster_loads_and_has_the_name_of_its_file(name: str) -> None:
     cluster = Cluster.load(name)
     assert cluster.name == name
     assert (cluster.device.xla_target is None) == (cluster.device.kind == "cpu")
@@ -64,7 +64,7 @@ def test_a_dozen_clusters_of_gpus_are_shipped() -> None:
     ]
     assert len(gpus) >= 12
     assert all(cluster.source and cluster.device.source for cluster in gpus)
-    line_rates = {  # Nominal Gb/s of a host's NICs; clusters reach 0.9 to 0.97 of it.
+    line_rates = {  # nominal Gb/s of a host's NICs; clusters reach 0.9 to 0.97 of it
         "dgx_h200": 3200,
         "p4d.24xlarge": 400,
         "p4de.24xlarge": 400,
@@ -102,19 +102,19 @@ def test_the_clusters_of_the_sweep_are_shipped() -> None:
     ]
 
 
-def test_a_v100_holds_what_the_driver_reports_less_a_reserve() -> None:
+def test_usable_memory_is_that_of_the_driver_minus_a_reserve() -> None:
     device = Cluster.load("p3.16xlarge").device
-    assert device.memory_bytes == 16_935_682_048  # 16 GiB less what ECC and the driver take.
+    assert device.memory_bytes == 16_935_682_048  # 16 GiB without ECC and the driver
     assert device.usable_bytes == device.memory_bytes - 1_000_000_000
 
 
-def test_a_device_can_be_named_inline_or_a_file_beside_the_cluster(tmp_path: Path) -> None:
+def test_a_device_is_given_by_name_by_file_or_inline(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(DEVICE))
     assert load(tmp_path, device="mine.yaml") == load(tmp_path)
     assert load(tmp_path, device="v100_sxm2_16gb").device == Cluster.load("p3.16xlarge").device
 
 
-def test_what_was_measured_can_be_named_inline_or_a_file_beside_the_cluster(tmp_path: Path) -> None:
+def test_profiles_are_given_by_name_by_file_or_inline(tmp_path: Path) -> None:
     a100 = Cluster.load("dgx_a100_80")
     assert a100.collectives is not None
     (tmp_path / "links.yaml").write_text(
@@ -132,7 +132,7 @@ def test_what_was_measured_can_be_named_inline_or_a_file_beside_the_cluster(tmp_
         )
 
 
-def test_links_say_what_was_not_measured(tmp_path: Path) -> None:
+def test_kinds_without_measurements_use_the_all_reduce_curve_or_the_link(tmp_path: Path) -> None:
     link = Cluster.load("dgx_a100_80").intra_host
     curve = SizeCurve(launch_us=1, hop_us=1, half_size_mb=1, bandwidth_gb_per_s=1)
     profile = {"gpu": "toy", "source": "made up", "all_reduce": curve.model_dump()}
@@ -151,7 +151,7 @@ def test_links_say_what_was_not_measured(tmp_path: Path) -> None:
     )
 
 
-def test_devices_are_numbered_host_by_host_and_spread_over_the_cards(tmp_path: Path) -> None:
+def test_devices_are_numbered_by_host_and_spread_over_nics(tmp_path: Path) -> None:
     cluster = load(tmp_path)
     assert [cluster.host_of(i) for i in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [cluster.nic_of(i) for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -215,7 +215,7 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
             },
             "device.kernels.efficiency_by_dtype: unknown type 'Float32'; did you mean 'f32'?",
         ),
-        (  # Names of earlier versions.
+        (  # names of earlier versions
             {"intra_host": {"slowdown": 1.2, "bandwidth_gb_per_s": 5, "latency_us": 0}},
             "intra_host.slowdown: unknown field (given 1.2); "
             "it is called 'contention_factor' now; valid: ",
@@ -225,7 +225,7 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
             "processes.at_once: unknown field (given 2.0); "
             "it is called 'concurrent_instructions' now; ",
         ),
-        (  # Wrong units.
+        (  # wrong units
             {"intra_host": {"bandwidth_gbit_per_s": 200, "latency_us": 0}},
             "intra_host.bandwidth_gbit_per_s: unknown field (given 200); "
             "did you mean 'bandwidth_gb_per_s'?",
@@ -269,14 +269,14 @@ def test_sub_clusters_are_parts_of_a_host_or_whole_hosts(tmp_path: Path) -> None
         ),
     ],
 )
-def test_a_wrong_field_is_reported_with_file_field_and_what_is_expected(
+def test_the_error_of_a_wrong_field_has_file_field_and_expectation(
     tmp_path: Path, changes: dict[str, object], expected: str
 ) -> None:
     with pytest.raises(ClusterError, match=re.escape(f"toy.yaml: {expected}")):
         load(tmp_path, **changes)
 
 
-def test_every_wrong_field_is_reported_at_once(tmp_path: Path) -> None:
+def test_all_wrong_fields_are_in_one_error(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error:
         load(tmp_path, hosts=-1, devices_per_host="left out")
     assert [line.split(": ")[1] for line in str(error.value).splitlines()] == [
@@ -285,13 +285,13 @@ def test_every_wrong_field_is_reported_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_device_file_is_named_in_errors_about_it(tmp_path: Path) -> None:
+def test_errors_of_a_device_file_name_it(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(DEVICE | {"cores": 0}))
     with pytest.raises(ClusterError, match=r"mine\.yaml: cores: given 0; expected greater than 0"):
         load(tmp_path, device="mine.yaml")
 
 
-def test_an_unknown_name_lists_the_clusters() -> None:
+def test_the_error_of_an_unknown_name_lists_the_clusters() -> None:
     with pytest.raises(
         ClusterError,
         match=r"unknown cluster 'p4'; expected one of .*dgx_a100_80.*p3\.16xlarge.*path",
@@ -303,9 +303,7 @@ def test_an_unknown_name_lists_the_clusters() -> None:
     ("text", "expected"),
     [(None, "can't be read"), ("a: [1", "is not YAML"), ("- 8", r"given \[8\], expected fields")],
 )
-def test_a_file_that_holds_no_fields_is_refused(
-    tmp_path: Path, text: str | None, expected: str
-) -> None:
+def test_a_file_without_fields_is_refused(tmp_path: Path, text: str | None, expected: str) -> None:
     path = tmp_path / "bad.yaml"
     if text is not None:
         path.write_text(text)
@@ -313,7 +311,7 @@ def test_a_file_that_holds_no_fields_is_refused(
         Cluster.load(path)
 
 
-def test_a_cluster_does_not_change() -> None:
+def test_a_cluster_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Cluster.load("h200").hosts = 2  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -360,7 +358,7 @@ platform_name: "CUDA"
         ("h200", ("core_count: 132", "major: 9", "device_memory_size: 151397597184")),
     ],
 )
-def test_the_compiler_is_told_of_the_same_gpu(name: str, facts: tuple[str, ...]) -> None:
+def test_the_xla_target_describes_the_device(name: str, facts: tuple[str, ...]) -> None:
     device = Cluster.load(name).device
     text = device.xla_target_config()
     assert all(fact in text for fact in facts)
@@ -370,13 +368,13 @@ def test_the_compiler_is_told_of_the_same_gpu(name: str, facts: tuple[str, ...])
 
 
 @pytest.mark.parametrize("name", cluster_names())
-def test_a_shipped_cluster_is_described_by_its_own_file_and_its_device_s(name):
+def test_a_shipped_cluster_has_its_own_file_and_that_of_its_device(name):
     own, device = cluster_files(name)
     assert own.stem == name
     assert yaml.safe_load(device.read_text())["name"] == Cluster.load(name).device.name
 
 
-def test_a_cluster_that_describes_its_device_has_one_file(tmp_path):
+def test_a_cluster_with_an_inline_device_has_one_file(tmp_path):
     own, device = cluster_files("p3.16xlarge")
     fields = yaml.safe_load(own.read_text())
     path = tmp_path / "mine.yaml"

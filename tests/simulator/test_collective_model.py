@@ -21,7 +21,7 @@ def a100(hosts: int) -> Cluster:
     return Cluster.load("dgx_a100_80").with_size(hosts)
 
 
-def test_a_curve_is_its_formula() -> None:
+def test_a_size_curve_equals_its_formula() -> None:
     curve = SizeCurve(
         launch_us=5.0, hop_us=1.0, half_size_mb=4.0, bandwidth_gb_per_s=100.0, small_group_loss=0.4
     )
@@ -30,7 +30,7 @@ def test_a_curve_is_its_formula() -> None:
     assert curve.seconds("all_reduce", 6e6, 4) == pytest.approx(5e-6 + 6e-6 + 15e6 / 90e9)
 
 
-def test_members_that_share_cores_and_memory_slow_each_other() -> None:
+def test_members_of_a_shared_machine_divide_its_bandwidth() -> None:
     curve = SizeCurve(
         launch_us=5.0,
         member_us=10.0,
@@ -39,15 +39,14 @@ def test_members_that_share_cores_and_memory_slow_each_other() -> None:
         bandwidth_gb_per_s=8.0,
         sharing=1.0,
     )
-    assert curve.seconds("collective_permute", 0.0, 8) == pytest.approx(
-        75e-6
-    )  # Seven members beside the first.
+    # 5 us for the launch and 10 us for each member but the first
+    assert curve.seconds("collective_permute", 0.0, 8) == pytest.approx(75e-6)
     assert [curve.bandwidth(size) for size in (2, 4, 8)] == [8e9, 4e9, 2e9]
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_strided_rings_are_those_of_the_groups_one_by_one(size: int, stride: int) -> None:
+def test_a_strided_ring_equals_the_rings_of_its_groups(size: int, stride: int) -> None:
     cluster = a100(32)
     block = size * stride
     groups = tuple(
@@ -58,7 +57,7 @@ def test_strided_rings_are_those_of_the_groups_one_by_one(size: int, stride: int
     assert {strided_ring(cluster, size, stride)} == find_routes(cluster, "all_reduce", groups)
 
 
-def test_groups_that_share_the_cards_of_a_host_slow_each_other() -> None:
+def test_groups_that_share_nics_divide_their_bandwidth() -> None:
     # Data parallelism over 16 hosts: each of 8 groups of 16 with stride 8 has one NIC, each of 2
     # groups of 64 with stride 2 has four.
     network = CollectiveModel(a100(16))
@@ -78,7 +77,7 @@ def test_groups_that_do_not_fill_hosts_are_refused() -> None:
         strided_ring(a100(3), 8, 3)
 
 
-def test_an_all_reduce_takes_as_long_as_its_reduce_scatter_and_all_gather() -> None:
+def test_a_collective_in_one_host_does_not_depend_on_other_hosts() -> None:
     assert CollectiveModel(a100(1)).seconds("all_reduce", 1e9, strided_ring(a100(1), 1, 1)) == 0.0
     one, two = CollectiveModel(a100(1)), CollectiveModel(a100(2))
     assert one.seconds("all_gather", 1e9, one.ring(8)) == two.seconds(
@@ -87,18 +86,18 @@ def test_an_all_reduce_takes_as_long_as_its_reduce_scatter_and_all_gather() -> N
 
 
 @pytest.mark.parametrize("name", ["dgx_a100_80", "dgx_h100", "dgx_b200", "gb200_nvl72"])
-def test_the_error_on_held_out_collectives(name: str) -> None:
+def test_the_error_on_held_out_collectives_is_small(name: str) -> None:
     """The mean is over the held-out rows of four kinds; all_to_all of GB200 is worst with 27 %."""
     cluster = Cluster.load(name)
     network, errors = CollectiveModel(cluster), []
     for kind in KINDS:
         measured = measured_collectives(cluster.device.name, kind)
-        held = measured[measured.held_out()]
-        rows = zip(held.size.tolist(), held.num_bytes.tolist(), strict=True)
+        held_out = measured[measured.held_out()]
+        rows = zip(held_out.size.tolist(), held_out.num_bytes.tolist(), strict=True)
         predicted = [
             network.seconds(kind, num_bytes, network.ring(size)) for size, num_bytes in rows
         ]
-        errors += [abs(np.array(predicted) / held.seconds - 1)]
+        errors += [abs(np.array(predicted) / held_out.seconds - 1)]
     assert np.concatenate(errors).mean() < {"dgx_b200": 0.10, "gb200_nvl72": 0.15}.get(name, 0.075)
 
 
@@ -108,7 +107,7 @@ def fastest(network: CollectiveModel, num_bytes: float, size: int) -> str:
     return min(seconds, key=seconds.__getitem__)
 
 
-def test_short_all_reduces_over_many_hosts_take_trees_and_long_ones_rings() -> None:
+def test_short_all_reduces_over_many_hosts_use_trees_and_long_ones_rings() -> None:
     network = CollectiveModel(a100(16))
     assert [fastest(network, size, 128) for size in (2**20, 2**32)] == ["tree", "ring"]
     # A tree goes up and down: 7 hops within a host and 4 levels of hosts of 24 us, each way.
@@ -125,17 +124,16 @@ def test_short_all_reduces_over_many_hosts_take_trees_and_long_ones_rings() -> N
     assert long == pytest.approx(2e12 / 0.92 / (8 * 24.2e9), rel=0.01)
 
 
-def test_the_switch_sums_long_arrays_of_eight_devices_where_it_can() -> None:
+def test_long_all_reduces_of_eight_devices_use_a_reducing_switch() -> None:
     h100 = CollectiveModel(Cluster.load("dgx_h100"))
     assert [fastest(h100, size, 8) for size in (2**20, 2**30)] == ["ring", "nvls"]
-    assert (
-        fastest(h100, 2**30, 2) == "ring"
-    )  # Each of two devices receives the other's array, by a ring as by the switch.
+    # each of two devices receives one array, by a ring as by the switch
+    assert fastest(h100, 2**30, 2) == "ring"
     assert fastest(CollectiveModel(a100(1)), 2**30, 8) == "ring"
     assert "nvls" not in h100.seconds_by_algorithm("all_gather", 2**30, h100.ring(8))
 
 
-def test_two_hosts_of_switches_send_their_sums_once_and_more_of_them_twice() -> None:
+def test_two_hosts_with_reducing_switches_send_sums_once_and_more_hosts_twice() -> None:
     networks = {
         hosts: CollectiveModel(Cluster.load("dgx_h100").with_size(hosts)) for hosts in (2, 4)
     }
@@ -153,20 +151,20 @@ def test_two_hosts_of_switches_send_their_sums_once_and_more_of_them_twice() -> 
         )
 
 
-def test_a_planted_switch_is_found_again_where_it_is_faster_than_the_ring() -> None:
+def test_the_fit_of_a_switch_recovers_planted_parameters() -> None:
     ring = SizeCurve(launch_us=5, hop_us=1, half_size_mb=4, bandwidth_gb_per_s=400)
     planted = SwitchCurve(launch_us=50, half_size_mb=2, bandwidth_gb_per_s=300)
     moved = 2.0 ** np.arange(9, 34)
     exact = [min(planted.seconds(b, 8), ring.seconds("all_reduce", b, 8)) for b in moved.tolist()]
     assert exact[0] == ring.seconds("all_reduce", 512.0, 8)
-    found = fit_switch(
+    fitted = fit_switch(
         MeasuredCollectives.of("all_reduce", np.full(len(moved), 8), moved, exact), ring
     )
-    assert found.bandwidth_gb_per_s == pytest.approx(300, rel=0.02)
-    assert found.launch_us == pytest.approx(50, rel=0.1)
+    assert fitted.bandwidth_gb_per_s == pytest.approx(300, rel=0.02)
+    assert fitted.launch_us == pytest.approx(50, rel=0.1)
 
 
-def test_between_hosts_bandwidth_ramps_up_as_it_does_in_simai() -> None:
+def test_the_bandwidth_between_hosts_grows_with_size_as_in_simai() -> None:
     # Assumptions: NICs of 400 Gb/s, and rings, because the times grow with the number of hosts.
     wide = pd.read_csv(DATA / "simai_nic_ratio.csv").drop(columns="1")
     table = wide.melt("bytes", var_name="hosts", value_name="ratio").astype({"hosts": int})
@@ -186,7 +184,7 @@ def test_between_hosts_bandwidth_ramps_up_as_it_does_in_simai() -> None:
 @given(
     st.integers(0, 3), st.floats(1, 50), st.floats(0.1, 5), st.floats(0.1, 20), st.floats(10, 800)
 )
-def test_planted_alpha_and_beta_are_recovered(
+def test_the_fit_of_a_curve_recovers_planted_parameters(
     kind: int, launch: float, hop: float, half: float, speed: float
 ) -> None:
     planted = SizeCurve(
@@ -210,7 +208,7 @@ def test_planted_alpha_and_beta_are_recovered(
 @pytest.mark.parametrize(
     "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"]
 )
-def test_planted_sharing_is_found_where_a_switch_does_not_explain_the_times(
+def test_the_fit_of_a_curve_recovers_planted_sharing(
     kind: CollectiveKind,
 ) -> None:
     """Virtual devices share one memory, and one more member costs 20 us; errors are 5 %."""
@@ -223,24 +221,24 @@ def test_planted_sharing_is_found_where_a_switch_does_not_explain_the_times(
         [planted.seconds(kind, b, n) for n, b in zip(sizes.tolist(), moved.tolist(), strict=True)]
     )
     noise = np.exp(0.05 * np.random.default_rng(0).standard_normal(len(exact)))
-    found = fit_curve(MeasuredCollectives.of(kind, sizes, moved, exact * noise))
-    assert found.sharing == pytest.approx(0.9, abs=0.1)
-    assert found.group_bandwidth_gb_per_s == {}
-    assert found.held_out_error is not None
-    assert found.held_out_error < 0.1
-    predicted = [found.seconds(kind, 0.0, n) for n in (2, 4, 8)]
+    fitted = fit_curve(MeasuredCollectives.of(kind, sizes, moved, exact * noise))
+    assert fitted.sharing == pytest.approx(0.9, abs=0.1)
+    assert fitted.group_bandwidth_gb_per_s == {}
+    assert fitted.held_out_error is not None
+    assert fitted.held_out_error < 0.1
+    predicted = [fitted.seconds(kind, 0.0, n) for n in (2, 4, 8)]
     assert predicted == pytest.approx([planted.seconds(kind, 0.0, n) for n in (2, 4, 8)], rel=0.15)
 
 
-def test_links_without_a_switch_get_a_bandwidth_for_each_group_size() -> None:
+def test_links_without_a_switch_have_a_bandwidth_per_group_size() -> None:
     # The V100s of a p3.16xlarge form a cube mesh, whose published description was written by hand.
-    found = fit_curve(measured_collectives("Tesla V100-SXM2-16GB", "all_reduce"))
+    fitted = fit_curve(measured_collectives("Tesla V100-SXM2-16GB", "all_reduce"))
     measured = Cluster.load("p3.16xlarge").collectives
     assert measured is not None
-    assert found.held_out_error is not None
-    assert found.held_out_error < 0.05
-    assert set(found.group_bandwidth_gb_per_s) == {2, 4, 8}
-    for size, bandwidth in found.group_bandwidth_gb_per_s.items():
+    assert fitted.held_out_error is not None
+    assert fitted.held_out_error < 0.05
+    assert set(fitted.group_bandwidth_gb_per_s) == {2, 4, 8}
+    for size, bandwidth in fitted.group_bandwidth_gb_per_s.items():
         assert bandwidth == pytest.approx(measured.all_reduce.bandwidth(size) / 1e9, rel=0.05)
 
 
@@ -251,13 +249,13 @@ def test_faster_networks_are_never_slower(
     cluster = a100(2**log_hosts)
     inter = cluster.inter_host
     assert inter is not None
-    quick = Link(
+    faster_link = Link(
         bandwidth_gb_per_s=inter.bandwidth_gb_per_s * faster, latency_us=inter.latency_us / faster
     )
     size = 8 * 2**log_hosts
     slow, fast = (
         CollectiveModel(cluster),
-        CollectiveModel(cluster.model_copy(update={"inter_host": quick})),
+        CollectiveModel(cluster.model_copy(update={"inter_host": faster_link})),
     )
     assert (
         0
@@ -266,17 +264,17 @@ def test_faster_networks_are_never_slower(
     )
 
 
-def test_nothing_is_held_out_where_the_rest_would_be_too_little() -> None:
+def test_no_row_is_held_out_of_few_measurements() -> None:
     moved = 2.0 ** np.arange(10, 30)
     rows = MeasuredCollectives.of("collective_permute", np.full(len(moved), 2), moved, moved * 1e-9)
-    held = rows.held_out()
-    assert 0 < held.sum() < len(moved) - 5
-    few = rows[np.concatenate([np.flatnonzero(~held)[:4], np.flatnonzero(held)[:1]])]
+    is_held_out = rows.held_out()
+    assert 0 < is_held_out.sum() < len(moved) - 5
+    few = rows[np.concatenate([np.flatnonzero(~is_held_out)[:4], np.flatnonzero(is_held_out)[:1]])]
     assert not few.held_out().any()
     assert fit_curve(few).held_out_error is None
 
 
-def test_too_little_to_fit_is_refused() -> None:
+def test_a_fit_to_too_few_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="1 collectives to fit; expected at least 5"):
         fit_curve(MeasuredCollectives.of("all_reduce", [2], [1e6], [1e-3]))
     with pytest.raises(ValueError, match="1 all_reduces to fit; expected at least 3"):

@@ -17,7 +17,7 @@ MANY = [Start(Collective(f"g{n}", "all_gather", 1, (NEAR, FAR)[n % 2])) for n in
 SLOWED = Hardware(factor=dict.fromkeys((NEAR, FAR), 1.5))
 
 
-def test_a_gather_beside_a_product_by_hand() -> None:
+def test_the_effect_of_a_gather_beside_a_product_equals_values_by_hand() -> None:
     # The task computes for 1 s and gathers 8 bytes beside a product of 2 s, which takes 3 s. Then
     # 6 bytes are left, so it ends after 10 s. From a lag of 1 s on the gather starts later, from a
     # lag of 3 s on it starts after the product.
@@ -49,7 +49,7 @@ factors = st.fixed_dictionaries(dict.fromkeys((NEAR, FAR), st.floats(1, 2)))
 
 
 @given(waiting(), factors, st.integers(0, 40))
-def test_it_is_what_the_engine_finds_behind_something_that_was_sent(
+def test_the_effect_at_a_lag_equals_the_engine_after_a_send(
     body: OpList, factor: dict, lag: int
 ) -> None:
     costs = Hardware(factor=factor)
@@ -62,7 +62,7 @@ def test_it_is_what_the_engine_finds_behind_something_that_was_sent(
 
 
 @given(st.lists(waiting(), min_size=3, max_size=3), factors, st.sampled_from([0.0, 0.5]), st.data())
-def test_programs_of_such_tasks_need_no_engine(
+def test_the_clock_plays_tasks_with_piecewise_effects_without_the_engine(
     bodies: list[OpList], factor: dict, dispatch: float, data: st.DataObject
 ) -> None:
     rows = [[], []]
@@ -81,10 +81,10 @@ def test_programs_of_such_tasks_need_no_engine(
     assert cached.table is not None
 
 
-def test_a_loop_is_turned_only_until_all_turns_are_alike() -> None:
-    turn = (start(4), compute(2), Done("gather"))
+def test_a_loop_is_extrapolated_from_equal_iterations() -> None:
+    iteration = (start(4), compute(2), Done("gather"))
     long, short = (
-        piecewise_effect(price((Loop(count, turn),), SLOWED, (0, 1))) for count in (10**9, 10)
+        piecewise_effect(price((Loop(count, iteration),), SLOWED, (0, 1))) for count in (10**9, 10)
     )
     assert long is not None
     assert short is not None
@@ -101,20 +101,24 @@ def test_a_loop_is_turned_only_until_all_turns_are_alike() -> None:
     ],
     ids=["not waited for", "in a loop", "twice", "of many pieces"],
 )
-def test_what_is_not_waited_for_or_has_too_many_pieces_is_left_to_the_engine(body: OpList) -> None:
+def test_tasks_with_pending_collectives_or_too_many_pieces_have_no_piecewise_effect(
+    body: OpList,
+) -> None:
     costs = Hardware(factor={NEAR: 1.2, FAR: 1.5})
     assert piecewise_effect(price(body, costs, (0, 1))) is None
 
 
 @pytest.mark.parametrize("last", [Done("gather"), compute(1)], ids=["pieces", "not waited for"])
-def test_the_clock_leaves_such_tasks_to_the_engine(last: Done | Kernel) -> None:
+def test_the_clock_uses_the_engine_for_tasks_without_a_piecewise_effect(
+    last: Done | Kernel,
+) -> None:
     costs = Hardware(factor={NEAR: 1.2, FAR: 1.5})
     body = (*MANY, start(3), compute(600), *(Done(op.collective.name) for op in MANY), last)
     program = Program(((0, 1),), ((Run(0, "F"),),), {"0F": body})
     assert Clock.of(program).makespan(costs) == makespan(program, costs)
 
 
-def test_other_costs_are_asked_for_again() -> None:
+def test_effects_are_recomputed_for_other_costs() -> None:
     program = Program(((0, 1),), ((Run(0, "F"),),), {"0F": (start(4), compute(2), Done("gather"))})
     clock = Clock.of(program)
     assert [clock.makespan(Hardware(factor={NEAR: factor})) for factor in (1.0, 1.5, 1.0)] == [

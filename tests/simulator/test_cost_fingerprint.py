@@ -23,7 +23,7 @@ def costed(cluster: Cluster | HeterogeneousCluster, *devices: int) -> Program:
     return replace(program, costed_for=cost_fingerprint(program, cluster))
 
 
-def changed(cluster: Cluster, **fields: object) -> Cluster:
+def with_fields(cluster: Cluster, **fields: object) -> Cluster:
     return cluster.model_copy(update=fields)
 
 
@@ -33,17 +33,17 @@ def changed(cluster: Cluster, **fields: object) -> Cluster:
         A100,
         A100.with_size(4),
         A100.with_size(1, 4),
-        changed(
+        with_fields(
             A100,
             name="ours",
             description="",
             nics_per_host=1,
-            device=changed(A100.device, memory_gb=60.0),
+            device=with_fields(A100.device, memory_gb=60.0),
         ),
     ],
     ids=str,
 )
-def test_it_runs_where_it_takes_the_same_seconds(cluster: Cluster) -> None:
+def test_a_program_with_seconds_runs_on_clusters_with_equal_costs(cluster: Cluster) -> None:
     assert simulate(costed(A100, 0, 1), cluster).makespan == 3
 
 
@@ -51,13 +51,13 @@ def test_it_runs_where_it_takes_the_same_seconds(cluster: Cluster) -> None:
     "cluster",
     [
         Cluster.load("dgx_h100"),
-        changed(A100, intra_host=changed(A100.intra_host, bandwidth_gb_per_s=1.0)),
-        changed(A100, device=changed(A100.device, kernel_launch_us=9.0)),
-        A100.with_size(8, 1),  # Where the group spans hosts.
+        with_fields(A100, intra_host=with_fields(A100.intra_host, bandwidth_gb_per_s=1.0)),
+        with_fields(A100, device=with_fields(A100.device, kernel_launch_us=9.0)),
+        A100.with_size(8, 1),  # the group spans hosts
     ],
     ids=str,
 )
-def test_it_is_refused_where_it_would_take_others(cluster: Cluster) -> None:
+def test_a_program_with_seconds_is_refused_on_clusters_with_other_costs(cluster: Cluster) -> None:
     with pytest.raises(
         ClusterError,
         match=r"seconds that it takes on cluster 'dgx_a100_80'.*make it for this cluster, "
@@ -66,19 +66,19 @@ def test_it_is_refused_where_it_would_take_others(cluster: Cluster) -> None:
         simulate(costed(A100, 0, 1), cluster)
 
 
-def test_between_hosts_the_network_counts_and_the_number_of_hosts_does_not() -> None:
-    two = A100.with_size(2)
-    program = costed(two, *range(16))
+def test_costs_between_hosts_depend_on_the_network_and_not_on_the_number_of_hosts() -> None:
+    two_hosts = A100.with_size(2)
+    program = costed(two_hosts, *range(16))
     assert simulate(program, A100.with_size(3)).makespan == 3
     with pytest.raises(ClusterError, match="make it for this cluster"):
-        simulate(program, changed(two, nics_per_host=4))
+        simulate(program, with_fields(two_hosts, nics_per_host=4))
 
 
-def test_only_the_pools_that_a_program_uses_count() -> None:
+def test_only_costs_of_the_pools_that_a_program_uses_are_compared() -> None:
     v100, h100 = Cluster.load("p3.16xlarge"), Cluster.load("dgx_h100")
     first, second = (
-        HeterogeneousCluster(name="both", description="", pools=(A100.with_size(1), each))
-        for each in (v100, h100)
+        HeterogeneousCluster(name="both", description="", pools=(A100.with_size(1), pool))
+        for pool in (v100, h100)
     )
     assert simulate(costed(first, 0, 1), second).makespan == 3
     with pytest.raises(ClusterError, match="make it for this cluster"):

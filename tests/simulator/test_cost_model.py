@@ -14,7 +14,7 @@ from simulator.work import Gemm, Kernel
 CLUSTER = Cluster.load("p3.16xlarge")
 
 
-def test_cluster_costs_are_those_of_the_device_and_the_network() -> None:
+def test_cluster_costs_combine_the_kernel_and_the_collective_model() -> None:
     costs: CostModel = ClusterCosts(CLUSTER)
     kernel = Kernel("dot", "gemm", 2e9, 3e6, "f32", Gemm(1000, 1000, 1000))
     groups = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -25,7 +25,7 @@ def test_cluster_costs_are_those_of_the_device_and_the_network() -> None:
     ).collective_seconds("all_gather", 1e6, routes)
 
 
-def test_kernels_that_differ_by_name_only_are_computed_once(
+def test_equal_kernels_of_other_names_are_priced_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
@@ -36,7 +36,7 @@ def test_kernels_that_differ_by_name_only_are_computed_once(
 
 
 @given(st.integers(2, 16), st.floats(1, 1e12))
-def test_bandwidth_only_charges_bytes_and_nothing_else(size: int, num_bytes: float) -> None:
+def test_bandwidth_only_charges_only_bytes(size: int, num_bytes: float) -> None:
     costs: CostModel = BandwidthOnly(bandwidth=2.0)
     groups = (tuple(range(size)),)
     assert costs.collective("all_gather", num_bytes, groups) == pytest.approx(
@@ -55,7 +55,7 @@ def test_bandwidth_only_charges_bytes_and_nothing_else(size: int, num_bytes: flo
     )
 
 
-def test_bandwidth_only_makes_compute_free_unless_told_otherwise() -> None:
+def test_compute_is_free_under_bandwidth_only_without_flop_per_s() -> None:
     kernel = Kernel("dot", "gemm", 6.0, 1e9)
     assert BandwidthOnly().kernel(kernel) == 0
     assert BandwidthOnly(flop_per_s=3.0).kernel(kernel) == 2

@@ -56,7 +56,7 @@ def run(command: str) -> str:
     return result.stdout
 
 
-def test_there_are_some() -> None:
+def test_every_subcommand_is_documented() -> None:
     assert {command.split()[0] for command in COMMANDS} >= {
         "simulate",
         "llm",
@@ -67,14 +67,14 @@ def test_there_are_some() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_documented_command_works(workplace: Path, command: str) -> None:
+def test_a_documented_command_runs(workplace: Path, command: str) -> None:
     run(command)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "--what-if" in command])
-def test_a_documented_what_if_makes_a_difference(workplace: Path, command: str) -> None:
+def test_a_documented_what_if_changes_the_prediction(workplace: Path, command: str) -> None:
     without = re.sub(r" --what-if \S+", "", command)
     before, after = (
-        json.loads(run(f"{each.replace(' --json', '')} --json")) for each in (without, command)
+        json.loads(run(f"{text.replace(' --json', '')} --json")) for text in (without, command)
     )
     assert [row["seconds"] for row in after.values()] < [row["seconds"] for row in before.values()]

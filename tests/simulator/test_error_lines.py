@@ -75,7 +75,7 @@ def test_an_error_for_users_is_one_line() -> None:
         (("--cuont",), "toy: No such option: --cuont"),
     ],
 )
-def test_an_option_that_is_not_understood_is_one_line_with_what_to_do(arguments, line) -> None:
+def test_the_error_of_invalid_arguments_is_one_line_that_names_the_help(arguments, line) -> None:
     result = run(*arguments, code=2)
     assert result.stdout == ""
     assert result.stderr.startswith(line)
@@ -95,13 +95,13 @@ def test_an_environment_variable_adds_the_traceback(monkeypatch) -> None:
     assert run("refuse", code=2).stderr.startswith("Traceback")
 
 
-def test_a_defect_is_reported_with_its_traceback_and_a_code_of_its_own() -> None:
+def test_a_defect_is_reported_with_its_traceback_and_exit_code_3() -> None:
     lines = run("fail", code=3).stderr.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-1].startswith("'a defect'. This is a defect of autopar")
 
 
-def test_the_other_exit_codes() -> None:
+def test_exit_codes_of_answers_interrupts_and_help() -> None:
     assert run("answer", code=1).output == ""
     run("interrupt", code=130)
     assert "Usage: toy" in run(code=0).stdout

@@ -1,4 +1,4 @@
-"""Files of every kind are read in one place, with errors of one bounded line that name the file."""
+"""Errors of files of every kind are one short line that names the file."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ READERS: dict[str, tuple[Any, type[ValueError]]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_file_that_is_not_utf_8_is_named_with_the_line(name: str, tmp_path: Path) -> None:
+def test_the_error_of_a_file_that_is_not_utf_8_has_the_line(name: str, tmp_path: Path) -> None:
     read, error = READERS[name]
     path = tmp_path / name
     path.write_bytes(b"name: x\nsource: \xff\n")
@@ -42,7 +42,7 @@ def test_a_file_that_is_not_utf_8_is_named_with_the_line(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_names_it(name: str, tmp_path: Path) -> None:
     read, error = READERS[name]
     with pytest.raises(
         error, match=rf"{name}: can't be read \(No such file or directory\); expected"
@@ -57,10 +57,10 @@ def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
 def test_deep_nesting_is_refused_in_one_line(name: str, text: str, tmp_path: Path) -> None:
     read, error = READERS[name]
     (tmp_path / name).write_text(text)
-    with pytest.raises(error) as caught:
+    with pytest.raises(error) as raised:
         read(tmp_path / name)
-    assert len(str(caught.value)) < 1000
-    assert "\n" not in str(caught.value)
+    assert len(str(raised.value)) < 1000
+    assert "\n" not in str(raised.value)
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
@@ -72,12 +72,12 @@ def test_aliases_that_expand_without_bound_are_refused(name: str, tmp_path: Path
     (tmp_path / name).write_text(BOMB)
     with pytest.raises(
         error, match="more than 100,000 values once its aliases are expanded"
-    ) as caught:
+    ) as raised:
         read(tmp_path / name)
-    assert len(str(caught.value)) < 1000
+    assert len(str(raised.value)) < 1000
 
 
-def test_aliases_of_what_is_small_are_read() -> None:
+def test_aliases_of_small_values_are_read() -> None:
     assert parse_yaml("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}", "text") == {
         "a": {"x": 1},
         "b": {"x": 1},
@@ -100,14 +100,14 @@ def test_aliases_of_what_is_small_are_read() -> None:
         ("x" * 2_000_001, "has 2,000,001 characters; expected at most 2,000,000"),
     ],
 )
-def test_what_is_no_yaml_is_told_in_one_line(text: str, message: str) -> None:
-    with pytest.raises(FileError) as caught:
+def test_the_error_of_invalid_yaml_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(FileError) as raised:
         parse_yaml(text, "text")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
-def test_what_is_no_json_is_told_in_one_line() -> None:
+def test_the_error_of_invalid_json_is_one_line() -> None:
     for text in ("{", "[" * 10**6, "9" * 5000):
         with pytest.raises(FileError, match=r"^text: is "):
             parse_json(text, "text")
@@ -122,7 +122,7 @@ def test_values_in_errors_are_short() -> None:
     assert brief({"a": 1}) == "{'a': 1}"
 
 
-def test_what_is_written_is_read_and_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_written_text_is_read_back_and_a_missing_folder_is_refused(tmp_path: Path) -> None:
     write_text(tmp_path / "x.txt", "µ\n")
     assert read_text(tmp_path / "x.txt") == "µ\n"
     with pytest.raises(
@@ -132,7 +132,7 @@ def test_what_is_written_is_read_and_a_folder_that_is_not_there_is_named(tmp_pat
 
 
 @pytest.mark.parametrize("option", ["--gantt", "--trace"])
-def test_an_output_that_can_not_be_written_is_told_before_the_work(
+def test_an_output_that_can_not_be_written_is_refused_before_the_simulation(
     option: str, tmp_path: Path
 ) -> None:
     save_program(PROGRAM, tmp_path / "step.json")
@@ -143,7 +143,7 @@ def test_an_output_that_can_not_be_written_is_told_before_the_work(
         assert why in " ".join(result.output.split())
 
 
-def test_a_profile_and_a_report_that_can_not_be_written_are_told(tmp_path: Path) -> None:
+def test_a_profile_or_report_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     rows = [
         "gpu,kind,size,bytes,us",

@@ -66,39 +66,39 @@ def test_the_fit_of_a_gpu_recovers_planted_parameters(
         }
     )
     measured = measured_on(H100.model_copy(update={"device": planted}))
-    found = fit_device(H100.device, measured, planted.name, planted.source)
-    assert found.peak_tflop_per_s == planted.peak_tflop_per_s
-    assert found.kernels.memory_efficiency == pytest.approx(memory, rel=1e-3)
-    assert found.kernels.half_size_mb == pytest.approx(half_size, rel=1e-2, abs=1e-3)
-    assert found.kernel_launch_us == pytest.approx(launch, rel=1e-2)
-    assert np.abs(measured.product_errors(found)).max() < 0.02
-    assert found.kernels.efficiency_by_dtype == pytest.approx({"f32": f32, "bf16": bf16}, rel=0.02)
+    fitted = fit_device(H100.device, measured, planted.name, planted.source)
+    assert fitted.peak_tflop_per_s == planted.peak_tflop_per_s
+    assert fitted.kernels.memory_efficiency == pytest.approx(memory, rel=1e-3)
+    assert fitted.kernels.half_size_mb == pytest.approx(half_size, rel=1e-2, abs=1e-3)
+    assert fitted.kernel_launch_us == pytest.approx(launch, rel=1e-2)
+    assert np.abs(measured.product_errors(fitted)).max() < 0.02
+    assert fitted.kernels.efficiency_by_dtype == pytest.approx({"f32": f32, "bf16": bf16}, rel=0.02)
 
 
-def test_the_peaks_of_a_cpu_are_what_was_seen() -> None:
+def test_the_peaks_of_a_cpu_are_the_largest_measured_rates() -> None:
     fast = CPU.device.model_copy(
         update={"peak_tflop_per_s": {"f32": 3.0, "f64": 1.0}, "memory_bandwidth_gb_per_s": 50.0}
     )
-    found = fit_device(
+    fitted = fit_device(
         CPU.device,
         measured_on(CPU.model_copy(update={"device": fast}), ("f32",)),
         "mine",
         "measured",
     )
-    assert found.memory_bandwidth_gb_per_s == pytest.approx(
+    assert fitted.memory_bandwidth_gb_per_s == pytest.approx(
         50 * fast.kernels.memory_efficiency, rel=1e-3
     )
     # Large products nearly reach the planted efficiency.
     assert (
         0.9 * 3 * fast.kernels.efficiency
-        < found.peak_tflop_per_s["f32"]
+        < fitted.peak_tflop_per_s["f32"]
         <= 3 * fast.kernels.efficiency
     )
-    assert found.peak_tflop_per_s["f64"] == CPU.device.peak_tflop_per_s["f64"]
-    assert found.source.startswith("measured; mean error over 12 products 0.")
+    assert fitted.peak_tflop_per_s["f64"] == CPU.device.peak_tflop_per_s["f64"]
+    assert fitted.source.startswith("measured; mean error over 12 products 0.")
 
 
-def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_path) -> None:
+def test_a_calibrated_cluster_is_one_host_with_the_measured_links(tmp_path) -> None:
     curve = SizeCurve(launch_us=20, hop_us=2, half_size_mb=3, bandwidth_gb_per_s=80)
     rows = [(n, 4.0 * 4**i) for n in (2, 4, 8) for i in range(4, 14)]
     seconds = [curve.seconds("all_reduce", num_bytes, n) for n, num_bytes in rows]
@@ -111,7 +111,7 @@ def test_a_calibrated_cluster_is_one_host_with_the_links_that_were_measured(tmp_
     assert cluster.intra_host.latency_us == pytest.approx(2, rel=0.05)
     assert cluster.intra_host.half_size_mb == pytest.approx(3, rel=0.1)
     assert cluster.intra_host.bandwidth_gb_per_s == pytest.approx(80, rel=0.05)
-    assert cluster.intra_host.contention_factor == 1.5  # 2 s of each took 3 s together.
+    assert cluster.intra_host.contention_factor == 1.5  # 2 s of each take 3 s together
     write_profile(tmp_path / "mine.yaml", cluster)
     loaded = Cluster.load(tmp_path / "mine.yaml")
     assert loaded.intra_host.bandwidth_gb_per_s == pytest.approx(
@@ -126,38 +126,41 @@ def convolutions_on(
     sizes = [Convolution(32, side, channels) for side in (14, 28, 56) for channels in (64, 256)]
     model = KernelModel(device)
     return {
-        dtype: tuple((each, model.seconds(each.kernel(dtype))) for each in sizes)
+        dtype: tuple(
+            (convolution, model.seconds(convolution.kernel(dtype))) for convolution in sizes
+        )
         for dtype in dtypes
     }
 
 
-def test_the_speed_of_convolutions_is_found_again_beside_that_of_products() -> None:
+def test_the_fit_recovers_the_planted_speed_of_convolutions() -> None:
     speeds = {"f32": 0.3, "bf16": 0.55}
     kernels = H100.device.kernels.model_copy(
         update={"launch_us": None, "conv_efficiency_by_dtype": speeds}
     )
     planted = H100.device.model_copy(update={"kernels": kernels})
-    of_products = measured_on(H100.model_copy(update={"device": planted}))
+    without_convolutions = measured_on(H100.model_copy(update={"device": planted}))
     measured = MeasuredDevice(
-        of_products.transfers, of_products.products, convolutions_on(planted, ("f32", "bf16"))
+        without_convolutions.transfers,
+        without_convolutions.products,
+        convolutions_on(planted, ("f32", "bf16")),
     )
-    found = fit_device(H100.device, measured, "mine", "measured")
-    assert found.kernels.conv_efficiency_by_dtype == pytest.approx(speeds, rel=0.05)
-    without = fit_device(H100.device, of_products, "mine", "measured")
-    assert without.kernels == found.kernels.model_copy(update={"conv_efficiency_by_dtype": {}})
+    fitted = fit_device(H100.device, measured, "mine", "measured")
+    assert fitted.kernels.conv_efficiency_by_dtype == pytest.approx(speeds, rel=0.05)
+    fitted_to_products = fit_device(H100.device, without_convolutions, "mine", "measured")
+    assert fitted_to_products.kernels == fitted.kernels.model_copy(
+        update={"conv_efficiency_by_dtype": {}}
+    )
 
 
-def test_a_convolution_is_as_much_work_as_its_sizes_say() -> None:
+def test_the_work_of_a_convolution_follows_from_its_sizes() -> None:
     kernel = Convolution(batch=2, side=8, channels=16).kernel("bf16")
-    assert kernel.flops == 2 * (2 * 8 * 8 * 16) * (
-        3 * 3 * 16
-    )  # A multiply-add for each result and each of its inputs.
-    assert kernel.bytes == 2 * (
-        2 * (2 * 8 * 8 * 16) + 3 * 3 * 16 * 16
-    )  # Images in and out, and the window.
+    images, window = 2 * 8 * 8 * 16, 3 * 3 * 16 * 16
+    assert kernel.flops == 2 * images * 3 * 3 * 16  # a multiply-add per result and window element
+    assert kernel.bytes == 2 * (2 * images + window)  # images in and out, and the window
 
 
-def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() -> None:
+def test_the_provenance_has_the_rows_and_their_errors() -> None:
     curve = SizeCurve(launch_us=20, hop_us=2, half_size_mb=3, bandwidth_gb_per_s=80)
     rows = [(n, 4.0 * 4**i) for n in (2, 4, 8) for i in range(4, 14)]
     seconds = [curve.seconds("collective_permute", num_bytes, n) for n, num_bytes in rows]
@@ -175,10 +178,10 @@ def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() ->
         },
         launch=25e-6,
     )
-    here = Provenance(
+    provenance = Provenance(
         date="2026-01-01", device_kind="toy", devices=8, jax="1", jaxlib="1", seconds=9.0, rows={}
     )
-    cluster = fit_cluster(H100.with_size(4), H100.device, measured, 8, here)
+    cluster = fit_cluster(H100.with_size(4), H100.device, measured, 8, provenance)
     assert cluster.host_launch_us == pytest.approx(25)
     assert cluster.provenance is not None
     assert cluster.provenance.rows == {
@@ -199,7 +202,7 @@ def test_a_description_says_how_many_rows_there_were_and_the_errors_on_them() ->
 @pytest.mark.parametrize(
     ("both", "contention_factor"), [(2.9, 1.0), (3.0, 1.0), (4.0, 1.5), (5.0, 2.0), (9.0, 2.0)]
 )
-def test_the_slowdown_is_between_that_of_parallel_and_of_serial_work(
+def test_the_contention_factor_is_between_those_of_parallel_and_of_serial_work(
     both: float, contention_factor: float
 ) -> None:
     assert (
@@ -209,11 +212,11 @@ def test_the_slowdown_is_between_that_of_parallel_and_of_serial_work(
     )
 
 
-def test_a_device_alone_keeps_the_links_of_its_kind() -> None:
+def test_a_single_device_keeps_the_links_of_the_base_cluster() -> None:
     cluster = fit_cluster(H100, H100.device, MeasuredDevice((), {}), 1)
     assert cluster.intra_host == H100.intra_host
 
 
-def test_too_little_to_fit_is_refused() -> None:
+def test_a_fit_without_enough_measurements_is_refused() -> None:
     with pytest.raises(ValueError, match="two transfers and a product of each dtype"):
         fit_device(CPU.device, MeasuredDevice(((1.0, 1.0),), {"f32": ()}), "mine", "")

@@ -55,7 +55,7 @@ def test_a_product_takes_whole_waves_of_tiles() -> None:
     )
 
 
-def test_a_tile_waits_for_the_slowest_of_arithmetic_cache_and_the_step() -> None:
+def test_a_tile_takes_the_norm_of_arithmetic_cache_and_step_seconds() -> None:
     # One 256 x 128 tile: 8.2 ns of arithmetic an element and 2 * 384 bytes of loads. The norm joins
     # equal times as 2^(1/4).
     arithmetic = 2 * 256 * 128 / 8e12
@@ -67,14 +67,14 @@ def test_a_tile_waits_for_the_slowest_of_arithmetic_cache_and_the_step() -> None
     assert step.seconds(16, 64, 2**10) == pytest.approx(1e-6 + 2**10 * 100e-9, rel=1e-3)
 
 
-def test_a_hot_gpu_is_slower_by_its_droop() -> None:
+def test_a_hot_gpu_is_slower_by_its_throttling() -> None:
     cold, hot = toy(launch_us=0.0), toy(launch_us=0.0, throttling=0.25)
     assert hot.seconds(4096, 4096, 4096) == pytest.approx(
         1.25 * cold.seconds(4096, 4096, 4096), rel=0.01
     )
 
 
-def test_traffic_is_what_was_said_or_operands_and_result() -> None:
+def test_traffic_is_given_or_that_of_operands_and_result() -> None:
     # At one byte a second only traffic counts.
     assert toy(1e-9).seconds(10, 20, 30) == pytest.approx(
         2 * (10 * 30 + 30 * 20 + 10 * 20), rel=1e-3
@@ -83,7 +83,7 @@ def test_traffic_is_what_was_said_or_operands_and_result() -> None:
 
 
 @given(devices, dtypes, dims, dims, dims, st.integers(1, 64), st.booleans())
-def test_one_product_and_arrays_of_them_agree(
+def test_scalar_and_vectorized_seconds_agree(
     device: Device, dtype: str, m: int, n: int, k: int, batch: int, hot: bool
 ) -> None:
     model = GemmModel.of(device, dtype, hot)
@@ -111,8 +111,8 @@ def test_faster_hardware_is_never_slower(
             "memory_bandwidth_gb_per_s": device.memory_bandwidth_gb_per_s * memory,
         }
     )
-    # Both in the same state of heat, because a faster GPU has less load in the same product.
-    slow, fast = (GemmModel.of(each, "bf16", hot=True) for each in (device, faster))
+    # Both are hot: a faster GPU has less load for the same product and might not throttle.
+    slow, fast = (GemmModel.of(gpu, "bf16", hot=True) for gpu in (device, faster))
     assert fast.seconds(m, n, k) <= slow.seconds(m, n, k) * (1 + 1e-9)
 
 
@@ -123,21 +123,21 @@ def test_a_product_and_its_transpose_cost_the_same(device: Device, m: int, n: in
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100", "h200"])
-def test_the_error_on_held_out_shapes_is_below_8_percent_through_every_interface(
+def test_the_error_on_held_out_shapes_is_below_8_percent(
     gpu: str,
 ) -> None:
     name, measured = measured_gemms(gpu)
-    held = measured[measured.held_out()]
-    assert len(held.m) > 700
+    held_out = measured[measured.held_out()]
+    assert len(held_out.m) > 700
     cluster = {"a100": "dgx_a100_80", "h100": "dgx_h100", "h200": "h200"}[gpu]
     costs = ClusterCosts(Cluster.load(cluster))
-    asked = []
-    for m, n, k in zip(held.m.tolist(), held.n.tolist(), held.k.tolist(), strict=True):
+    predicted = []
+    for m, n, k in zip(held_out.m.tolist(), held_out.n.tolist(), held_out.k.tolist(), strict=True):
         gemm = Gemm(m, n, k)
-        asked.append(
+        predicted.append(
             costs.kernel(Kernel("", "gemm", gemm.flops, 2 * (m * k + k * n + m * n), "bf16", gemm))
         )
-    error = np.abs(np.array(asked) / held.seconds - 1)
+    error = np.abs(np.array(predicted) / held_out.seconds - 1)
     assert error.mean() < 0.08
     assert shipped_device(name).kernels.held_out_error == pytest.approx(error.mean(), rel=0.01)
 
@@ -169,7 +169,7 @@ def test_sizes_below_one_are_refused() -> None:
         toy().seconds(0, 1, 1)
 
 
-def test_measurements_that_can_not_be_are_refused() -> None:
+def test_invalid_measurements_are_refused() -> None:
     with pytest.raises(ValueError, match="2 products and 1 times"):
         MeasuredGemms.of([1, 2], [1, 2], [1, 2], [1.0])
     with pytest.raises(ValueError, match="expected all above 0"):

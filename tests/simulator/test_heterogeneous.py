@@ -62,7 +62,7 @@ def load(folder: Path, **changes: object) -> HeterogeneousCluster:
 
 
 @pytest.mark.parametrize("name", heterogeneous_cluster_names())
-def test_every_shipped_mixed_cluster_loads_and_is_called_like_its_file(name: str) -> None:
+def test_every_shipped_heterogeneous_cluster_loads_and_has_the_name_of_its_file(name: str) -> None:
     cluster = load_cluster(name)
     assert isinstance(cluster, HeterogeneousCluster)
     assert cluster.name == name
@@ -70,7 +70,7 @@ def test_every_shipped_mixed_cluster_loads_and_is_called_like_its_file(name: str
     assert name not in cluster_names()
 
 
-def test_the_shipped_ones_differ_in_their_gpus_or_in_the_size_of_their_hosts() -> None:
+def test_pools_of_shipped_clusters_differ_in_gpu_or_number_of_devices() -> None:
     pools = {
         name: [(pool.device.name, pool.num_devices) for pool in load_cluster(name).pools]
         for name in heterogeneous_cluster_names()
@@ -82,12 +82,12 @@ def test_the_shipped_ones_differ_in_their_gpus_or_in_the_size_of_their_hosts() -
     }
 
 
-def test_clusters_of_equal_hosts_load_as_ever() -> None:
+def test_load_cluster_also_loads_clusters_of_equal_hosts() -> None:
     assert load_cluster("p3.16xlarge") == V100 == V100.pools[0]
     assert V100.pool_of((0, 7)) == 0
 
 
-def test_a_pool_is_as_the_file_says_unless_it_says_otherwise(tmp_path: Path) -> None:
+def test_a_pool_inherits_the_fields_of_its_file(tmp_path: Path) -> None:
     first, second = load(tmp_path).pools
     assert (first.hosts, first.devices_per_host, first.nics_per_host) == (2, 4, 2)
     assert (first.device, second.device) == (A100.device, V100.device)
@@ -95,7 +95,7 @@ def test_a_pool_is_as_the_file_says_unless_it_says_otherwise(tmp_path: Path) -> 
     assert [pool.name for pool in (first, second)] == ["toy, pool 0", "toy, pool 1"]
 
 
-def test_a_pool_may_be_like_another_cluster(tmp_path: Path) -> None:
+def test_a_pool_may_inherit_the_fields_of_another_cluster(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         yaml.safe_dump(FILE | {"pools": None, "hosts": 3, "devices_per_host": 4})
     )
@@ -138,14 +138,14 @@ def test_a_pool_may_be_like_another_cluster(tmp_path: Path) -> None:
         ({"name": "left out"}, "name: missing; expected a text"),
     ],
 )
-def test_a_wrong_file_is_reported_with_the_pool_and_what_is_expected(
+def test_the_error_of_a_wrong_file_has_the_pool_and_the_expectation(
     tmp_path: Path, changes: dict[str, object], expected: str
 ) -> None:
     with pytest.raises(ClusterError, match=re.escape(expected)):
         load(tmp_path, **changes)
 
 
-def test_what_wants_equal_hosts_says_so() -> None:
+def test_loading_a_heterogeneous_file_as_a_cluster_is_refused() -> None:
     with pytest.raises(
         ClusterError, match=r"p3_beside_p4d\.yaml: has pools.*simulator\.load_cluster reads it"
     ):
@@ -155,7 +155,7 @@ def test_what_wants_equal_hosts_says_so() -> None:
 # Devices
 
 
-def test_devices_are_numbered_pool_by_pool(tmp_path: Path) -> None:
+def test_devices_are_numbered_in_the_order_of_pools(tmp_path: Path) -> None:
     cluster = load(tmp_path)
     assert (cluster.num_devices, cluster.pool_starts) == (10, (0, 8))
     assert [cluster.pool_of((device,)) for device in range(10)] == [0] * 8 + [1] * 2
@@ -186,7 +186,7 @@ def test_the_first_devices_are_whole_pools_and_a_part_of_the_next(tmp_path: Path
 # Costs
 
 
-def test_each_pool_has_its_own_speed() -> None:
+def test_costs_of_a_pool_are_those_of_its_cluster() -> None:
     costs = costs_of(MIXED)
     assert costs.kernel(PRODUCT, 7) == ClusterCosts(V100).kernel(PRODUCT)
     assert (
@@ -201,14 +201,14 @@ def test_each_pool_has_its_own_speed() -> None:
     )
 
 
-def test_a_message_between_pools_takes_the_slower_card(tmp_path: Path) -> None:
+def test_a_message_between_pools_has_the_bandwidth_of_the_slower_nic(tmp_path: Path) -> None:
     fast = {
         "hosts": 1,
         "devices_per_host": 4,
         "nics_per_host": 4,
         "inter_host": {"bandwidth_gb_per_s": 40, "latency_us": 7},
     }
-    slow = {"hosts": 1, "devices_per_host": 4, "nics_per_host": 1}  # 10 GB/s, no latency.
+    slow = {"hosts": 1, "devices_per_host": 4, "nics_per_host": 1}  # 10 GB/s, no latency
     costs = HeterogeneousCosts(load(tmp_path, pools=[fast, slow]))
     assert costs.collective("collective_permute", 1e9, ((0, 4),)) == pytest.approx(0.1)
     assert costs.collective("collective_permute", 1e9, ((4, 0),)) == pytest.approx(0.1)
@@ -221,13 +221,13 @@ def test_a_message_between_pools_takes_the_slower_card(tmp_path: Path) -> None:
     assert costs.collective(
         "collective_permute", 1e9, tuple((4 + i, 0) for i in range(4))
     ) == pytest.approx(0.4)
-    both_ways = ((0, 4), (5, 1))  # Links are full duplex.
+    both_ways = ((0, 4), (5, 1))  # links are full duplex
     assert costs.collective("collective_permute", 1e9, both_ways) == pytest.approx(0.1)
-    # Beside a message that stays in the fast host and ends first.
+    # the other message stays in the fast host and ends first
     assert costs.collective("collective_permute", 1e9, ((0, 4), (1, 2))) == pytest.approx(0.1)
 
 
-def test_only_messages_cross_between_pools() -> None:
+def test_a_collective_over_several_pools_is_refused() -> None:
     with pytest.raises(ClusterError, match="devices 0, 8 lie in several pools of cluster 'both'"):
         costs_of(MIXED).collective("all_reduce", 1e6, ((0, 8),))
 
@@ -236,7 +236,7 @@ kinds = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 @given(kinds, st.sampled_from([1, 2, 4, 8]), st.integers(0, 1), st.floats(1, 1e9))
-def test_in_a_pool_everything_costs_what_it_does_there(
+def test_collectives_in_a_pool_cost_what_they_cost_on_its_cluster(
     kind: CollectiveKind, size: int, pool: int, num_bytes: float
 ) -> None:
     groups = tuple(tuple(range(first, first + size)) for first in range(0, 8, size))
@@ -248,7 +248,7 @@ def test_in_a_pool_everything_costs_what_it_does_there(
 
 
 @given(st.permutations(range(16)), st.floats(1, 1e9))
-def test_messages_between_equal_pools_are_those_between_hosts(
+def test_messages_between_equal_pools_cost_what_they_cost_between_hosts(
     order: list[int], num_bytes: float
 ) -> None:
     """No message stays in its host; such a message would have the latency of another link."""
@@ -261,19 +261,19 @@ def test_messages_between_equal_pools_are_those_between_hosts(
         )
 
 
-def test_a_program_runs_on_each_pool_at_its_own_speed() -> None:
+def test_tasks_run_at_the_speed_of_their_pool() -> None:
     """A V100 computes a product and sends 1 GB to an A100, which computes the same product."""
     rows = ((Run(0, "F", 0), Send("x", 1, int(1e9))), (Recv("x", 0), Run(1, "F", 0)))
     program = Program(((0,), (8,)), rows, {"0F": (PRODUCT,), "1F": (PRODUCT,)})
     first, second = (ClusterCosts(cluster).kernel(PRODUCT) for cluster in (V100, A100))
-    sending = (7.1 + 30) * 1e-6 + 1e9 / 2.8e9  # By the NIC of the V100s.
+    sending = (7.1 + 30) * 1e-6 + 1e9 / 2.8e9  # by the NIC of the V100s
     assert simulate(program, MIXED).makespan == pytest.approx(first + sending + second)
     with pytest.raises(ValueError, match="cluster 'both' has devices 0 to 15"):
         simulate(Program(((16,),), ((),)), MIXED)
 
 
 @pytest.mark.parametrize("dispatch", [0.0, 1e-3])
-def test_the_clock_knows_the_pools_and_so_does_the_prediction(dispatch: float) -> None:
+def test_the_clock_and_predictions_use_the_costs_of_each_pool(dispatch: float) -> None:
     rows = ((Run(0, "F", 0), Send("x", 1, int(1e6))), (Recv("x", 0), Run(1, "F", 0)))
     memory = MemoryUse(arguments=int(12e9)), MemoryUse(arguments=int(20e9))
     program = Program(((0, 1), (8,)), rows, {"0F": (PRODUCT,), "1F": (PRODUCT,)}, memory)
@@ -282,15 +282,17 @@ def test_the_clock_knows_the_pools_and_so_does_the_prediction(dispatch: float) -
         prediction.seconds
     )
     assert prediction.peak_flop_per_s == 2 * 125e12 + 312e12
-    assert prediction.memory.capacity == V100.device.memory_bytes  # Fuller than the A100.
+    assert (
+        prediction.memory.capacity == V100.device.memory_bytes
+    )  # with less free memory than the A100
 
 
-def test_devices_of_different_pools_are_in_different_hosts() -> None:
+def test_devices_of_different_pools_are_on_different_hosts() -> None:
     assert [MIXED.host_of(device) for device in (0, 7, 8, 15)] == [0, 0, 1, 1]
     assert [load_cluster("a2_uneven").host_of(device) for device in (7, 11)] == [0, 1]
 
 
-def test_every_mesh_has_to_fit_on_its_own_devices() -> None:
+def test_every_mesh_must_fit_on_its_own_devices() -> None:
     used = MemoryUse(arguments=int(30e9)), MemoryUse(arguments=int(10e9))
     assert Timeline((), ((8, 9), (0, 1)), used).fits(MIXED)
     assert not Timeline((), ((0, 1), (8, 9)), used).fits(MIXED)

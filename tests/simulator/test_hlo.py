@@ -53,15 +53,15 @@ ALL = (tuple(range(8)),)
         ("mesh['d'=2,'m'=4] {'d'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
         ("mesh['d'=2,'m'=4] {'d','m'}", ALL),
         ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", ((0, 4, 1, 5), (2, 6, 3, 7))),
-        # The halves of an axis: coordinate = 2 * major + minor.
+        # halves of an axis: coordinate = 2 * major + minor
         ("mesh['d'=2,'m'=4] {'m':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
         ("mesh['d'=2,'m'=4] {'m':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
-        # The mesh lists its devices in another order.
+        # the mesh lists its devices in another order
         ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
         ("mesh['a'=2,'b'=2], device_ids=([0,2,1,3]) {'b'}", ((0, 2), (1, 3))),
     ],
 )
-def test_every_notation_of_device_groups_is_read(text, groups):
+def test_every_notation_of_device_groups_is_parsed(text, groups):
     start, _ = parse(
         "%p = f32[4]{0} parameter(0)",
         f"ROOT %r = f32[4]{{0}} all-reduce(%p), channel_id=1, replica_groups={text}, to_apply=%add",
@@ -71,7 +71,7 @@ def test_every_notation_of_device_groups_is_read(text, groups):
 
 @pytest.mark.parametrize(
     ("line", "kind", "num_bytes"),
-    [  # 4 floats of operand, groups of 8.
+    [  # an operand of 4 floats, groups of 8
         ("f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add", "all_reduce", 16),
         ("f32[32]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}", "all_gather", 128),
         (
@@ -87,7 +87,7 @@ def test_every_notation_of_device_groups_is_read(text, groups):
         ("f32[4]{0} collective-broadcast(%p), replica_groups={{0,1,2,3}}", "all_gather", 16),
     ],
 )
-def test_a_collective_without_a_start_blocks_and_counts_the_whole_array(line, kind, num_bytes):
+def test_a_synchronous_collective_blocks_and_counts_the_whole_array(line, kind, num_bytes):
     start, done = parse("%p = f32[4]{0} parameter(0)", f"ROOT %r = {line}")
     assert (start.collective.kind, start.collective.num_bytes) == (kind, num_bytes)
     assert done == Done("r")
@@ -110,7 +110,7 @@ def test_a_permute_keeps_its_pairs():
     assert start.collective == Collective("r", "collective_permute", 16, ((0, 1), (1, 0)))
 
 
-def test_work_between_start_and_done_stays_between_them():
+def test_work_between_start_and_done_overlaps_with_the_collective():
     body = parse(
         "%p = f32[4]{0} parameter(0)",
         "%s = ((f32[4]{0}), f32[32]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}",
@@ -124,7 +124,7 @@ def test_work_between_start_and_done_stays_between_them():
     )
 
 
-def test_a_start_marked_synchronous_is_waited_for_at_once():
+def test_a_start_that_is_marked_synchronous_blocks():
     body = parse(
         "%p = f32[4]{0} parameter(0)",
         "%s = f32[4]{0} all-reduce-start(%p), replica_groups={}, to_apply=%add, "
@@ -253,10 +253,10 @@ def test_a_fusion_that_slices_reads_the_slice():
         ARRAY, INDEX, ZERO, "%e = f32[100,4]{1,0} exponential(%a)",
         "%s = f32[1,4]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={1,4}", "ROOT %b = f32[4]{0} bitcast(%s)",
     )  # fmt: skip
-    assert kernel.bytes == 16 + 16 + 4  # Slice, result and index.
+    assert kernel.bytes == 16 + 16 + 4  # slice, result and index
 
 
-def test_a_fusion_that_updates_in_place_touches_the_update():
+def test_a_fusion_that_updates_in_place_moves_only_the_update():
     kernel = fused(
         ARRAY, INDEX, ZERO, "%c = f32[] constant(1)", "%u = f32[1,4]{1,0} broadcast(%c), dimensions={}",
         "ROOT %d = f32[100,4]{1,0} dynamic-update-slice(%a, %u, %i, %zero)", result="f32[100,4]{1,0}",
@@ -264,7 +264,7 @@ def test_a_fusion_that_updates_in_place_touches_the_update():
     assert kernel.bytes == 16 + 4
 
 
-def test_a_fusion_that_updates_what_it_computed_writes_everything():
+def test_a_fusion_that_updates_its_own_result_writes_the_whole_array():
     kernel = fused(
         ARRAY, INDEX, ZERO, "%n = f32[100,4]{1,0} negate(%a)", "%c = f32[] constant(1)",
         "%u = f32[1,4]{1,0} broadcast(%c), dimensions={}",
@@ -273,7 +273,7 @@ def test_a_fusion_that_updates_what_it_computed_writes_everything():
     assert kernel.bytes == 99 * 16 + 1600 + 4
 
 
-def test_a_fusion_that_scatters_reads_and_writes_the_rows_it_hits():
+def test_a_fusion_that_scatters_reads_and_writes_only_the_updated_rows():
     kernel = fused(
         ARRAY, "%i = s32[3,1]{1,0} parameter(1)", "%c = f32[] constant(1)",
         "%u = f32[3,1,4]{2,1,0} broadcast(%c), dimensions={}",
@@ -335,12 +335,8 @@ def test_a_ragged_product_counts_the_group_of_each_row() -> None:
     )
     moved = 2 * (64 * 32 + 4 * 32 * 16 + 64 * 16) + 4 * 4
     assert parse(*operands, *expert) == (Kernel("r", "gemm", 2 * 64 * 32 * 16, moved, "bf16"),)
-    inner = RAGGED % (
-        0,
-        0,
-        0,
-        "",
-    )  # Gradients of the experts: each row is added to one of four results.
+    # in the gradient of the experts, each row is added to one of four results
+    inner = RAGGED % (0, 0, 0, "")
     gradient = (
         "%b = bf16[64,16]{1,0} parameter(2)",
         f"%r = bf16[4,32,16]{{2,1,0}} ragged-dot(%a, %b, %n), {inner}",
@@ -349,7 +345,7 @@ def test_a_ragged_product_counts_the_group_of_each_row() -> None:
     assert kernel.flops == 2 * 64 * 32 * 16
 
 
-def test_a_ragged_product_in_a_fusion_or_by_cublas_is_the_same() -> None:
+def test_a_ragged_product_in_a_fusion_or_by_cublas_is_the_same_gemm() -> None:
     shapes = (
         "%a = bf16[64,32]{1,0} parameter(0)",
         "%b = bf16[4,32,16]{2,1,0} parameter(1)",
@@ -378,7 +374,7 @@ def test_a_ragged_product_in_a_fusion_or_by_cublas_is_the_same() -> None:
     assert fused == called == Kernel("k", "gemm", 2 * 64 * 32 * 16, moved, "bf16")
 
 
-def test_a_kernel_written_in_triton_tells_nothing_but_its_bytes() -> None:
+def test_a_kernel_written_in_triton_is_unmodelled_with_its_bytes() -> None:
     line = 'ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", backend_config="{grid_x = 1}"'
     assert parse("%p = f32[4]{0} parameter(0)", line) == (
         Kernel("r", "memory", 0.0, 32, unmodelled="custom-call __gpu$xla.gpu.triton"),
@@ -393,7 +389,7 @@ def test_an_asynchronous_copy_is_one_kernel():
     ) == (Kernel("s", "memory", 0, 32),)
 
 
-def test_a_call_is_what_it_calls():
+def test_a_call_is_replaced_by_the_called_computation():
     called = "%twice (a: f32[4]) -> f32[4] {\n  %a = f32[4]{0} parameter(0)\n  ROOT %n = f32[4]{0} negate(%a)\n}\n"
     body = parse(
         "%p = f32[4]{0} parameter(0)",
@@ -403,7 +399,7 @@ def test_a_call_is_what_it_calls():
     assert body == (Kernel("n", "memory", 0, 32),)
 
 
-def test_names_cost_nothing():
+def test_bitcasts_tuples_and_constants_cost_nothing():
     assert parse(
         "%p = f32[4]{0} parameter(0)", "%c = f32[] constant(1)", "%b = f32[2,2]{1,0} bitcast(%p)",
         "%t = (f32[4]{0}, f32[2,2]{1,0}) tuple(%p, %b)", "ROOT %g = f32[4]{0} get-tuple-element(%t), index=0",
@@ -491,12 +487,12 @@ def test_a_loop_of_unknown_length_is_refused():
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "HloModule"), ("HloModule m\n", "ENTRY")])
-def test_text_that_is_no_module_is_refused(text, message):
+def test_text_without_a_module_is_refused(text, message):
     with pytest.raises(HloError, match=message):
         parse_hlo(text)
 
 
-def test_a_line_that_is_not_understood_is_shown():
+def test_the_error_of_an_invalid_line_shows_it():
     with pytest.raises(HloError, match=r"line 10 is not understood: '%p = nonsense'"):
         parse("%p = nonsense")
 
@@ -504,7 +500,7 @@ def test_a_line_that_is_not_understood_is_shown():
 # Parts of a training step
 
 
-def test_kernels_are_of_the_part_that_their_names_tell() -> None:
+def test_the_op_name_of_a_kernel_gives_its_training_phase() -> None:
     names = [
         "jit(step)/jvp(Net)/mul",
         "jit(step)/transpose(jvp(Net))/jvp(Net)/rematted_computation/mul",
@@ -516,5 +512,5 @@ def test_kernels_are_of_the_part_that_their_names_tell() -> None:
         for i, name in enumerate(names)
     ]
     lines.insert(2, "%copy = f32[4]{0} copy(%k1)")
-    found = parse("%p = f32[4]{0} parameter(0)", *lines)
-    assert [op.phase for op in found] == ["forward", "recompute", "recompute", "backward", "update"]
+    ops = parse("%p = f32[4]{0} parameter(0)", *lines)
+    assert [op.phase for op in ops] == ["forward", "recompute", "recompute", "backward", "update"]

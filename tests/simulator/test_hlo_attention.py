@@ -19,7 +19,7 @@ STATISTICS = f"f32[{BATCH},{HEADS},{QUERIES}]"
 SCORES = [str(size) for size in (BATCH, HEADS, QUERIES, KEYS)]
 
 
-def config(mask: str = "NO_MASK", **more: object) -> str:
+def config(mask: str = "NO_MASK", **fields: object) -> str:
     shape = {
         "element_type": "BF16",
         "dimensions": SCORES,
@@ -29,7 +29,7 @@ def config(mask: str = "NO_MASK", **more: object) -> str:
         "algorithm": {"algo_id": "0"},
         "intermediate_tensor_shape": shape,
         "mask_type": mask,
-        **more,
+        **fields,
     }
     return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": inner})
 
@@ -58,15 +58,14 @@ STATISTICS_BYTES = 4 * BATCH * HEADS * QUERIES
 
 
 @pytest.mark.parametrize("target", ["__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmaxDropout"])
-def test_the_forward_pass_is_two_products(target: str) -> None:
+def test_the_forward_pass_has_the_flop_of_two_products(target: str) -> None:
     flops = 2 * 2 * BATCH * HEADS * QUERIES * KEYS * SIZE
-    moved = (
-        2 * QUERY_BYTES + 2 * KEY_BYTES + STATISTICS_BYTES
-    )  # Queries, results, keys and values; no scratch memory.
+    # queries, results, keys, values and statistics, without scratch memory
+    moved = 2 * QUERY_BYTES + 2 * KEY_BYTES + STATISTICS_BYTES
     assert call(target, config()) == Kernel("f", "attention", flops, moved, "bf16")
 
 
-def test_the_backward_pass_is_five_products() -> None:
+def test_the_backward_pass_has_the_flop_of_five_products() -> None:
     flops = 5 * 2 * BATCH * HEADS * QUERIES * KEYS * SIZE
     moved = 4 * QUERY_BYTES + 4 * KEY_BYTES + STATISTICS_BYTES
     assert call("__cudnn$fmhaSoftmaxBackward", config()) == Kernel(
@@ -85,7 +84,7 @@ def test_the_backward_pass_is_five_products() -> None:
         ("CAUSAL", 100, 36),
     ],
 )
-def test_what_is_masked_is_not_computed(mask: str, window: int, pairs: int) -> None:
+def test_masked_pairs_have_no_flop(mask: str, window: int, pairs: int) -> None:
     kernel = call("__cudnn$fmhaSoftmax", config(mask, sliding_window_length=window))
     assert kernel.flops == 2 * 2 * BATCH * HEADS * pairs * SIZE
 
@@ -110,7 +109,7 @@ def test_what_is_masked_is_not_computed(mask: str, window: int, pairs: int) -> N
         ),
     ],
 )
-def test_a_configuration_that_does_not_tell_the_sizes_is_shown(
+def test_the_error_of_a_configuration_without_sizes_shows_the_call(
     backend_config: str, message: str
 ) -> None:
     with pytest.raises(HloError, match=f"^HLO line 15, %f = custom-call.*{message}"):
@@ -118,7 +117,7 @@ def test_a_configuration_that_does_not_tell_the_sizes_is_shown(
 
 
 @pytest.mark.parametrize("name", ["dgx_a100_80", "dgx_h100"])
-def test_it_takes_what_the_formulas_say(name: str) -> None:
+def test_seconds_of_fused_attention_equal_those_of_the_closed_form(name: str) -> None:
     batch, heads, length, size = 2, 16, 4096, 128
     pairs = batch * heads * length * (length + 1) // 2
     arrays = 2 * batch * heads * length * size

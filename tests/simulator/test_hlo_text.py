@@ -35,7 +35,7 @@ P, Q = "%p = f32[4]{0} parameter(0)", "%q = f32[4,4]{1,0} parameter(1)"
         (module("%p = f7[4]{0} parameter(0)"), "line 10: unknown element type 'f7'"),
     ],
 )
-def test_a_module_that_is_none_is_refused(text: str, message: str) -> None:
+def test_an_invalid_module_is_refused_with_the_line(text: str, message: str) -> None:
     for read in (parse_hlo, memory_roles_at_peak):
         with pytest.raises(HloError, match=message):
             read(text)
@@ -86,7 +86,7 @@ CUBLAS = (
         ),
     ],
 )
-def test_an_instruction_that_can_not_be_is_shown(line: str, message: str) -> None:
+def test_the_error_of_an_invalid_instruction_shows_it(line: str, message: str) -> None:
     text = module(P, Q, "%i = s32[] parameter(2)", line)
     with pytest.raises(HloError, match=f"^HLO line 13, %r = .*{message}"):
         parse_hlo(text)
@@ -117,12 +117,12 @@ def test_an_instruction_that_can_not_be_is_shown(line: str, message: str) -> Non
         ),
     ],
 )
-def test_groups_that_can_not_be_are_shown(groups: str, message: str) -> None:
+def test_the_error_of_invalid_device_groups_shows_them(groups: str, message: str) -> None:
     with pytest.raises(HloError, match=f"^HLO line 11, %r = all-reduce.*device groups .*{message}"):
         parse(P, f"%r = f32[4]{{0}} all-reduce(%p), {groups}, to_apply=%add")
 
 
-def test_what_is_sent_is_counted_as_unknown_once() -> None:
+def test_an_asynchronous_pair_of_unknown_cost_is_counted_once() -> None:
     sent = (
         P,
         "%t = token[] after-all()",
@@ -136,7 +136,7 @@ def test_what_is_sent_is_counted_as_unknown_once() -> None:
     assert unmodelled_kernels(parse(*sent)) == {"send": 1, "recv": 1, "frobnicate-start": 1}
 
 
-def test_an_element_of_no_number_is_shown() -> None:
+def test_the_error_of_a_tuple_element_without_index_shows_it() -> None:
     text = module(P, "%t = (f32[4]{0}) tuple(%p)", "ROOT %g = f32[4]{0} get-tuple-element(%t)")
     with pytest.raises(
         HloError, match=r"line 12, %g = .*does not say which element; expected e\.g\. index=0"
@@ -151,19 +151,19 @@ _TOKEN = re.compile(r"[\w.]+|[^\w\s]|\s+")
 
 
 @st.composite
-def damaged(draw: st.DrawFn) -> str:
+def damaged_texts(draw: st.DrawFn) -> str:
     """Draw a sample with one to three of its lines or words removed, doubled or replaced."""
     text = SAMPLES[draw(st.sampled_from(sorted(SAMPLES)))]
     for _ in range(draw(st.integers(1, 3))):
         parts = draw(st.sampled_from([text.splitlines(keepends=True), _TOKEN.findall(text)]))
         indices = st.integers(0, len(parts) - 1)
-        at = draw(indices)
-        parts[at] = draw(st.sampled_from(["", 2 * parts[at], parts[draw(indices)]]))
+        position = draw(indices)
+        parts[position] = draw(st.sampled_from(["", 2 * parts[position], parts[draw(indices)]]))
         text = "".join(parts)
     return text
 
 
-@given(damaged())
+@given(damaged_texts())
 @settings(max_examples=300, deadline=None)
 def test_damaged_text_is_read_or_refused(text: str) -> None:
     for read in (parse_hlo, memory_roles_at_peak):

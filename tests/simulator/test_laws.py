@@ -53,10 +53,10 @@ def upgrades(draw: st.DrawFn) -> tuple[Hardware, Hardware]:
         *({key: draw(speed) for key in keys} for keys in (KINDS, (NEAR, FAR), (NEAR, FAR)))
     )
     flop, byte = (
-        {key: draw(less) * each for key, each in kind.items()} for kind in (slow.flop, slow.byte)
+        {key: draw(less) * value for key, value in kind.items()} for kind in (slow.flop, slow.byte)
     )
     return slow, Hardware(
-        flop, byte, {key: 1 + draw(less) * (each - 1) for key, each in slow.factor.items()}
+        flop, byte, {key: 1 + draw(less) * (value - 1) for key, value in slow.factor.items()}
     )
 
 
@@ -66,12 +66,12 @@ def overlapping(draw: st.DrawFn) -> OpList:
     body: list[Op] = []
     running: list[str] = []
     sizes = st.integers(0, 9)
-    for n, what in enumerate(
+    for n, choice in enumerate(
         draw(st.lists(st.sampled_from(["kernel", "start", "start", "done"]), max_size=9))
     ):
-        if what == "kernel":
+        if choice == "kernel":
             body.append(Kernel("k", draw(st.sampled_from(KINDS)), draw(sizes), 0))
-        elif what == "start":
+        elif choice == "start":
             running.append(f"g{n}")
             body.append(
                 Start(
@@ -90,7 +90,7 @@ def makespan(program: Program, costs: CostModel, dispatch: float = 0.0) -> float
 
 
 @given(st.lists(overlapping(), min_size=1, max_size=4), upgrades())
-def test_a_mesh_is_never_slower_for_faster_hardware(
+def test_a_mesh_is_never_slower_on_faster_hardware(
     tasks: list[OpList], hardware: tuple[Hardware, Hardware]
 ) -> None:
     named = {f"{i}F": body for i, body in enumerate(tasks)}
@@ -100,7 +100,7 @@ def test_a_mesh_is_never_slower_for_faster_hardware(
 
 
 @given(programs(), upgrades(), st.sampled_from([0.0, 0.5]))
-def test_pipelines_of_tasks_that_wait_for_what_they_start_are_never_slower_for_faster_hardware(
+def test_pipelines_whose_tasks_wait_for_their_collectives_are_never_slower_on_faster_hardware(
     program: Program, hardware: tuple[Hardware, Hardware], dispatch: float
 ) -> None:
     slow, fast = (makespan(program, costs, dispatch) for costs in hardware)
@@ -108,7 +108,7 @@ def test_pipelines_of_tasks_that_wait_for_what_they_start_are_never_slower_for_f
 
 
 @given(programs(), st.lists(overlapping(), min_size=3, max_size=3), upgrades())
-def test_other_pipelines_are_slower_by_the_slowdown_at_most(
+def test_other_pipelines_are_slower_by_at_most_the_contention_factor(
     program: Program, tasks: list[OpList], hardware: tuple[Hardware, Hardware]
 ) -> None:
     program = replace(program, bodies={f"{i}F": body for i, body in enumerate(tasks)})
@@ -116,10 +116,10 @@ def test_other_pipelines_are_slower_by_the_slowdown_at_most(
     assert fast <= slow * max(hardware[1].factor.values()) * (1 + 1e-9)
 
 
-def test_a_send_that_comes_before_the_end_of_a_gather_can_make_a_faster_network_slower() -> None:
-    """The bound is needed: a slower network starts the second gather after the second send.
+def test_a_faster_network_can_be_slower_if_a_send_precedes_the_end_of_a_gather() -> None:
+    """A slower network starts the second gather after the second send.
 
-    There it does not slow the product.
+    Then the gather does not overlap with the product, and does not slow it.
     """
     tasks = {"0F": (start(10, "a"),), "1F": (start(5, "b"), compute(11)), "2F": (compute(100),)}
     row = (Run(0, "F"), Send("x", 1, 2), Run(1, "F"), Send("y", 1, 2), Run(2, "F"))
@@ -133,7 +133,7 @@ def test_a_send_that_comes_before_the_end_of_a_gather_can_make_a_faster_network_
     )
 
 
-def test_beyond_a_slowdown_of_two_no_law_holds_so_cluster_files_have_none() -> None:
+def test_a_contention_factor_above_two_is_refused_because_laws_do_not_hold() -> None:
     """Concurrency is then slower than serial execution, and anything that adds concurrency, too."""
     near, far = (
         Start(Collective(name, "all_gather", 5, groups))

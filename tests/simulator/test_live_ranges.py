@@ -16,8 +16,8 @@ def live_ranges(draw: st.DrawFn) -> LiveRange:
     return LiveRange(first, last, draw(st.integers(0, 99)), draw(st.sampled_from(ROLES)))
 
 
-def walked(ranges: list[LiveRange]) -> list[dict[str, float]]:
-    """Bytes by role at each point."""
+def sizes_by_walking(ranges: list[LiveRange]) -> list[dict[str, float]]:
+    """Return the bytes by role at each point."""
     points = []
     for point in range(POINTS):
         sizes: dict[str, float] = {}
@@ -29,10 +29,10 @@ def walked(ranges: list[LiveRange]) -> list[dict[str, float]]:
 
 
 @given(st.lists(live_ranges()))
-def test_what_is_live_is_what_a_walk_finds(ranges: list[LiveRange]) -> None:
-    totals = [sum(sizes.values()) for sizes in walked(ranges)]
+def test_live_bytes_and_roles_equal_those_of_a_walk_over_points(ranges: list[LiveRange]) -> None:
+    totals = [sum(sizes.values()) for sizes in sizes_by_walking(ranges)]
     assert list(live_bytes((live[:3] for live in ranges), POINTS)) == totals
-    assert roles_at_peak(ranges, POINTS) == walked(ranges)[totals.index(max(totals))]
+    assert roles_at_peak(ranges, POINTS) == sizes_by_walking(ranges)[totals.index(max(totals))]
 
 
 @given(st.lists(live_ranges()), st.integers(0, POINTS - 1), st.integers(0, 99))
@@ -42,12 +42,12 @@ def test_a_called_program_adds_its_peak_at_its_point(ranges, point, inner) -> No
     assert roles_at_peak(ranges, POINTS, called) == roles_at_peak(ranges_with_call, POINTS)
 
 
-def test_only_the_points_asked_for_count() -> None:
+def test_the_peak_is_among_the_given_points() -> None:
     ranges = [LiveRange(0, 0, 9, "parameters"), LiveRange(2, 3, 4, "activations")]
     assert roles_at_peak(ranges, POINTS, among=(1, 2, 3)) == {"activations": 4}
 
 
-def test_a_role_follows_from_who_writes_and_reads() -> None:
+def test_a_role_follows_from_the_phases_that_write_and_read() -> None:
     assert role_of_value({"forward"}, {"forward", "backward"}) == "activations"
     assert role_of_value({"backward"}, {"other"}) == "gradients"
     assert role_of_value({"forward"}, {"other"}) == "temporaries"

@@ -12,45 +12,45 @@ def named(name: str) -> str:
 FORWARD, BACKWARD, UPDATE = map(named, ("jvp(f)", "transpose(jvp(f))", "sgd"))
 
 
-def held(*lines: str, computations: str = ADD) -> dict[Role, float]:
+def roles_at_peak(*lines: str, computations: str = ADD) -> dict[Role, float]:
     return memory_roles_at_peak(
         module("%p = f32[4]{0} parameter(0)", *lines, computations=computations)
     )
 
 
-def test_what_the_backward_pass_reads_of_the_forward_pass_is_an_activation() -> None:
-    assert held(
+def test_forward_values_that_the_backward_pass_reads_are_activations() -> None:
+    assert roles_at_peak(
         f"%a = f32[4]{{0}} negate(%p), {FORWARD}",
         f"%b = f32[2]{{0}} slice(%a), {FORWARD}",
         f"%c = f32[4]{{0}} multiply(%a, %b), {BACKWARD}",
         f"ROOT %r = f32[4]{{0}} subtract(%p, %c), {UPDATE}",
-    ) == {"activations": 16 + 8, "gradients": 16}  # %b lives until %c is computed.
+    ) == {"activations": 16 + 8, "gradients": 16}  # %b lives until %c is computed
 
 
-def test_what_only_the_next_kernel_reads_is_temporary() -> None:
-    assert held(
+def test_forward_values_that_only_the_next_kernel_reads_are_temporary() -> None:
+    assert roles_at_peak(
         f"%a = f32[4]{{0}} negate(%p), {FORWARD}",
         f"%b = f32[4]{{0}} negate(%a), {FORWARD}",
         f"ROOT %r = f32[4]{{0}} negate(%b), {FORWARD}",
     ) == {"temporaries": 32}
 
 
-def test_arguments_and_results_are_counted_elsewhere() -> None:
+def test_arguments_and_results_have_no_role() -> None:
     lines = "%a = f32[4]{0} negate(%p)", "%b = f32[4]{0} bitcast(%a)"
-    assert held(*lines, "ROOT %t = (f32[4]{0}, f32[4]{0}) tuple(%p, %b)") == {}
+    assert roles_at_peak(*lines, "ROOT %t = (f32[4]{0}, f32[4]{0}) tuple(%p, %b)") == {}
 
 
-def test_what_completes_to_a_gradient_is_one() -> None:
+def test_partial_gradients_before_their_all_reduce_are_gradients() -> None:
     reduce = "replica_groups={}, to_apply=%add"
-    assert held(
+    assert roles_at_peak(
         f"%g = f32[4]{{0}} negate(%p), {BACKWARD}",
         f"%s = f32[4]{{0}} all-reduce(%g), {reduce}, {BACKWARD}",
         f"ROOT %r = f32[4]{{0}} subtract(%p, %s), {UPDATE}",
     ) == {"gradients": 32}
 
 
-def test_gathered_copies_are_for_communication_while_they_are_on_their_way_too() -> None:
-    assert held(
+def test_gathered_copies_are_communication_from_the_start_of_their_gather() -> None:
+    assert roles_at_peak(
         "%s = (f32[4]{0}, f32[32]{0}) all-gather-start(%p), replica_groups={}, dimensions={0}",
         "%k = f32[4]{0} negate(%p)",
         "%d = f32[32]{0} all-gather-done(%s)",
@@ -58,9 +58,9 @@ def test_gathered_copies_are_for_communication_while_they_are_on_their_way_too()
     ) == {"communication": 128, "temporaries": 16}
 
 
-def test_a_result_written_over_an_operand_takes_no_room() -> None:
+def test_a_result_that_aliases_an_operand_needs_no_memory() -> None:
     over = 'custom_call_target="f", output_to_operand_aliasing={{0}: (1, {})}'
-    assert held(
+    assert roles_at_peak(
         f"%a = f32[4]{{0}} negate(%p), {FORWARD}",
         f"%c = (f32[4]{{0}}, s8[8]{{0}}) custom-call(%p, %a), {over}, {FORWARD}",
         "%g = f32[4]{0} get-tuple-element(%c), index=0",
@@ -86,9 +86,9 @@ LOOP = """
 """
 
 
-def test_what_a_loop_adds_up_is_carried_and_what_an_iteration_needs_comes_on_top() -> None:
+def test_a_loop_has_its_carry_and_the_values_of_one_iteration() -> None:
     loop = LOOP.replace("FORWARD", FORWARD).replace("BACKWARD", BACKWARD).replace("UPDATE", UPDATE)
-    assert held(
+    assert roles_at_peak(
         '%z = f32[4]{0} broadcast(), metadata={op_name="jit(f)/zeros"}',
         "%i = (f32[4]{0}, f32[4]{0}) tuple(%p, %z)",
         "%w = (f32[4]{0}, f32[4]{0}) while(%i), condition=%condition, body=%body, "
@@ -99,6 +99,6 @@ def test_what_a_loop_adds_up_is_carried_and_what_an_iteration_needs_comes_on_top
     ) == {"gradients": 16 + 16, "activations": 24}
 
 
-def test_compiled_programs_are_read() -> None:
+def test_compiled_programs_have_roles() -> None:
     for path in DATA.glob("*.hlo.txt"):
         assert sum(memory_roles_at_peak(path.read_text()).values()) > 0

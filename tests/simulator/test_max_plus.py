@@ -12,7 +12,7 @@ from simulator.work import Done, Loop
 from tests.simulator.bodies import COSTS, compute, start
 
 
-def test_a_collective_beside_a_kernel_by_hand() -> None:
+def test_the_map_of_a_collective_beside_a_kernel_equals_values_by_hand() -> None:
     # The task computes for 1 s, gathers for 5 s once both streams are free, computes for 2 s beside
     # it, and waits for the gather.
     body = (compute(1), start(5), compute(2), Done("gather"))
@@ -20,7 +20,7 @@ def test_a_collective_beside_a_kernel_by_hand() -> None:
     assert effect == MaxPlusMap(compute=(6, 5, -inf), within=(6, 5, -inf))
 
 
-def test_nothing_has_no_effect() -> None:
+def test_an_empty_task_is_the_identity() -> None:
     assert max_plus_map(()) == MaxPlusMap() == MaxPlusMap.task(0)
     assert MaxPlusMap.transfer(0).then(MaxPlusMap.transfer(2)) == MaxPlusMap(between=(2, -inf, 2))
     assert MaxPlusMap().compute == (0, -inf, -inf)
@@ -32,22 +32,20 @@ effects = st.builds(MaxPlusMap, rows, rows, rows)
 
 
 @given(effects, effects, effects)
-def test_effects_follow_one_another_in_any_grouping(
-    one: MaxPlusMap, two: MaxPlusMap, three: MaxPlusMap
-) -> None:
+def test_composition_is_associative(one: MaxPlusMap, two: MaxPlusMap, three: MaxPlusMap) -> None:
     assert one.then(two).then(three) == one.then(two.then(three))
     assert one.then(MaxPlusMap()) == one == MaxPlusMap().then(one)
 
 
 @given(effects, st.integers(0, 9))
-def test_a_loop_is_its_body_again_and_again(effect: MaxPlusMap, count: int) -> None:
+def test_the_power_of_a_map_is_repeated_composition(effect: MaxPlusMap, count: int) -> None:
     repeated = MaxPlusMap()
     for _ in range(count):
         repeated = repeated.then(effect)
     assert effect.times(count) == repeated
 
 
-def test_what_another_turn_started_is_not_waited_for() -> None:
+def test_waiting_for_a_collective_of_another_task_is_refused() -> None:
     with pytest.raises(
         ValueError, match="waits for collective 'gather', which the same task has not started"
     ):

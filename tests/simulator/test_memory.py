@@ -11,30 +11,30 @@ PARTS = st.dictionaries(ROLES, st.floats(0, 1e9), max_size=4)
 
 
 @given(PARTS, st.integers(0, 10**9))
-def test_parts_are_made_to_sum_up_to_the_total(parts, total: int) -> None:
-    found = apportion(parts, total, "temporaries")
-    assert sum(found.values()) == total
-    assert all(size > 0 for size in found.values())
+def test_apportioned_parts_sum_up_to_the_total(parts, total: int) -> None:
+    apportioned = apportion(parts, total, "temporaries")
+    assert sum(apportioned.values()) == total
+    assert all(size > 0 for size in apportioned.values())
 
 
 @given(PARTS, st.integers(0, 10**6))
-def test_parts_that_fit_keep_their_size(parts, more: int) -> None:
+def test_parts_that_fit_keep_their_size(parts, remainder: int) -> None:
     parts = {role: int(size) for role, size in parts.items() if int(size)}
-    rest = {"temporaries": more} if more else {}
-    assert apportion(parts, sum(parts.values()) + more, "temporaries") == parts | rest
+    rest = {"temporaries": remainder} if remainder else {}
+    assert apportion(parts, sum(parts.values()) + remainder, "temporaries") == parts | rest
 
 
-def test_parts_that_are_too_many_shrink_alike() -> None:
+def test_parts_that_exceed_the_total_shrink_in_proportion() -> None:
     assert apportion({"gradients": 30, "activations": 10}, 20, "temporaries") == {
         "gradients": 15,
         "activations": 5,
     }
 
 
-def test_roles_tell_what_the_compiler_counted() -> None:
+def test_roles_sum_up_to_the_bytes_of_the_compiler() -> None:
     use = MemoryUse(arguments=10, outputs=7, aliased=6, temporaries=4)
-    found = with_roles(use, {"parameters": 6, "optimizer": 3}, {"activations": 3})
-    assert found.roles == {
+    use_with_roles = with_roles(use, {"parameters": 6, "optimizer": 3}, {"activations": 3})
+    assert use_with_roles.roles == {
         "parameters": 6,
         "optimizer": 3,
         "inputs": 1,
@@ -42,8 +42,8 @@ def test_roles_tell_what_the_compiler_counted() -> None:
         "activations": 3,
         "temporaries": 1,
     }
-    assert found.parts() == found.roles
-    assert found.total == use.total == 15
+    assert use_with_roles.parts() == use_with_roles.roles
+    assert use_with_roles.total == use.total == 15
 
 
 def test_roles_that_do_not_sum_up_are_refused() -> None:
@@ -51,7 +51,7 @@ def test_roles_that_do_not_sum_up_are_refused() -> None:
         MemoryUse(arguments=4, roles={"parameters": 3})
 
 
-def test_without_roles_the_compiler_s_own_parts_are_given() -> None:
+def test_without_roles_the_parts_are_those_of_the_compiler() -> None:
     assert MemoryUse(arguments=7, outputs=5, aliased=5, temporaries=2).parts() == {
         "arguments": 7,
         "outputs": 0,
@@ -59,5 +59,5 @@ def test_without_roles_the_compiler_s_own_parts_are_given() -> None:
     }
 
 
-def test_levels_add_up_role_by_role() -> None:
+def test_levels_are_summed_by_role() -> None:
     assert sum_roles({"inputs": 1}, {"inputs": 2, "outputs": 3}) == {"inputs": 3, "outputs": 3}

@@ -42,7 +42,7 @@ def wait(seconds: float) -> Kernel:
     return Kernel("dot", "memory", 0, 0, seconds=seconds)
 
 
-def sent(timeline: Timeline) -> dict[str, object]:
+def send_times(timeline: Timeline) -> dict[str, object]:
     spans = [span for span in timeline.spans if span.category == "send"]
     return {span.name: (pytest.approx(span.start), pytest.approx(span.end)) for span in spans}
 
@@ -58,22 +58,25 @@ def two_sends(late: float = 0.0, num_bytes: int = 10**9) -> Program:
     return Program(((0,), (1,), (2,), (3,)), rows, {"0F": (wait(late),)})
 
 
-def test_messages_of_two_meshes_through_one_card_take_twice_as_long() -> None:
-    assert sent(simulate(two_sends(), toy(nics=2))) == {"send x>2": (0, 1), "send y>3": (0, 1)}
+def test_messages_of_two_meshes_through_one_nic_take_twice_as_long() -> None:
+    assert send_times(simulate(two_sends(), toy(nics=2))) == {
+        "send x>2": (0, 1),
+        "send y>3": (0, 1),
+    }
     timeline = simulate(two_sends(), toy(nics=1))
-    assert sent(timeline) == {"send x>2": (0, 2), "send y>3": (0, 2)}
+    assert send_times(timeline) == {"send x>2": (0, 2), "send y>3": (0, 2)}
     assert {arrow.value: arrow.received for arrow in timeline.arrows} == {"x": 2, "y": 2}
 
 
-def test_they_share_it_only_while_both_are_on_their_way() -> None:
+def test_messages_share_a_nic_only_while_they_overlap() -> None:
     # x has the NIC for 0.5 s; both have half of it for 1 s, in which x sends its other half; y has
     # it for 0.5 s.
-    assert sent(simulate(two_sends(late=0.5), toy())) == {
+    assert send_times(simulate(two_sends(late=0.5), toy())) == {
         "send x>2": (0, 1.5),
         "send y>3": (0.5, 2),
     }
     # y is small: it takes 0.4 s from 0.5 s on, and x sends its last 0.3 GB alone.
-    assert sent(simulate(two_sends(0.5, 2 * 10**8), toy())) == {
+    assert send_times(simulate(two_sends(0.5, 2 * 10**8), toy())) == {
         "send x>2": (0, 1.2),
         "send y>3": (0.5, 0.9),
     }
@@ -81,32 +84,32 @@ def test_they_share_it_only_while_both_are_on_their_way() -> None:
 
 def test_latency_is_not_shared() -> None:
     timeline = simulate(two_sends(), toy(latency_us=1e5))
-    assert sent(timeline) == {"send x>2": (0, 2.1), "send y>3": (0, 2.1)}
+    assert send_times(timeline) == {"send x>2": (0, 2.1), "send y>3": (0, 2.1)}
 
 
-def test_a_card_goes_both_ways_at_full_speed() -> None:
+def test_a_nic_is_full_duplex() -> None:
     rows = (Send("x", 1, 10**9), Recv("y", 1)), (Send("y", 0, 10**9), Recv("x", 0))
     program = Program(((0,), (2,)), rows)
     assert not shared_nics_of(program, enumerate(row[0] for row in rows), ClusterCosts(toy()))
     assert simulate(program, toy()).makespan == pytest.approx(1)
 
 
-def test_what_comes_from_two_hosts_into_one_shares_its_card() -> None:
+def test_messages_from_two_hosts_share_the_nic_of_their_receiver() -> None:
     rows = (Send("x", 2, 10**9),), (Send("y", 2, 10**9),), (Recv("x", 0), Recv("y", 1))
     program = Program(((0,), (2,), (4,)), rows)
     assert simulate(program, toy(3)).makespan == pytest.approx(2)
     assert Clock.of(program).makespan(ClusterCosts(toy(3))) == pytest.approx(2)
 
 
-def test_what_a_mesh_sends_goes_one_after_the_other_and_then_meets_others() -> None:
+def test_messages_of_a_mesh_are_serial_and_share_nics_with_other_meshes() -> None:
     # Mesh 0 sends x, then z. x and y share the NIC until 2 s; z has it alone.
     first, *others = two_sends().instructions
     rows = (*first, Send("z", 2, 10**9)), others[0], (*others[1], Recv("z", 0)), others[2]
     timeline = simulate(replace(two_sends(), instructions=rows), toy())
-    assert sent(timeline) == {"send x>2": (0, 2), "send y>3": (0, 2), "send z>2": (2, 3)}
+    assert send_times(timeline) == {"send x>2": (0, 2), "send y>3": (0, 2), "send z>2": (2, 3)}
 
 
-def test_a_collective_between_hosts_follows_what_its_mesh_sent_before() -> None:
+def test_a_collective_between_hosts_follows_earlier_messages_of_its_mesh() -> None:
     # Alone, y (from two devices into one NIC) takes 2 s and x 1 s. Together, x arrives at 2 s and y
     # at 3 s. Then two devices exchange 1 GB each.
     far: OpList = (wait(0.5), Start(Collective("far", "all_gather", 2e9, ((0, 1),))), Done("far"))
@@ -117,26 +120,26 @@ def test_a_collective_between_hosts_follows_what_its_mesh_sent_before() -> None:
         (Recv("x", 2),),
     )
     timeline = simulate(Program(((0, 2), (4,), (1,), (5,)), rows, {"0F": far}), toy(3))
-    found = {
+    times = {
         span.name: (span.start, span.end)
         for span in timeline.spans
         if span.stream == "communication"
     }
-    assert found == {"send x>3": (0, 2), "send y>1": (0, 3), "far": (3, 4)}
+    assert times == {"send x>3": (0, 2), "send y>1": (0, 3), "far": (3, 4)}
     assert [(span.start, span.end) for span in timeline.spans if span.name == "dot"] == [(0, 0.5)]
 
 
-def test_messages_between_pools_take_a_part_of_the_faster_card() -> None:
+def test_messages_between_pools_use_a_share_of_the_faster_nic() -> None:
     fast = toy(1).model_copy(update={"inter_host": Link(bandwidth_gb_per_s=2, latency_us=0)})
-    both = HeterogeneousCluster(name="both", description="", pools=(toy(2), fast))
-    costs = costs_of(both)
+    cluster = HeterogeneousCluster(name="both", description="", pools=(toy(2), fast))
+    costs = costs_of(cluster)
     assert costs.nics(((0, 4),)) == {(0, "out", 0): 1, (1, "in", 0): 0.5}
     # Two slow NICs send into one that is twice as fast, so there is no contention.
     rows = (Send("x", 2, 10**9),), (Send("y", 2, 10**9),), (Recv("x", 0), Recv("y", 1))
-    assert simulate(Program(((0,), (2,), (4,)), rows), both).makespan == pytest.approx(1)
+    assert simulate(Program(((0,), (2,), (4,)), rows), cluster).makespan == pytest.approx(1)
 
 
-def test_nics_are_shared_by_several_meshes_and_one_of_those_with_the_same_loads_is_enough() -> None:
+def test_shared_nics_are_those_of_several_meshes_without_duplicates() -> None:
     ways = {
         (0, 1): {"a": 1.0, "b": 1.0, "own": 0.5},
         (2, 1): {"a": 0.5, "b": 0.5, "c": 1.0},
@@ -149,19 +152,18 @@ def test_nics_are_shared_by_several_meshes_and_one_of_those_with_the_same_loads_
         (3, 1): {"c": 1.0},
         (3, 2): {},
     }
-    assert (
-        shared_nics({(0, 1): {"a": 1.0}, (0, 2): {"a": 1.0}}) == {}
-    )  # A mesh sends its messages one after another.
+    # a mesh sends its messages one after another
+    assert shared_nics({(0, 1): {"a": 1.0}, (0, 2): {"a": 1.0}}) == {}
 
 
-def test_a_deadlock_is_shown() -> None:
+def test_the_error_of_a_deadlock_shows_where_meshes_wait() -> None:
     rows = (Send("x", 2, 8), Recv("q", 2)), (Send("y", 2, 8),), (Recv("x", 0), Recv("nothing", 1))
     with pytest.raises(DeadlockError, match=r"mesh 2: recv x<0 \| > recv nothing<1"):
         simulate(Program(((0,), (2,), (4,)), rows), toy(3))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=6))
-def test_a_nic_is_never_idle_while_there_is_a_message(messages: list[tuple[int, int]]) -> None:
+def test_a_nic_is_not_idle_while_messages_wait(messages: list[tuple[int, int]]) -> None:
     """The last message ends when it would in a serial order."""
     nics = NicSharing()
     for mesh, (ready, seconds) in enumerate(messages):
@@ -193,9 +195,7 @@ class Shared(BandwidthOnly):
 
 
 @given(programs(), st.sampled_from([0.0, 0.5]))
-def test_sharing_is_never_faster_nor_slower_than_one_after_the_other(
-    program: Program, dispatch: float
-) -> None:
+def test_sharing_takes_between_parallel_and_serial_time(program: Program, dispatch: float) -> None:
     cluster = Cluster.load("cpu-virtual")
     timelines = [
         simulate(program, cluster, Shared(together), dispatch) for together in (False, True)

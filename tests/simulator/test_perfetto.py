@@ -35,9 +35,8 @@ def test_spans_are_in_microseconds() -> None:
     spans = {(e["pid"], e["tid"], e["name"]): (e["ts"], e["dur"]) for e in events}
     assert spans[0, 1, "dot.2"] == pytest.approx((2000, 1000))
     assert spans[0, 2, "send x>1"] == pytest.approx((3000, 1000))
-    assert spans[0, 0, "0F0"] == pytest.approx(
-        (0, 3000)
-    )  # A task lasts from its first to its last kernel.
+    # a task lasts from its first to its last kernel
+    assert spans[0, 0, "0F0"] == pytest.approx((0, 3000))
     assert (1, 0, "recv x<0") in spans
     assert all(e["dur"] >= 0 for e in events)
 
@@ -50,8 +49,8 @@ def test_each_class_of_links_and_the_host_have_a_thread() -> None:
     )
     events = Timeline(spans, ((0,),)).chrome_trace()["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    on = {e["name"]: threads[e["tid"]] for e in events if e["ph"] == "X"}
-    assert on == {"sum": "within hosts", "gather": "between hosts", "0F0": "host"}
+    thread_of_span = {e["name"]: threads[e["tid"]] for e in events if e["ph"] == "X"}
+    assert thread_of_span == {"sum": "within hosts", "gather": "between hosts", "0F0": "host"}
 
 
 PROGRAM = Program(
@@ -76,7 +75,7 @@ PROGRAM = Program(
 )
 
 
-def test_an_arrow_leads_from_a_send_to_the_task_that_goes_on_with_it() -> None:
+def test_an_arrow_leads_from_a_send_to_the_receiving_task() -> None:
     events = simulate(PROGRAM, CLUSTER, COSTS).chrome_trace()["traceEvents"]
     send = next(e for e in events if e["name"] == "send x>1" and e["ph"] == "X" and e["tid"])
     begin, end = (next(e for e in events if e["ph"] == phase) for phase in "sf")
@@ -88,10 +87,10 @@ def test_an_arrow_leads_from_a_send_to_the_task_that_goes_on_with_it() -> None:
 
 def test_the_counter_of_memory_follows_the_instructions() -> None:
     timeline = simulate(PROGRAM, CLUSTER, COSTS)
-    held = [
+    totals = [
         [(seconds, sum(level.values())) for seconds, level in levels] for levels in timeline.levels
     ]
-    assert held == [
+    assert totals == [
         [(0, 9), (3, 7), (3, 7), (3, 7), (3, 7), (3, 2)],
         [(5, 8), (5, 8), (5, 9), (10, 8), (10, 8), (10, 4)],
     ]

@@ -35,7 +35,7 @@ def test_an_instruction_parses_back_from_its_text(instruction: Instruction) -> N
 
 
 @pytest.mark.parametrize("text", ["", "1X0", "F0", "send x", "recv x>0", "free", "1F0 "])
-def test_what_is_no_instruction_is_refused(text: str) -> None:
+def test_text_without_an_instruction_is_refused(text: str) -> None:
     with pytest.raises(
         ValueError, match=re.escape(f"{text!r} is not an instruction; expected e.g. '1F0'")
     ):
@@ -83,7 +83,7 @@ def test_a_walk_sends_before_it_receives() -> None:
                 pass
 
 
-def test_a_deadlock_shows_where_each_mesh_is_stuck() -> None:
+def test_the_error_of_a_deadlock_shows_where_meshes_wait() -> None:
     stuck = program("0F0 | recv y<1 | send x>1", "recv x<0 | send y>0", "2F0")
     expected = """\
 deadlock: every unfinished mesh waits
@@ -108,7 +108,7 @@ def test_devices_of_a_mesh_are_numbered_from_0(devices: tuple[int, ...]) -> None
         Program(((0,), devices), ((), ()))
 
 
-def test_every_mesh_needs_instructions_and_memory_if_any_has_it() -> None:
+def test_every_mesh_must_have_instructions_memory_and_levels() -> None:
     with pytest.raises(ValueError, match="2 meshes but 1 instruction lists"):
         Program(((0,), (1,)), ((),))
     with pytest.raises(ValueError, match="1 meshes but memory of 2"):
@@ -119,5 +119,5 @@ def test_every_mesh_needs_instructions_and_memory_if_any_has_it() -> None:
         Program(((0,),), ((Run(0, "S"),),), levels=((({}, {}), ({}, {})),))
 
 
-def test_aliased_outputs_take_no_room_of_their_own() -> None:
+def test_aliased_outputs_are_counted_once() -> None:
     assert MemoryUse(arguments=10, outputs=7, aliased=6, temporaries=3).total == 14

@@ -37,17 +37,17 @@ PROGRAM = Program(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(programs())
-def test_what_is_saved_is_loaded(tmp_path: Path, program: Program) -> None:
+def test_a_saved_program_is_loaded_unchanged(tmp_path: Path, program: Program) -> None:
     save_program(program, tmp_path / "program.json")
     assert load_program(tmp_path / "program.json") == program
 
 
-def test_every_part_of_a_program_is_saved(tmp_path: Path) -> None:
+def test_every_field_of_a_program_is_saved(tmp_path: Path) -> None:
     save_program(PROGRAM, tmp_path / "program.json")
     assert load_program(tmp_path / "program.json") == PROGRAM
 
 
-def changed(path: Path, change) -> Path:
+def edited_file(path: Path, change) -> Path:
     save_program(PROGRAM, path)
     data = json.loads(path.read_text())
     change(data)
@@ -71,11 +71,9 @@ def changed(path: Path, change) -> Path:
         (lambda data: data.update(plan={}), "plan: Extra inputs are not permitted"),
     ],
 )
-def test_what_is_no_program_is_refused_with_what_is_wrong(
-    tmp_path: Path, change, message: str
-) -> None:
+def test_an_invalid_program_is_refused_with_the_field(tmp_path: Path, change, message: str) -> None:
     with pytest.raises(ProgramError, match=message):
-        load_program(changed(tmp_path / "program.json", change))
+        load_program(edited_file(tmp_path / "program.json", change))
 
 
 def test_text_and_missing_files_are_refused(tmp_path: Path) -> None:
@@ -100,12 +98,12 @@ PLAN = {
 
 
 @pytest.mark.parametrize("left_out", ["", "predicted_seconds"])
-def test_a_plan_of_autopar_is_told_how_to_become_a_program(tmp_path: Path, left_out: str) -> None:
+def test_the_error_of_a_plan_explains_how_to_compile_it(tmp_path: Path, left_out: str) -> None:
     fields = {name: value for name, value in PLAN.items() if name != left_out}
     (tmp_path / "plan.json").write_text(json.dumps(fields))
-    with pytest.raises(ProgramError) as caught:
+    with pytest.raises(ProgramError) as raised:
         load_program(tmp_path / "plan.json")
-    message = str(caught.value)
+    message = str(raised.value)
     assert "is a plan of autopar for 'train_step', which holds no program" in message
     assert (
         f'compile_step(step, args, autopar.Plan.load("{tmp_path / "plan.json"}"), "dgx_h100"'
@@ -114,7 +112,7 @@ def test_a_plan_of_autopar_is_told_how_to_become_a_program(tmp_path: Path, left_
     assert ("on dgx_h100 is 12.5 ms and 3.2 GB a device" in message) == (not left_out)
 
 
-def test_other_json_is_no_plan(tmp_path: Path) -> None:
+def test_json_without_a_program_or_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(
         ProgramError, match=r"the file: .*expected a program that save_program wrote"

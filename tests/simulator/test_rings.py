@@ -26,7 +26,7 @@ def toy(**changes: object) -> ClusterCosts:
 @pytest.mark.parametrize(
     ("kind", "seconds"),
     [
-        ("all_reduce", 2 * 3 / 4 * 0.01),  # 1 GB passes 3 of 4 devices, twice, at 100 GB/s.
+        ("all_reduce", 2 * 3 / 4 * 0.01),  # 1 GB passes 3 of 4 devices, twice, at 100 GB/s
         ("all_gather", 3 / 4 * 0.01),
         ("reduce_scatter", 3 / 4 * 0.01),
         ("all_to_all", 3 / 4 * 0.01),
@@ -38,12 +38,12 @@ def test_a_ring_in_a_host_sends_its_fraction_of_the_array(
     assert toy().collective(kind, 1e9, QUADS) == pytest.approx(seconds)
 
 
-def test_a_ring_across_hosts_goes_at_the_pace_of_its_cards() -> None:
+def test_a_ring_across_hosts_has_the_bandwidth_of_its_nics() -> None:
     # 8 devices have both NICs of each host: 20 GB/s.
     assert toy().collective("all_gather", 1e9, ALL) == pytest.approx(7 / 8 / 20)
 
 
-def test_groups_that_use_a_card_at_the_same_time_share_it() -> None:
+def test_concurrent_groups_share_a_nic() -> None:
     # Four pairs have one device in each host. Devices 0 and 1 share a NIC, so each pair has 5 GB/s,
     # and a pair alone 10.
     pairs = ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -54,7 +54,7 @@ def test_groups_that_use_a_card_at_the_same_time_share_it() -> None:
     }
 
 
-def test_a_device_with_several_cards_sends_over_all_of_them() -> None:
+def test_a_device_with_several_nics_sends_over_all_of_them() -> None:
     # 8 NICs of 10 GB/s a host are two per device: each pair has 20 GB/s, however many pairs send.
     costs = toy(nics_per_host=8)
     assert costs.collective("all_gather", 1e9, ((0, 4),)) == pytest.approx(1 / 2 / 20)
@@ -69,51 +69,47 @@ def test_a_device_with_several_cards_sends_over_all_of_them() -> None:
         }
 
 
-def test_the_slowest_group_decides() -> None:
+def test_a_collective_takes_the_seconds_of_its_slowest_group() -> None:
     costs = toy()
     assert costs.collective("all_gather", 1e9, ((0, 1), (2, 6))) == costs.collective(
         "all_gather", 1e9, ((2, 6),)
     )
 
 
-def test_all_to_all_sends_over_the_network_only_what_is_for_the_other_host() -> None:
+def test_an_all_to_all_sends_only_data_for_other_hosts_over_the_network() -> None:
     # Each of 4 devices keeps half of its 1 GB within the host: 2 GB leave at 20 GB/s.
     assert toy().collective("all_to_all", 1e9, ALL) == pytest.approx(4 * 0.5 / 20)
 
 
-def test_a_chunk_pays_each_hop_on_its_way_round() -> None:
+def test_the_latency_of_a_ring_is_that_of_its_hops() -> None:
     costs = toy(
         collective_launch_us=10.0,
         intra_host=Link(bandwidth_gb_per_s=100, latency_us=1),
         inter_host=Link(bandwidth_gb_per_s=10, latency_us=7),
     )
-    assert costs.collective("all_gather", 0.0, QUADS) == pytest.approx(13e-6)  # Launch and 3 hops.
-    assert costs.collective("all_reduce", 0.0, QUADS) == pytest.approx(
-        16e-6
-    )  # Launch and 2 x 3 hops.
-    assert costs.collective("all_gather", 0.0, ALL) == pytest.approx(
-        30e-6
-    )  # Launch, 6 hops within hosts and 2 between them.
-    assert costs.collective("all_to_all", 0.0, ALL) == pytest.approx(
-        17e-6
-    )  # Launch and the longest hop.
+    for kind, groups, microseconds in [
+        ("all_gather", QUADS, 10 + 3),  # 3 hops
+        ("all_reduce", QUADS, 10 + 2 * 3),  # 3 hops, twice
+        ("all_gather", ALL, 10 + 6 + 2 * 7),  # 6 hops within hosts and 2 between them
+        ("all_to_all", ALL, 10 + 7),  # the longest hop
+    ]:
+        assert costs.collective(kind, 0.0, groups) == pytest.approx(microseconds * 1e-6)
 
 
 def test_the_half_size_halves_the_bandwidth() -> None:
     costs = toy(intra_host=Link(bandwidth_gb_per_s=100, latency_us=0, half_size_mb=3))
-    assert costs.collective("all_gather", 4e6, QUADS) == pytest.approx(
-        2 * 3e6 / 100e9
-    )  # Each device sends 3 of 4 MB.
+    # each device sends 3 of 4 MB
+    assert costs.collective("all_gather", 4e6, QUADS) == pytest.approx(2 * 3e6 / 100e9)
 
 
-def test_a_collective_permute_is_as_slow_as_its_fullest_link() -> None:
+def test_a_collective_permute_takes_the_seconds_of_its_most_loaded_link() -> None:
     ring = tuple((i, (i + 1) % 8) for i in range(8))
     assert find_routes(toy().cluster, "collective_permute", ring) == Flows(
         within=1, across=1, members=4
     )
     assert toy().collective("collective_permute", 1e9, ring) == pytest.approx(1 / 10)
     assert toy().collective("collective_permute", 1e9, ((0, 1), (1, 2))) == pytest.approx(1 / 100)
-    swap = tuple((i, (i + 4) % 8) for i in range(8))  # Two devices send through each NIC.
+    swap = tuple((i, (i + 4) % 8) for i in range(8))  # two devices send through each NIC
     assert toy().collective("collective_permute", 1e9, swap) == pytest.approx(2 / 10)
 
 
@@ -143,10 +139,9 @@ def test_pairs_of_a_collective_permute_share_one_memory() -> None:
     ) == pytest.approx(30e-6 + 1 / 4)
 
 
-def test_a_message_between_two_devices_has_the_links_of_these_devices() -> None:
-    v100 = ClusterCosts(
-        Cluster.load("p3.16xlarge")
-    )  # Larger rings have more links between neighbours.
+def test_a_message_between_two_devices_has_the_bandwidth_of_their_links() -> None:
+    # on V100s, larger rings have more links between neighbors
+    v100 = ClusterCosts(Cluster.load("p3.16xlarge"))
     ring = tuple((i, (i + 1) % 8) for i in range(8))
     assert v100.collective("collective_permute", 1e9, ring) == v100.collective(
         "collective_permute", 1e9, ring[:1]
@@ -205,8 +200,8 @@ clusters = [*map(Cluster.load, cluster_names()), toy().cluster]
 def test_more_bytes_take_at_least_as_long(
     cluster: Cluster, kind: CollectiveKind, one: float, other: float
 ) -> None:
-    everyone = tuple(range(cluster.num_devices))
-    groups = tuple(pairwise(everyone)) or ((0, 0),) if kind == "collective_permute" else (everyone,)
+    devices = tuple(range(cluster.num_devices))
+    groups = tuple(pairwise(devices)) or ((0, 0),) if kind == "collective_permute" else (devices,)
     less, more = sorted((one, other))
     costs = ClusterCosts(cluster)
     assert 0 <= costs.collective(kind, less, groups) <= costs.collective(kind, more, groups)
@@ -225,7 +220,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(
 
 
 @given(st.permutations(range(8)), st.sampled_from(KINDS))
-def test_groups_that_wait_for_nobody_else_are_at_least_as_fast(
+def test_a_group_alone_is_at_least_as_fast_as_several_groups(
     ids: list[int], kind: CollectiveKind
 ) -> None:
     groups = tuple(tuple(ids[i : i + 2]) for i in range(0, 8, 2))
@@ -236,5 +231,5 @@ def test_groups_that_wait_for_nobody_else_are_at_least_as_fast(
 
 
 @given(st.sampled_from(KINDS), st.integers(2, 1024))
-def test_nobody_sends_more_than_twice_the_array(kind: CollectiveKind, size: int) -> None:
+def test_no_device_sends_more_than_twice_the_array(kind: CollectiveKind, size: int) -> None:
     assert 0 < sent_fraction(kind, size) <= 2

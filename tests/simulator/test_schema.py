@@ -40,7 +40,7 @@ def errors(kind: str, fields: Any) -> list[str]:
     ],
     ids=lambda value: getattr(value, "stem", value),
 )
-def test_shipped_files_are_as_the_schema_says(kind: str, path: Path) -> None:
+def test_shipped_files_satisfy_the_schema(kind: str, path: Path) -> None:
     assert not errors(kind, fields_of(path))
 
 
@@ -67,7 +67,7 @@ LINK = {"bandwidth_gb_per_s": 100, "latency_us": 1}
     ],
     ids=str,
 )
-def test_files_that_are_refused_are_against_the_schema(
+def test_files_that_loading_refuses_violate_the_schema(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     fields = fields_of(SHIPPED / "clusters/dgx_h100.yaml") | change
@@ -78,7 +78,7 @@ def test_files_that_are_refused_are_against_the_schema(
         load_cluster(tmp_path / "mine.yaml")
 
 
-def test_the_schema_says_what_fields_mean() -> None:
+def test_the_schema_has_the_descriptions_of_fields() -> None:
     schema = SCHEMAS["cluster"]()
     assert schema["properties"]["nics_per_host"]["description"].startswith("NICs of a host")
     assert (
@@ -88,7 +88,7 @@ def test_the_schema_says_what_fields_mean() -> None:
     assert schema["properties"]["device"]["anyOf"][1] == {"type": "string"}
 
 
-def test_it_is_printed() -> None:
+def test_the_command_line_prints_the_schema() -> None:
     result = CliRunner().invoke(app, ["schema", "device"])
     assert json.loads(result.stdout) == SCHEMAS["device"]()
     unknown = CliRunner().invoke(app, ["schema", "rack"], env={"COLUMNS": "300"})

@@ -11,9 +11,9 @@ from simulator.program import DeadlockError, Free, Program, Recv, Run, Send
 from simulator.spans import Span
 from tests.simulator.bodies import programs
 
-COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # A byte takes a second.
+COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a byte takes a second
 ONE_EACH = Cluster.load("cpu-hosts").with_size(4, 1)
-BOTH = Program(((0,), (1,)), ((Run(0, "F"),), (Run(1, "F"),)))
+TWO_TASKS = Program(((0,), (1,)), ((Run(0, "F"),), (Run(1, "F"),)))
 CHAIN = Program(
     ((0,), (1,)),
     ((Run(0, "F"), Send("x", 1, 3), Free(("x",)), Run(0, "B")), (Recv("x", 0), Run(1, "F"))),
@@ -35,14 +35,16 @@ def test_tasks_of_two_hosts_share_the_cores(concurrent_instructions, expected):
     # Tasks of 2 s and 3 s each run at half of `concurrent_instructions` until the first ends at
     # 4 / concurrent_instructions; the second then needs 1 s alone.
     assert makespan(
-        BOTH, {"0F": 2, "1F": 3}, with_processes(concurrent_instructions=concurrent_instructions)
+        TWO_TASKS,
+        {"0F": 2, "1F": 3},
+        with_processes(concurrent_instructions=concurrent_instructions),
     ) == pytest.approx(expected)
 
 
-def test_meshes_of_one_host_take_turns():
+def test_tasks_of_one_host_are_serial():
     assert (
         makespan(
-            BOTH,
+            TWO_TASKS,
             {"0F": 2, "1F": 3},
             with_processes(Cluster.load("cpu-hosts").with_size(2, 2), concurrent_instructions=2),
         )
@@ -50,7 +52,7 @@ def test_meshes_of_one_host_take_turns():
     )
 
 
-def test_a_value_is_fetched_by_its_receiver_while_its_sender_goes_on():
+def test_a_transfer_overlaps_with_the_next_task_of_its_sender():
     # 0F ends at 2 s. 0B (4 s) runs beside the transfer (3 s) and 1F (1 s): both end at 6 s.
     timeline = simulate_processes(
         CHAIN, with_processes(concurrent_instructions=2), {"0F": 2, "0B": 4, "1F": 1}, COSTS
@@ -68,15 +70,15 @@ def test_a_value_is_fetched_by_its_receiver_while_its_sender_goes_on():
     )
 
 
-def test_steps_and_tasks_cost_hosts_something():
+def test_steps_and_tasks_have_a_fixed_cost():
     # 1 s for the step, then the tasks of 2 + 0.5 s and 3 + 0.5 s one after the other.
     seconds = {"0F": 2, "1F": 3}
     assert makespan(
-        BOTH, seconds, with_processes(step_us=1e6, task_us=5e5, concurrent_instructions=1)
+        TWO_TASKS, seconds, with_processes(step_us=1e6, task_us=5e5, concurrent_instructions=1)
     ) == pytest.approx(7)
 
 
-def test_hosts_of_one_mesh_do_equal_parts():
+def test_hosts_of_one_mesh_divide_its_work_equally():
     wide = Program(((0, 1), (2, 3)), CHAIN.instructions)
     timeline = simulate_processes(
         wide, with_processes(concurrent_instructions=4), {"0F": 4, "0B": 4, "1F": 2}, COSTS
@@ -87,39 +89,45 @@ def test_hosts_of_one_mesh_do_equal_parts():
 
 
 @given(programs(), st.floats(1, 4), st.sampled_from((2, 4)))
-def test_the_machine_does_not_more_than_it_can_and_idles_only_where_all_wait(
+def test_the_makespan_is_between_that_of_all_cores_and_of_one(
     program, concurrent_instructions, per_host
 ):
-    names = {each.task for row in program.instructions for each in row if isinstance(each, Run)}
+    names = {
+        instruction.task
+        for row in program.instructions
+        for instruction in row
+        if isinstance(instruction, Run)
+    }
     seconds = {name: 1.0 + number for number, name in enumerate(sorted(names))}
     size = max(device for mesh in program.meshes for device in mesh) + 1
-    hosts = Cluster.load("cpu-hosts").with_size(
-        -(-size // per_host), per_host
-    )  # Meshes have two devices.
+    hosts = Cluster.load("cpu-hosts").with_size(-(-size // per_host), per_host)
     timeline = simulate_processes(
         program,
         with_processes(hosts, concurrent_instructions=concurrent_instructions),
         seconds,
         COSTS,
     )
-    alone = simulate_processes(
+    one_core = simulate_processes(
         program, with_processes(hosts, concurrent_instructions=1), seconds, COSTS
     )
-    work = alone.makespan  # One runs after the other, without a gap.
+    work = one_core.makespan  # tasks run one after the other, without a gap
     assert work / concurrent_instructions - 1e-6 <= timeline.makespan <= work + 1e-6
     tasks = sum(
-        seconds[each.task] for row in program.instructions for each in row if isinstance(each, Run)
+        seconds[instruction.task]
+        for row in program.instructions
+        for instruction in row
+        if isinstance(instruction, Run)
     )
     assert work >= tasks - 1e-6
 
 
-def test_what_is_missing_is_told():
+def test_missing_processes_or_seconds_are_refused():
     with pytest.raises(
         ValueError, match="section processes with step_us, task_us, concurrent_instructions"
     ):
-        simulate_processes(BOTH, ONE_EACH.model_copy(update={"processes": None}), {})
+        simulate_processes(TWO_TASKS, ONE_EACH.model_copy(update={"processes": None}), {})
     with pytest.raises(ValueError, match="task 1F has no seconds; they are given of: 0F"):
-        simulate_processes(BOTH, with_processes(), {"0F": 1})
+        simulate_processes(TWO_TASKS, with_processes(), {"0F": 1})
     waiting = Program(((0,), (1,)), ((Recv("x", 1),), (Recv("y", 0),)))
     with pytest.raises(DeadlockError):
         simulate_processes(waiting, with_processes(), {})

@@ -34,7 +34,7 @@ def step(*body: Op) -> Timeline:
     return simulate(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS)
 
 
-def test_kernels_take_turns_on_the_compute_stream() -> None:
+def test_kernels_are_serial_on_the_compute_stream() -> None:
     timeline = step(compute(2, "a"), compute(3, "b"))
     assert timeline.spans == (
         Span("a", 0, "compute", 0, 2, "gemm", "0S0"),
@@ -43,7 +43,7 @@ def test_kernels_take_turns_on_the_compute_stream() -> None:
     assert timeline.makespan == 5
 
 
-def test_communication_hides_behind_compute_until_it_is_waited_for() -> None:
+def test_communication_overlaps_with_compute_until_its_done() -> None:
     timeline = step(compute(1), start(5), compute(2), Done("gather"), compute(1))
     # The gather runs at 1-6; computation ends at 3, waits for 3 seconds and ends at 7.
     assert timeline.makespan == 7
@@ -53,12 +53,12 @@ def test_communication_hides_behind_compute_until_it_is_waited_for() -> None:
     assert timeline.seconds_by_category(0) == {"gemm": 4, "all_gather": 5, "wait": 3}
 
 
-def test_communication_that_is_done_in_time_costs_nothing() -> None:
+def test_communication_that_ends_before_its_done_is_not_exposed() -> None:
     timeline = step(start(2), compute(5), Done("gather"))
     assert (timeline.makespan, exposed_communication(timeline, 0)) == (5, 0)
 
 
-def test_a_collective_waited_for_at_once_is_exposed() -> None:
+def test_a_collective_with_an_immediate_done_is_exposed() -> None:
     assert exposed_communication(step(compute(1), start(4), Done("gather")), 0) == 4
 
 
@@ -71,19 +71,19 @@ def test_collectives_queue_on_the_communication_stream() -> None:
     assert timeline.makespan == 7
 
 
-def test_what_nobody_waits_for_still_counts() -> None:
+def test_a_collective_without_done_counts_in_the_makespan() -> None:
     timeline = step(compute(1), start(4))
     assert (timeline.makespan, exposed_communication(timeline, 0)) == (5, 4)
 
 
-def test_waiting_for_what_does_not_run_is_an_error() -> None:
+def test_a_done_without_its_start_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"task 0S0: waits for collective 'gather', which is not running"
     ):
         step(Done("gather"))
 
 
-def test_a_loop_of_a_million_iterations_is_as_long_as_they_are() -> None:
+def test_a_loop_of_a_million_iterations_takes_their_seconds() -> None:
     timeline = step(compute(1), Loop(10**6, (start(3), compute(2), Done("gather"))), compute(1))
     assert timeline.makespan == pytest.approx(2 + 3e6)
     assert timeline.busy(0, "compute") == pytest.approx(2 + 2e6)
@@ -113,7 +113,7 @@ TWO_STAGES = Program(
 )
 
 
-def test_a_stage_waits_for_the_one_before_it_and_overlaps_with_it() -> None:
+def test_stages_overlap_and_wait_for_their_inputs() -> None:
     timeline = simulate(TWO_STAGES, CLUSTER, COSTS)
     # Each of two devices sends one of the two bytes. Mesh 0 computes at 0-2 and 2-4 and sends at
     # 2-3 and 4-5. Mesh 1 computes at 3-8 and 8-13; its second input arrives at 5.
@@ -124,7 +124,7 @@ def test_a_stage_waits_for_the_one_before_it_and_overlaps_with_it() -> None:
     assert timeline.memory == TWO_STAGES.memory
 
 
-def test_what_arrives_in_parts_is_gathered_before_it_is_read() -> None:
+def test_a_value_that_arrives_in_parts_is_gathered_before_its_task() -> None:
     first, second = TWO_STAGES.instructions
     gather = Collective("gather x0", "all_gather", 4, ((0, 1),))
     rows = first, (Recv("x0", 0, gather), *second[1:])
@@ -135,7 +135,7 @@ def test_what_arrives_in_parts_is_gathered_before_it_is_read() -> None:
     assert timeline.seconds_by_category(1) == {"gemm": 10, "bubble": 3, "all_gather": 2, "wait": 2}
 
 
-def test_devices_wait_for_a_host_that_is_late_and_only_then() -> None:
+def test_devices_wait_only_for_a_late_host() -> None:
     timeline = simulate(TWO_STAGES, CLUSTER, COSTS, dispatch=3.0)
     # Hosts dispatch an instruction at 3, 6, 9 and 12. Mesh 0 computes at 3-5 and 9-11 and sends at
     # 6-7 and 12-13. Mesh 1 receives at 7 and 13 and computes at 7-12 and 13-18.
@@ -145,7 +145,7 @@ def test_devices_wait_for_a_host_that_is_late_and_only_then() -> None:
     assert timeline.busy(1, "compute") == 10
 
 
-def test_the_host_takes_what_its_cluster_says_to_start_a_program() -> None:
+def test_the_default_dispatch_is_the_launch_of_the_cluster() -> None:
     calibrated = CLUSTER.model_copy(update={"host_launch_us": 3e6})
     assert simulate(TWO_STAGES, calibrated, COSTS) == simulate(
         TWO_STAGES, CLUSTER, COSTS, dispatch=3.0
@@ -155,7 +155,7 @@ def test_the_host_takes_what_its_cluster_says_to_start_a_program() -> None:
     )
 
 
-def test_communication_goes_over_the_links_of_its_devices() -> None:
+def test_the_link_of_a_collective_follows_from_its_devices() -> None:
     cluster = Cluster.load("dgx_a100_80").with_size(hosts=2)
     body = (
         Start(Collective("near", "all_gather", 1, ((0, 1),))),
@@ -168,17 +168,17 @@ def test_communication_goes_over_the_links_of_its_devices() -> None:
     }
 
 
-def test_groups_count_the_devices_of_their_mesh() -> None:
-    asked = []
+def test_groups_are_positions_in_their_mesh() -> None:
+    groups_seen = []
 
     class Spy(BandwidthOnly):
         def collective(self, kind, num_bytes, groups):
-            asked.append(groups)
+            groups_seen.append(groups)
             return 0.0
 
     body: OpList = (Start(Collective("sum", "all_reduce", 1, ((0, 1), (2, 3)))), Done("sum"))
     simulate(Program(((4, 6, 5, 7),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, Spy())
-    assert asked == [((4, 6), (5, 7))]
+    assert groups_seen == [((4, 6), (5, 7))]
 
 
 def test_a_group_outside_its_mesh_is_an_error() -> None:
@@ -200,7 +200,7 @@ def test_a_task_without_a_body_is_an_error() -> None:
         simulate(Program(((0,),), ((Run(0, "F"),),), {"1F": ()}), CLUSTER)
 
 
-def test_a_deadlock_is_shown() -> None:
+def test_the_error_of_a_deadlock_shows_where_meshes_wait() -> None:
     rows: tuple[tuple[Instruction, ...], ...] = (
         (Recv("y", 1), Send("x", 1)),
         (Recv("x", 0), Send("y", 0)),
@@ -215,14 +215,14 @@ def unrolled(body: OpList) -> OpList:
 
 
 @given(bodies)
-def test_a_loop_takes_as_long_as_its_iterations_written_out(body: OpList) -> None:
+def test_a_loop_equals_its_unrolled_iterations(body: OpList) -> None:
     short, long = step(*body), step(*unrolled(body))
     assert short.makespan == pytest.approx(long.makespan)
     assert short.seconds_by_category(0) == pytest.approx(long.seconds_by_category(0))
 
 
 @given(bodies)
-def test_a_step_is_as_long_as_its_busier_stream_and_no_longer_than_both(body: OpList) -> None:
+def test_a_step_takes_between_its_longest_stream_and_their_sum(body: OpList) -> None:
     timeline = step(*body)
     busy = timeline.busy(0, "compute"), timeline.busy(0, "communication")
     assert max(busy) <= timeline.makespan + 1e-9
@@ -231,7 +231,7 @@ def test_a_step_is_as_long_as_its_busier_stream_and_no_longer_than_both(body: Op
 
 
 @given(bodies)
-def test_spans_of_a_stream_follow_one_another(body: OpList) -> None:
+def test_spans_of_a_stream_do_not_overlap(body: OpList) -> None:
     timeline = step(*unrolled(body))
     for stream in ("compute", "communication"):
         own = [span for span in timeline.spans if span.stream == stream]
@@ -239,7 +239,7 @@ def test_spans_of_a_stream_follow_one_another(body: OpList) -> None:
 
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=5), st.integers(1, 6))
-def test_a_pipeline_takes_at_least_its_slowest_stage_and_at_most_everything(
+def test_the_makespan_of_a_pipeline_equals_its_formula(
     stages: list[tuple[int, int]], micro_batches: int
 ) -> None:
     """Stage i computes for `stages[i][0]` seconds per microbatch and sends for `stages[i][1]`."""
@@ -265,7 +265,7 @@ def test_a_pipeline_takes_at_least_its_slowest_stage_and_at_most_everything(
 
 
 @given(programs(), st.sampled_from([0.0, 1.0]))
-def test_a_program_takes_as_long_as_its_busiest_stream_and_no_longer_than_all_of_them(
+def test_a_program_takes_between_its_longest_stream_and_the_sum_of_all(
     program: Program, dispatch: float
 ) -> None:
     timeline = simulate(program, CLUSTER, COSTS, dispatch)

@@ -1,4 +1,4 @@
-"""The rules of streams, in their plainest form, and the faster forms of them."""
+"""Faster forms of the rules of streams equal the rules applied operation by operation."""
 
 import pytest
 from hypothesis import assume, given
@@ -25,10 +25,10 @@ factors = st.floats(1, 2)
 times = st.integers(0, 40).map(float)
 
 
-def played(
+def play_by_rules(
     ops: PricedOps, compute: float = 0.0, within: float = 0.0, between: float = 0.0
 ) -> tuple[float, float, float]:
-    """When the streams are free after a task that begins when they are free at these times."""
+    """Return when the streams become free after a task, given when they are free before it."""
     streams = MeshStreams(float)
     streams.compute = compute
     streams.free = {"within hosts": within, "between hosts": between}
@@ -43,46 +43,46 @@ def engine(body: OpList, costs: TwoLinks) -> tuple[float, float, float]:
 
 
 @given(flat, factors)
-def test_the_engine_plays_by_the_rules_to_the_last_digit(body: OpList, factor: float) -> None:
+def test_the_engine_equals_the_rules_exactly(body: OpList, factor: float) -> None:
     costs = TwoLinks(factor)
-    assert engine(body, costs) == played(price(body, costs, (0, 1)))
+    assert engine(body, costs) == play_by_rules(price(body, costs, (0, 1)))
 
 
 @given(bodies, factors)
-def test_the_engine_skips_iterations_that_the_rules_repeat(body: OpList, factor: float) -> None:
+def test_the_engine_extrapolates_loops_that_the_rules_repeat(body: OpList, factor: float) -> None:
     costs = TwoLinks(factor)
-    assert engine(body, costs) == pytest.approx(played(price(body, costs, (0, 1))))
+    assert engine(body, costs) == pytest.approx(play_by_rules(price(body, costs, (0, 1))))
 
 
 @given(bodies, factors, times, times, times)
-def test_a_task_that_does_not_contend_is_its_max_plus_map(
+def test_the_max_plus_map_of_a_task_without_contention_equals_the_rules(
     body: OpList, factor: float, compute: float, within: float, between: float
 ) -> None:
     ops = price(body, TwoLinks(factor), (0, 1))
     assume(not contends(ops))
     before = compute, within, between
-    assert max_plus_map(ops).after(before) == pytest.approx(played(ops, *before))
+    assert max_plus_map(ops).after(before) == pytest.approx(play_by_rules(ops, *before))
 
 
 @given(bodies, factors, times, times)
-def test_a_task_that_contends_is_its_piecewise_effect(
+def test_the_piecewise_effect_of_a_task_with_contention_equals_the_rules(
     body: OpList, factor: float, compute: float, lag: float
 ) -> None:
     ops = price(body, Slowed(factor), (0, 1))
     effect = piecewise_effect(ops)
     assert effect is not None
-    after = played(ops, compute, compute + lag)[:2]
+    after = play_by_rules(ops, compute, compute + lag)[:2]
     assert [compute + seconds for seconds in effect.at(lag)] == pytest.approx(after)
 
 
 @given(bodies, factors, times)
-def test_adjacent_kernels_are_as_good_as_one(body: OpList, factor: float, lag: float) -> None:
+def test_merged_kernels_equal_adjacent_kernels(body: OpList, factor: float, lag: float) -> None:
     ops = price(body, TwoLinks(factor), (0, 1))
-    assert played(merge_kernels(ops), 0, lag) == pytest.approx(played(ops, 0, lag))
+    assert play_by_rules(merge_kernels(ops), 0, lag) == pytest.approx(play_by_rules(ops, 0, lag))
 
 
 @given(times, times, factors)
-def test_the_closed_form_is_a_transfer_beside_a_kernel(
+def test_the_closed_form_of_a_transfer_beside_a_kernel_equals_the_rules(
     communication: float, compute: float, contention_factor: float
 ) -> None:
     ops = (
@@ -90,11 +90,11 @@ def test_the_closed_form_is_a_transfer_beside_a_kernel(
         Compute(compute),
         End("gather"),
     )
-    after, _, _ = played(ops)
+    after, _, _ = play_by_rules(ops)
     assert compute + added_seconds(communication, compute, contention_factor) == pytest.approx(
         after
     )
 
 
-def test_a_kernel_without_end_hides_any_transfer() -> None:
+def test_an_endless_kernel_overlaps_with_the_whole_transfer() -> None:
     assert added_seconds(3, float("inf"), 1.5) == 1.5

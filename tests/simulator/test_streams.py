@@ -34,27 +34,29 @@ def one_task(*ops) -> Program:
     return Program(((0, 1),), ((Run(0, "S"),),), {"0S": ops})
 
 
-def played(*ops, factor: float = 1.5) -> Timeline:
+def simulate_slowed(*ops, factor: float = 1.5) -> Timeline:
     return simulate(one_task(*ops), CLUSTER, Slowed(factor))
 
 
-def stretches(timeline: Timeline) -> dict[str, tuple[float, float]]:
+def times_by_name(timeline: Timeline) -> dict[str, tuple[float, float]]:
     return {
         span.name if span.category != "wait" else "wait": (span.start, span.end)
         for span in timeline.spans
     }
 
 
-def test_both_are_slower_while_they_go_on_together() -> None:
+def test_overlapping_compute_and_communication_slow_each_other() -> None:
     # 2 of the gather's 4 seconds run beside the product, both 1.5 times slower, the rest alone.
-    longer = played(start(4), compute(2), Done("gather"))
-    assert stretches(longer) == {"dot": (0, 3), "gather": (0, 5), "wait": (3, 5)}
-    shorter = played(start(2), compute(4), Done("gather"))
-    assert stretches(shorter) == {"dot": (0, 5), "gather": (0, 3)}
+    longer = simulate_slowed(start(4), compute(2), Done("gather"))
+    assert times_by_name(longer) == {"dot": (0, 3), "gather": (0, 5), "wait": (3, 5)}
+    shorter = simulate_slowed(start(2), compute(4), Done("gather"))
+    assert times_by_name(shorter) == {"dot": (0, 5), "gather": (0, 3)}
 
 
-def test_one_after_the_other_they_are_not() -> None:
-    assert stretches(played(compute(2), start(4), Done("gather"), compute(1, "after"))) == {
+def test_serial_compute_and_communication_do_not_slow_each_other() -> None:
+    assert times_by_name(
+        simulate_slowed(compute(2), start(4), Done("gather"), compute(1, "after"))
+    ) == {
         "dot": (0, 2),
         "gather": (2, 6),
         "wait": (2, 6),
@@ -62,10 +64,10 @@ def test_one_after_the_other_they_are_not() -> None:
     }
 
 
-def test_collectives_that_queue_slow_what_is_beside_each() -> None:
+def test_queued_collectives_slow_the_kernels_that_overlap_with_them() -> None:
     body = (start(2, "a"), start(2, "b"), compute(3), Done("a"), Done("b"))
     # a and 2 s of the product take 3 s, b and the last of the product 1.5 s, the rest of b 1 s.
-    assert stretches(played(*body)) == {
+    assert times_by_name(simulate_slowed(*body)) == {
         "a": (0, 3),
         "dot": (0, 4.5),
         "b": (3, 5.5),
@@ -73,7 +75,7 @@ def test_collectives_that_queue_slow_what_is_beside_each() -> None:
     }
 
 
-def test_what_a_task_leaves_under_way_slows_the_next_one_until_something_is_sent() -> None:
+def test_a_pending_collective_slows_the_next_task_until_a_send() -> None:
     tasks = {"0F": (start(4), compute(2)), "1F": (compute(1),), "2F": (Done("gather"),)}
     row = (Run(0, "F"), Run(1, "F"), Run(2, "F"))
     # The gather has 1 of its 4 s left after 3 s beside 4.5 s of computation.
@@ -81,8 +83,8 @@ def test_what_a_task_leaves_under_way_slows_the_next_one_until_something_is_sent
     # The send after the first task lets the gather end its last 2 s at full speed.
     rows = ((Run(0, "F"), Send("x", 1, 2), Run(1, "F"), Run(2, "F")), (Recv("x", 0),))
     timeline = simulate(Program(((0, 1), (2, 3)), rows, tasks), CLUSTER, Slowed(1.5))
-    assert stretches(timeline)["gather"] == (0, 5)
-    assert timeline.makespan == 6  # The send of one second queues behind it.
+    assert times_by_name(timeline)["gather"] == (0, 5)
+    assert timeline.makespan == 6  # the send of one second queues behind the gather
 
 
 @given(programs(), st.floats(1, 2), st.sampled_from([0.0, 0.5]))
@@ -93,44 +95,40 @@ def test_the_clock_agrees_with_the_engine(program: Program, factor: float, dispa
 
 
 @given(bodies, st.floats(1, 2))
-def test_nothing_is_faster_for_sharing_nor_slower_than_one_after_the_other(
-    body: OpList, factor: float
-) -> None:
-    free, slowed = simulate(one_task(*body), CLUSTER, COSTS), played(*body, factor=factor)
+def test_contention_takes_between_free_and_serial_time(body: OpList, factor: float) -> None:
+    free, slowed = simulate(one_task(*body), CLUSTER, COSTS), simulate_slowed(*body, factor=factor)
     serial = sum(free.busy(0, stream) for stream in ("compute", "communication"))
     assert free.makespan <= slowed.makespan * (1 + 1e-9)
     assert slowed.makespan <= min(factor * free.makespan, serial) * (1 + 1e-9)
 
 
 @given(programs(), st.floats(1, 2))
-def test_pipelines_are_not_faster_for_sharing_nor_slower_than_if_everything_were_shared(
-    program: Program, factor: float
-) -> None:
+def test_contention_slows_pipelines_by_at_most_its_factor(program: Program, factor: float) -> None:
     free, slowed = (simulate(program, CLUSTER, costs).makespan for costs in (COSTS, Slowed(factor)))
     assert free <= slowed * (1 + 1e-9)
     assert slowed <= factor * free * (1 + 1e-9)
 
 
 @given(flat, st.integers(1, 12), st.floats(1, 2))
-def test_a_loop_is_its_iterations_one_by_one(body: OpList, count: int, factor: float) -> None:
+def test_a_loop_under_contention_equals_its_unrolled_iterations(
+    body: OpList, count: int, factor: float
+) -> None:
     looped = simulate(one_task(Loop(count, body)), CLUSTER, Slowed(factor))
     unrolled = simulate(one_task(*body * count), CLUSTER, Slowed(factor))
     assert looped.makespan == pytest.approx(unrolled.makespan)
     assert looped.busy(0, "communication") == pytest.approx(unrolled.busy(0, "communication"))
 
 
-def test_a_loop_waits_for_what_was_under_way_before_it() -> None:
+def test_a_collective_from_before_a_loop_slows_its_iterations() -> None:
     body = (start(40), Loop(30, (compute(1),)), Done("gather"))
-    assert played(*body).makespan == pytest.approx(30 * 1.5 + 10)
+    assert simulate_slowed(*body).makespan == pytest.approx(30 * 1.5 + 10)
 
 
-def both(*ops, factor: float = 1.0) -> Timeline:
+def simulate_two_links(*ops, factor: float = 1.0) -> Timeline:
     return simulate(one_task(*ops), CLUSTER, TwoLinks(factor))
 
 
-def test_what_goes_over_different_links_goes_on_at_the_same_time_and_over_one_link_in_turn() -> (
-    None
-):
+def test_collectives_overlap_on_different_links_and_queue_on_one_link() -> None:
     body = (
         start(4),
         far(3),
@@ -140,8 +138,8 @@ def test_what_goes_over_different_links_goes_on_at_the_same_time_and_over_one_li
         Done("far"),
         Done("next"),
     )
-    timeline = both(*body)
-    assert stretches(timeline) == {
+    timeline = simulate_two_links(*body)
+    assert times_by_name(timeline) == {
         "dot": (0, 1),
         "gather": (0, 4),
         "far": (0, 3),
@@ -151,9 +149,7 @@ def test_what_goes_over_different_links_goes_on_at_the_same_time_and_over_one_li
     assert exposed_communication(timeline, 0) == 5
 
 
-def test_computation_is_as_slow_as_the_worst_beside_it_each_collective_as_its_own_link_has_it() -> (
-    None
-):
+def test_compute_has_the_largest_contention_factor_and_each_collective_its_own() -> None:
     class Uneven(TwoLinks):
         def contention_factor(self, groups: Groups) -> float:
             return 2.0 if self.link(groups) == "between hosts" else 1.25
@@ -162,7 +158,7 @@ def test_computation_is_as_slow_as_the_worst_beside_it_each_collective_as_its_ow
     # near one does its last 0.8 s and the product 0.8 s; 0.2 s of it are left.
     body = (far(2), start(4), compute(3), Done("far"), Done("gather"))
     timeline = simulate(one_task(*body), CLUSTER, Uneven(1.0))
-    assert stretches(timeline) == {
+    assert times_by_name(timeline) == {
         "dot": (0, pytest.approx(5.2)),
         "far": (0, 4),
         "gather": (0, pytest.approx(5)),
@@ -198,21 +194,24 @@ def test_the_clock_agrees_with_the_engine_on_two_links(
 
 
 @given(bodies, st.floats(1, 2))
-def test_a_second_link_makes_nothing_slower_than_one(body: OpList, factor: float) -> None:
-    two, one = both(*body, factor=factor), played(*body, factor=factor)
+def test_a_second_link_is_never_slower_than_one(body: OpList, factor: float) -> None:
+    two, one = simulate_two_links(*body, factor=factor), simulate_slowed(*body, factor=factor)
     assert two.makespan <= one.makespan * (1 + 1e-9)
 
 
 @given(flat, st.integers(1, 12), st.floats(1, 2))
-def test_a_loop_over_two_links_is_its_iterations_one_by_one(
+def test_a_loop_over_two_links_equals_its_unrolled_iterations(
     body: OpList, count: int, factor: float
 ) -> None:
-    looped, unrolled = both(Loop(count, body), factor=factor), both(*body * count, factor=factor)
+    looped, unrolled = (
+        simulate_two_links(Loop(count, body), factor=factor),
+        simulate_two_links(*body * count, factor=factor),
+    )
     assert looped.makespan == pytest.approx(unrolled.makespan)
     assert looped.busy(0, "communication") == pytest.approx(unrolled.busy(0, "communication"))
 
 
-def test_the_link_says_how_much() -> None:
+def test_the_contention_factor_is_that_of_the_link() -> None:
     a100, v100 = Cluster.load("dgx_a100_80").with_size(2), Cluster.load("p3.16xlarge").with_size(2)
     inter = a100.inter_host
     assert inter is not None
@@ -221,10 +220,12 @@ def test_the_link_says_how_much() -> None:
     )
     assert costs.contention_factor(((0, 1), (8, 9))) == a100.intra_host.contention_factor > 1.2
     assert costs.contention_factor(((0, 1, 8, 9),)) == 1.2
-    both = HeterogeneousCosts(HeterogeneousCluster(name="both", description="", pools=(v100, a100)))
+    simulate_two_links = HeterogeneousCosts(
+        HeterogeneousCluster(name="simulate_two_links", description="", pools=(v100, a100))
+    )
     assert (
-        both.contention_factor(((0, 1),))
+        simulate_two_links.contention_factor(((0, 1),))
         == 1
-        < both.contention_factor(((16, 17),))
+        < simulate_two_links.contention_factor(((16, 17),))
         == a100.intra_host.contention_factor
     )

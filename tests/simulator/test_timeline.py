@@ -32,22 +32,22 @@ def test_a_summary_span_counts_its_busy_seconds() -> None:
     assert TIMELINE.seconds_by_category(1) == {"bubble": 4e-3, "gemm": 3e-3, "wait": 2e-3}
 
 
-def test_the_fullest_device_decides_whether_it_fits() -> None:
+def test_a_timeline_fits_if_its_fullest_device_fits() -> None:
     assert TIMELINE.peak_bytes == int(15e9)
-    assert TIMELINE.fits(Cluster.load("p3.16xlarge"))  # 16.9 GB less 1 GB in reserve.
+    assert TIMELINE.fits(Cluster.load("p3.16xlarge"))  # 16.9 GB minus a reserve of 1 GB
     full = Timeline((), ((0,),), (MemoryUse(arguments=int(16e9)),))
     assert not full.fits(Cluster.load("p3.16xlarge"))
     assert full.fits(Cluster.load("dgx_a100_80"))
 
 
-def test_without_memory_nothing_is_said_about_fitting() -> None:
+def test_fits_is_refused_without_memory() -> None:
     timeline = Timeline((), ((0,),))
     assert (timeline.makespan, timeline.peak_bytes) == (0, 0)
     with pytest.raises(ValueError, match="knows no memory"):
         timeline.fits(Cluster.load("h200"))
 
 
-def test_it_prints_what_each_mesh_spends_its_time_on() -> None:
+def test_a_timeline_prints_the_seconds_of_each_mesh_by_category() -> None:
     assert str(TIMELINE) == (
         "9.000 ms, 15.000 GB\n"
         "mesh 0: gemm 3.000 ms, send 1.000 ms\n"

@@ -31,11 +31,11 @@ RAILS = toy(rails=True, oversubscription=4)
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        ("all_gather", ((0, 2),), 1 / 2 / 10),  # Hosts 0 and 1 are on one switch.
-        ("all_gather", ((0, 4),), 1 / 2 / 2.5),  # Hosts 0 and 2 are not.
-        ("all_gather", ((0, 2), (1, 5)), 1 / 2 / 2.5),  # The slower group counts.
+        ("all_gather", ((0, 2),), 1 / 2 / 10),  # hosts 0 and 1 are on one switch
+        ("all_gather", ((0, 4),), 1 / 2 / 2.5),  # hosts 0 and 2 are on two switches
+        ("all_gather", ((0, 2), (1, 5)), 1 / 2 / 2.5),  # the slower group counts
         ("all_reduce", ((0, 2, 4, 6),), 2 * 3 / 4 / 2.5),
-        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # Over both NICs.
+        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),  # over both NICs
         ("all_gather", ((0, 1, 4, 5),), 3 / 4 / 5),
         ("collective_permute", ((0, 2),), 1 / 10),
         ("collective_permute", ((0, 4),), 1 / 2.5),
@@ -44,13 +44,13 @@ RAILS = toy(rails=True, oversubscription=4)
         ("all_to_all", ((0, 2, 4, 6),), 1 / 2 / 2.5),
     ],
 )
-def test_what_leaves_a_leaf_switch_gets_less_bandwidth(
+def test_traffic_that_leaves_a_leaf_switch_has_less_bandwidth(
     kind: CollectiveKind, groups: Groups, seconds: float
 ) -> None:
     assert ClusterCosts(LEAVES).collective(kind, 1e9, groups) == pytest.approx(seconds)
 
 
-def test_an_all_to_all_mostly_on_one_switch_is_as_slow_as_its_cards() -> None:
+def test_an_all_to_all_mostly_on_one_switch_has_the_bandwidth_of_nics() -> None:
     # Each device sends 7 of 8 parts over its NIC; 4 of these leave the switch at 10 / 1.1 GB/s.
     slightly = toy(
         hosts=8, devices_per_host=1, nics_per_host=1, hosts_per_switch=4, oversubscription=1.1
@@ -60,7 +60,7 @@ def test_an_all_to_all_mostly_on_one_switch_is_as_slow_as_its_cards() -> None:
     ) == pytest.approx(7 / 8 / 10)
 
 
-def test_messages_that_leave_count_beside_those_that_share_a_card() -> None:
+def test_uplinks_are_shared_by_the_messages_of_a_nic() -> None:
     costs = ClusterCosts(LEAVES.model_copy(update={"nics_per_host": 1}))
     assert costs.collective("collective_permute", 1e9, ((0, 2), (1, 3))) == pytest.approx(2 / 10)
     assert costs.collective("collective_permute", 1e9, ((0, 2), (1, 4))) == pytest.approx(4 / 10)
@@ -70,62 +70,47 @@ def test_messages_that_leave_count_beside_those_that_share_a_card() -> None:
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        (
-            "all_gather",
-            ((0, 2, 4, 6),),
-            3 / 4 / 10,
-        ),  # The first NICs of all hosts are on one switch.
-        (
-            "all_gather",
-            ((0, 1, 2, 3),),
-            3 / 4 / 20,
-        ),  # A ring connects each NIC to the same one of the next host.
-        (
-            "all_gather",
-            ((0, 3),),
-            1 / 2 / 2.5,
-        ),  # The first NIC of one host, the second one of the other.
+        # the first NICs of all hosts are on one switch
+        ("all_gather", ((0, 2, 4, 6),), 3 / 4 / 10),
+        # a ring connects each NIC to the same one of the next host
+        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 20),
+        # from the first NIC of one host to the second one of the other
+        ("all_gather", ((0, 3),), 1 / 2 / 2.5),
         ("collective_permute", ((0, 2),), 1 / 10),
         ("collective_permute", ((0, 3),), 1 / 2.5),
-        (
-            "all_to_all",
-            ((0, 1, 2, 3),),
-            2 * 2 / 4 / 20,
-        ),  # A message for the other NIC reaches it within the host.
+        # a message for the other NIC reaches it within the host
+        ("all_to_all", ((0, 1, 2, 3),), 2 * 2 / 4 / 20),
     ],
 )
-def test_what_goes_along_a_rail_stays_on_its_switch(
+def test_traffic_along_a_rail_stays_on_its_switch(
     kind: CollectiveKind, groups: Groups, seconds: float
 ) -> None:
     assert ClusterCosts(RAILS).collective(kind, 1e9, groups) == pytest.approx(seconds)
 
 
-def test_rails_end_where_their_switches_do() -> None:
+def test_rails_are_limited_to_the_hosts_of_a_switch() -> None:
     costs = ClusterCosts(toy(rails=True, hosts_per_switch=2, oversubscription=4))
     assert costs.collective("collective_permute", 1e9, ((0, 2),)) == pytest.approx(1 / 10)
     assert costs.collective("collective_permute", 1e9, ((0, 4),)) == pytest.approx(1 / 2.5)
 
 
 PORTS = toy(hosts=1, devices_per_host=4, nics_per_host=1, bridges_per_host=2)
-CROSSING, APART = ((0, 2), (1, 3)), ((0, 1), (2, 3))
+CROSSING, SEPARATE = ((0, 2), (1, 3)), ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 100),  # One ring, once through each port.
-        ("all_gather", APART, 1 / 2 / 100),  # Below the ports.
-        ("all_gather", CROSSING, 2 * 1 / 2 / 100),  # Two rings through each port.
+        ("all_gather", ((0, 1, 2, 3),), 3 / 4 / 100),  # one ring, once through each port
+        ("all_gather", SEPARATE, 1 / 2 / 100),  # below the ports
+        ("all_gather", CROSSING, 2 * 1 / 2 / 100),  # two rings through each port
         ("all_gather", CROSSING[:1], 1 / 2 / 100),
         ("all_reduce", CROSSING, 2 * 1 / 100),
-        ("collective_permute", APART, 1 / 100),
+        ("collective_permute", SEPARATE, 1 / 100),
         ("collective_permute", CROSSING, 2 / 100),
-        ("collective_permute", ((0, 2), (2, 0)), 1 / 100),  # In and out.
-        (
-            "all_to_all",
-            ((0, 1, 2, 3),),
-            2 * 2 / 4 / 100,
-        ),  # Two devices send half of their arrays to the other port.
+        ("collective_permute", ((0, 2), (2, 0)), 1 / 100),  # in and out
+        # two devices send half of their arrays to the other port
+        ("all_to_all", ((0, 1, 2, 3),), 2 * 2 / 4 / 100),
     ],
 )
 def test_devices_share_the_link_of_their_port(
@@ -134,7 +119,7 @@ def test_devices_share_the_link_of_their_port(
     assert ClusterCosts(PORTS).collective(kind, 1e9, groups) == pytest.approx(seconds)
 
 
-def test_rings_over_hosts_share_ports_too() -> None:
+def test_rings_over_hosts_share_ports_within_hosts() -> None:
     # With fast NICs, the two rings go through each port within each host; a quarter stays with each
     # device.
     costs = ClusterCosts(
@@ -170,9 +155,7 @@ def test_rings_over_hosts_share_ports_too() -> None:
         (64, 1),
     ],
 )
-def test_strided_rings_are_those_of_the_groups_one_by_one(
-    size: int, stride: int, rails: bool
-) -> None:
+def test_a_strided_ring_equals_the_rings_of_its_groups(size: int, stride: int, rails: bool) -> None:
     cluster = toy(
         hosts=8,
         devices_per_host=8,
@@ -190,39 +173,38 @@ def test_strided_rings_are_those_of_the_groups_one_by_one(
     assert {strided_ring(cluster, size, stride)} == find_routes(cluster, "all_reduce", groups)
 
 
-def test_scenarios_and_programs_see_the_same_network() -> None:
+def test_scenarios_and_programs_have_the_same_seconds_per_message() -> None:
     message = 10**9
-    for cluster, stride, alone in (
+    for cluster, stride, seconds in (
         (LEAVES, 2, 0.4),
         (RAILS, 2, 0.1),
         (RAILS, 3, 0.4),
         (PORTS, 2, 0.02),
         (PORTS, 1, 0.01),
     ):
-        assert CollectiveModel(cluster).send_seconds(message, stride) == pytest.approx(alone)
+        assert CollectiveModel(cluster).send_seconds(message, stride) == pytest.approx(seconds)
         count = cluster.num_devices
         pairs = tuple((i, i + stride) for i in range(count - stride))
         assert ClusterCosts(cluster).collective(
             "collective_permute", message, pairs
-        ) == pytest.approx(alone)
+        ) == pytest.approx(seconds)
 
 
-def test_scenarios_are_slower_for_data_that_leaves_switches() -> None:
+def test_oversubscription_slows_scenarios_in_proportion() -> None:
     model = Transformer(layers=4, hidden=1024, heads=16, seq=1024, vocab=32000)
     plan = Execution(tensor=8, data=8, global_batch=64)
     fabric = {"hosts_per_switch": 4}
     machines = [
-        Machine(BASE.with_size(8).model_copy(update=fabric | {"oversubscription": each}))
-        for each in (1.0, 2.0, 4.0)
+        Machine(BASE.with_size(8).model_copy(update=fabric | {"oversubscription": factor}))
+        for factor in (1.0, 2.0, 4.0)
     ]
     exposed = [predict(model, plan, machine).exposed["data"] for machine in machines]
-    assert exposed[2] - exposed[1] == pytest.approx(
-        2 * (exposed[1] - exposed[0])
-    )  # Beside latency, the time is proportional to the bytes.
+    # except for latency, the seconds are proportional to the oversubscription
+    assert exposed[2] - exposed[1] == pytest.approx(2 * (exposed[1] - exposed[0]))
     assert exposed[1] > 1.7 * exposed[0]
 
 
-def test_messages_of_two_meshes_share_what_a_card_has_upwards() -> None:
+def test_messages_of_two_meshes_share_the_uplink_of_a_nic() -> None:
     one_card = LEAVES.model_copy(update={"nics_per_host": 1})
 
     def seconds(to: int, other: int) -> float:
@@ -256,12 +238,12 @@ def test_messages_of_two_meshes_share_what_a_card_has_upwards() -> None:
         ),
     ],
 )
-def test_networks_that_can_not_be_are_refused(changes: dict[str, object], message: str) -> None:
+def test_invalid_networks_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         toy(**changes)
 
 
-def test_fewer_devices_leave_ports_free() -> None:
+def test_a_part_of_a_host_has_fewer_bridges() -> None:
     four = toy(hosts=1, devices_per_host=8, nics_per_host=8, bridges_per_host=4)
     assert four.with_size(1, 4).bridges_per_host == 2
     assert four.with_size(1, 1).bridges_per_host == 1
@@ -273,13 +255,13 @@ def test_fewer_devices_leave_ports_free() -> None:
         four.with_size(1, 3)
 
 
-def test_what_ifs_reach_the_network() -> None:
+def test_what_ifs_change_the_network() -> None:
     changes = [
         Change.parse("cluster.hosts_per_switch=4"),
         Change.parse("cluster.oversubscription=2"),
     ]
-    found = load_for_program("dgx_h100", 64, changes)
-    assert (found.hosts_per_switch, found.oversubscription) == (4, 2)
+    cluster = load_for_program("dgx_h100", 64, changes)
+    assert (cluster.hosts_per_switch, cluster.oversubscription) == (4, 2)
     with pytest.raises(
         ClusterError, match=r"hosts_per_switch would change nothing.*cluster\.oversubscription=2"
     ):
@@ -294,7 +276,7 @@ def test_what_ifs_reach_the_network() -> None:
     st.booleans(),
     st.sampled_from(["all_reduce", "all_gather", "all_to_all", "collective_permute"]),
 )
-def test_oversubscription_never_makes_anything_faster(
+def test_oversubscription_slows_by_at_most_its_factor(
     per_switch: int, factor: float, rails: bool, kind: CollectiveKind
 ) -> None:
     groups: Groups = (
@@ -302,9 +284,9 @@ def test_oversubscription_never_makes_anything_faster(
     )
     plain, slower = (
         ClusterCosts(
-            toy(hosts_per_switch=per_switch, rails=rails, oversubscription=each)
+            toy(hosts_per_switch=per_switch, rails=rails, oversubscription=oversubscription)
         ).collective(kind, 1e9, groups)
-        for each in (1.0, factor)
+        for oversubscription in (1.0, factor)
     )
     assert plain <= slower * (1 + 1e-9)
     assert slower <= factor * plain * (1 + 1e-9)

@@ -34,21 +34,21 @@ def a100(hosts: int = 1, **changes: object) -> Machine:
     return Machine(Cluster.load("dgx_a100_80").with_size(hosts).model_copy(update=changes))
 
 
-def test_the_parameters_of_gpt_175b_are_counted() -> None:
+def test_the_number_of_parameters_of_gpt_175b_equals_its_formula() -> None:
     # 12 h^2 of matrices and 13 h of vectors per layer, the embeddings, the last norm.
     h = 12288
     assert BIG.parameters == 96 * (12 * h**2 + 13 * h) + 51200 * h + 2048 * h + 2 * h
     assert BIG.parameters == pytest.approx(174.6e9, rel=1e-3)
 
 
-def test_model_flops_are_those_of_narayanan_without_recomputation() -> None:
+def test_model_flops_equal_the_formula_of_narayanan() -> None:
     # 72 B s l h^2 (1 + s / 6 h + V / 12 l h), arXiv 2104.04473, equation 3 with 72 for 96.
     batch, s, layers, h = 1536, 2048, 96, 12288
     expected = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + 51200 / (12 * layers * h))
     assert BIG.flops(batch) == pytest.approx(expected)
 
 
-def test_activations_are_34_bytes_and_5_a_s_over_h() -> None:
+def test_activation_bytes_equal_the_formulas_of_korthikanti() -> None:
     # Korthikanti et al., table 2, per s b h: without remat 10 + 24 / t + 5 a s / h t, and all of it
     # over t with sequence parallelism.
     sbh, scores = 2048 * 12288, 5 * 96 * 2048 / 12288
@@ -64,7 +64,7 @@ def test_activations_are_34_bytes_and_5_a_s_over_h() -> None:
     )
 
 
-def test_zero_divides_one_thing_more_at_each_level() -> None:
+def test_each_level_of_zero_shards_one_more_kind_of_state() -> None:
     # 2 bytes of parameters, 4 of gradients and 12 of the optimizer, over 8 devices.
     elements = 16 * (GPT.layer_matrices + GPT.layer_vectors)
     for zero, sizes in enumerate(
@@ -78,7 +78,7 @@ def test_zero_divides_one_thing_more_at_each_level() -> None:
         )
 
 
-def test_equal_stages_without_communication_have_the_textbook_bubble() -> None:
+def test_the_bubble_of_equal_stages_equals_the_textbook_formula() -> None:
     # p - 1 of p - 1 + m slots. A vocabulary of one word makes the ends nearly free; links and hosts
     # are nearly free, too.
     model = GPT.model_copy(update={"vocab": 8, "learned_positions": False})
@@ -101,7 +101,7 @@ def test_equal_stages_without_communication_have_the_textbook_bubble() -> None:
     st.integers(0, 6),
     st.booleans(),
 )
-def test_pipelines_take_what_the_exact_clock_says(
+def test_pipeline_seconds_equal_the_makespan_of_the_schedule(
     meshes: int, rounds: int, chunks: int, loss: int, send: int, gpipe: bool
 ) -> None:
     """Each device has 6 forward, 12 backward and a loss; tasks include their sends and wait."""
@@ -111,17 +111,17 @@ def test_pipelines_take_what_the_exact_clock_says(
     stages, sends = meshes * chunks, send if meshes > 1 else 0
 
     def seconds(task: Run) -> float:
-        of_loss = loss if task.stage == stages - 1 else 0
+        loss_seconds = loss if task.stage == stages - 1 else 0
         return {
-            "F": (6 + sends) / chunks + of_loss / 3,
-            "B": (12 + sends) / chunks + of_loss * 2 / 3,
+            "F": (6 + sends) / chunks + loss_seconds / 3,
+            "B": (12 + sends) / chunks + loss_seconds * 2 / 3,
             "U": 0,
         }[task.phase]
 
     exact = make_schedule(name, Pipeline(meshes, micro_batches, chunks)).makespan(seconds)
     devices = [18.0] * (meshes - 1) + [18.0 + loss]
-    found = sum(pipeline_seconds(devices, micro_batches, chunks, sends, sends))
-    assert found == pytest.approx(exact)
+    seconds_by_formula = sum(pipeline_seconds(devices, micro_batches, chunks, sends, sends))
+    assert seconds_by_formula == pytest.approx(exact)
 
 
 def test_the_parts_sum_up_to_the_step() -> None:
@@ -150,7 +150,7 @@ def test_the_parts_sum_up_to_the_step() -> None:
     )
 
 
-def test_full_recomputation_costs_the_forward_pass_and_selective_less() -> None:
+def test_full_recomputation_costs_a_forward_pass_and_selective_less() -> None:
     plan = Execution(tensor=8, microbatch=4, global_batch=4)
     none, selective, full = (
         layer_passes(GPT, Execution.model_validate(plan.model_dump() | {"recompute": mode}), a100())
@@ -160,7 +160,7 @@ def test_full_recomputation_costs_the_forward_pass_and_selective_less() -> None:
     assert none.recompute.compute == 0 < selective.recompute.compute < 0.3 * full.recompute.compute
 
 
-def test_time_does_not_depend_on_how_many_devices_there_are_to_think_about() -> None:
+def test_a_prediction_for_96000_devices_takes_milliseconds() -> None:
     plan = Execution(
         tensor=8, pipeline=8, data=1500, microbatch=1, global_batch=6000, recompute="full"
     )
@@ -173,14 +173,14 @@ def test_time_does_not_depend_on_how_many_devices_there_are_to_think_about() -> 
     assert prediction.devices == 96_000
 
 
-def test_groups_that_share_network_cards_slow_each_other() -> None:
+def test_groups_that_share_nics_slow_each_other() -> None:
     # Tensor 2 and data 64 over 16 hosts: each of a host's two groups has half of its NICs.
     plan = Execution(tensor=2, data=64, microbatch=4, global_batch=256)
     wide, narrow = (predict(GPT, plan, a100(16, nics_per_host=nics)) for nics in (8, 2))
     assert narrow.exposed["data"] > 3 * wide.exposed["data"]
 
 
-def test_zero_3_collapses_when_devices_grow_and_the_batch_does_not() -> None:
+def test_the_throughput_of_zero_3_falls_with_devices_at_a_fixed_batch() -> None:
     model = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 
     def tflops(devices: int, microbatch: int) -> float:
@@ -239,7 +239,7 @@ models = st.sampled_from(
 
 
 @given(models, plans())
-def test_nothing_is_negative(model: Transformer, plan: Execution) -> None:
+def test_predictions_are_not_negative(model: Transformer, plan: Execution) -> None:
     prediction, memory = predict(model, plan, a100(64)), memory_of(model, plan)
     parts = (
         memory.parameters,
@@ -283,7 +283,7 @@ def test_faster_hardware_is_never_slower(
 
 
 @given(models, plans())
-def test_more_recomputation_takes_less_memory_and_more_time(
+def test_more_recomputation_needs_less_memory_and_more_time(
     model: Transformer, plan: Execution
 ) -> None:
     assume(plan.recompute == "none")
@@ -302,12 +302,12 @@ def test_quantiles_grow_and_the_median_is_the_prediction(
 
 
 @pytest.mark.parametrize("probability", [0, 1, 1.5])
-def test_a_quantile_is_of_a_probability(probability: float) -> None:
+def test_a_quantile_of_an_invalid_probability_is_refused(probability: float) -> None:
     with pytest.raises(ValueError, match="expected one between 0 and 1"):
         predict(GPT, Execution(global_batch=1), a100()).quantile(probability)
 
 
-def test_a_jitted_step_does_not_wait_for_the_host_where_an_eager_one_does() -> None:
+def test_a_jitted_step_waits_less_for_the_host_than_an_eager_one() -> None:
     small = Transformer(layers=12, hidden=768, heads=12, seq=512, vocab=50304)
     plan = Execution(global_batch=1)
     cluster = Cluster.load("dgx_a100_80")
@@ -326,7 +326,7 @@ def test_a_jitted_step_does_not_wait_for_the_host_where_an_eager_one_does() -> N
         ({"width": 1}, "Extra inputs"),
     ],
 )
-def test_a_transformer_that_can_not_be_is_refused(fields: dict[str, object], message: str) -> None:
+def test_an_invalid_transformer_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Transformer.model_validate(GPT.model_dump() | fields)
 
@@ -342,7 +342,7 @@ def test_a_transformer_that_can_not_be_is_refused(fields: dict[str, object], mes
         ({"zero": 3, "pipeline": 2}, "zero: given 3, expected at most 2 with a pipeline"),
     ],
 )
-def test_an_execution_that_can_not_be_is_refused(fields: dict[str, object], message: str) -> None:
+def test_an_invalid_execution_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Execution.model_validate({"global_batch": 16} | fields)
 
@@ -362,5 +362,5 @@ def test_a_plan_that_does_not_divide_the_model_or_fit_the_cluster_is_refused() -
         predict(GPT, Execution(tensor=8, data=2, global_batch=2), a100())
 
 
-def test_the_example_of_the_package_is_right() -> None:
+def test_the_doctest_of_the_package_passes() -> None:
     assert doctest.testmod(simulator.transformer).failed == 0

@@ -27,12 +27,12 @@ SETS = {published.name: published for published in PUBLISHED_SETS}
 @pytest.mark.parametrize(
     "name", [name for name, published in SETS.items() if published.target is not None]
 )
-def test_the_targets_are_met(name: str) -> None:
+def test_the_error_on_published_sets_meets_its_target(name: str) -> None:
     comparison = Comparison.of(SETS[name])
     assert comparison.met, f"{comparison.statistics.mape:.2%} where {SETS[name].target} is aimed at"
 
 
-def test_plans_are_ranked_as_they_were_measured() -> None:
+def test_predicted_and_measured_rankings_of_plans_agree() -> None:
     multi = Comparison.of(SETS["vtrain-multi-node"]).statistics
     assert multi.fitted == 0
     assert multi.spearman is not None
@@ -41,14 +41,14 @@ def test_plans_are_ranked_as_they_were_measured() -> None:
     assert multi.regret < 0.05
 
 
-def test_the_hosts_times_of_the_eager_backend_come_from_40_rows() -> None:
+def test_the_eager_backend_is_the_fit_to_40_rows() -> None:
     assert vtrain_single_node_rows().fitted.sum() == 40
-    found = fit_eager()
-    assert found.kernel_us == pytest.approx(EAGER.kernel_us, rel=0.02)
-    assert found.step_us == pytest.approx(EAGER.step_us, rel=0.2)
+    fitted = fit_eager()
+    assert fitted.kernel_us == pytest.approx(EAGER.kernel_us, rel=0.02)
+    assert fitted.step_us == pytest.approx(EAGER.step_us, rel=0.2)
 
 
-def test_planted_times_of_the_host_are_found_again() -> None:
+def test_the_fit_of_a_backend_recovers_planted_parameters() -> None:
     planted = Backend("planted", kernel_us=20.0, step_us=9e3, update_bytes=60.0)
     table = list(vtrain_single_node_rows().head(12).itertuples(index=False))
     exact = [vtrain_single_node_case(row, planted).predicted for row in table]
@@ -57,12 +57,12 @@ def test_planted_times_of_the_host_are_found_again() -> None:
         predicted = [vtrain_single_node_case(row, backend).predicted for row in table]
         return [Case("", want, got) for want, got in zip(exact, predicted, strict=True)]
 
-    found = fit_backend(EAGER, cases)
-    assert found.kernel_us == pytest.approx(20, rel=0.05)
-    assert found.step_us == pytest.approx(9e3, rel=0.1)
+    fitted = fit_backend(EAGER, cases)
+    assert fitted.kernel_us == pytest.approx(20, rel=0.05)
+    assert fitted.step_us == pytest.approx(9e3, rel=0.1)
 
 
-def test_statistics_of_three_rows_by_hand() -> None:
+def test_statistics_of_three_rows_equal_values_by_hand() -> None:
     # Errors are +10 %, -20 % and 0. The plan that is predicted to be the fastest of its group takes
     # 2.5, where 2 was possible.
     cases = [
@@ -70,32 +70,31 @@ def test_statistics_of_three_rows_by_hand() -> None:
         Case("b", 2.5, 2.0, "group"),
         Case("c", 4.0, 4.0, "group", fitted=True),
     ]
-    found = statistics(cases)
-    assert (found.count, found.fitted) == (3, 1)
-    assert (found.mape, found.unseen, found.median) == pytest.approx((0.1, 0.15, 0.1))
-    assert (found.largest, found.bias, found.p90) == pytest.approx((0.2, -0.1 / 3, 0.18))
-    assert found.spearman == pytest.approx(0.5)
-    assert found.regret == pytest.approx(0.25)
+    summary = statistics(cases)
+    assert (summary.count, summary.fitted) == (3, 1)
+    assert (summary.mape, summary.unseen, summary.median) == pytest.approx((0.1, 0.15, 0.1))
+    assert (summary.largest, summary.bias, summary.p90) == pytest.approx((0.2, -0.1 / 3, 0.18))
+    assert summary.spearman == pytest.approx(0.5)
+    assert summary.regret == pytest.approx(0.25)
 
 
-def test_the_measurements_are_in_the_interval_about_as_often_as_it_says() -> None:
-    found = coverage([Comparison.of(published).cases for published in SETS.values()])
-    assert found is not None
-    assert found.count > 500
-    assert 0.7 < found.covered < 0.9
-    assert 0.7 < found.held_out < 0.9
+def test_prediction_intervals_cover_about_80_percent_of_measurements() -> None:
+    coverage_of_sets = coverage([Comparison.of(published).cases for published in SETS.values()])
+    assert coverage_of_sets is not None
+    assert coverage_of_sets.count > 500
+    assert 0.7 < coverage_of_sets.covered < 0.9
+    assert 0.7 < coverage_of_sets.held_out < 0.9
 
 
-def test_coverage_of_two_sets_by_hand() -> None:
-    # From 8 to 10 is as far as to the end of the interval, to 12.5 twice as far; 6.4 is as far down
-    # as that end.
+def test_the_coverage_of_two_sets_equals_values_by_hand() -> None:
+    # On a log scale, the interval ends as far below 8 as above it, and 12.5 is twice as far.
     near = [
         Case("a", 10, 8, interval=(6.4, 10)),
         Case("b", 6.4, 8, interval=(6.4, 10)),
         Case("c", 1, 8, interval=(6.4, 10), fitted=True),
     ]
     far = [Case("d", 12.5, 8, interval=(6.4, 10))]
-    # Four fifths of the other set's rows are at most as far as the far one, or as the near ones.
+    # each set's interval has the width that covers four fifths of the other set's rows
     assert coverage([near, far, [Case("e", 1, 2)]]) == Coverage(
         3, pytest.approx(2 / 3), pytest.approx(2 / 3)
     )
@@ -103,7 +102,7 @@ def test_coverage_of_two_sets_by_hand() -> None:
     assert coverage([near, [Case("e", 1, 2)]]) is None
 
 
-def test_two_alternatives_are_no_choice() -> None:
+def test_rankings_of_fewer_than_three_alternatives_have_no_statistics() -> None:
     assert regret([Case("a", 1, 2, "g"), Case("b", 2, 1, "g"), Case("c", 1, 1)]) is None
     assert spearman([1, 2], [2, 1]) is None
     assert spearman([1, 1, 1], [1, 2, 3]) is None
@@ -114,13 +113,13 @@ def test_two_alternatives_are_no_choice() -> None:
 @given(st.lists(st.floats(0.1, 1e3), min_size=3, max_size=20, unique=True), st.floats(0.1, 10))
 def test_a_perfect_ranking_has_no_regret(measured: list[float], scale: float) -> None:
     cases = [Case("", seconds, scale * seconds, "all") for seconds in measured]
-    found = statistics(cases)
-    assert found.regret == 0
-    assert found.spearman == pytest.approx(1)
-    assert found.mape == pytest.approx(abs(scale - 1))
+    summary = statistics(cases)
+    assert summary.regret == 0
+    assert summary.spearman == pytest.approx(1)
+    assert summary.mape == pytest.approx(abs(scale - 1))
 
 
-def test_reports_are_the_same_each_time(tmp_path: Path) -> None:
+def test_reports_are_reproducible(tmp_path: Path) -> None:
     comparison = Comparison.of(
         PublishedSet("toy", "Toy", "s", "made up", lambda: [Case("a", 1, 1.1), Case("b", 2, 1.9)])
     )
@@ -145,10 +144,7 @@ def test_the_command_line_prints_a_table_or_json(tmp_path: Path) -> None:
     assert len(only["cases"]) == only["count"]
 
 
-# A user's own rows
-
-
-def own(folder: Path, name: str, edit: Callable[[pd.DataFrame], pd.DataFrame]) -> Path:
+def write_edited(folder: Path, name: str, edit: Callable[[pd.DataFrame], pd.DataFrame]) -> Path:
     """Return a folder with an edited published table."""
     folder.mkdir(exist_ok=True)
     edit(pd.read_csv(PUBLISHED / f"{name}.csv")).to_csv(folder / f"{name}.csv", index=False)
@@ -161,34 +157,36 @@ def validate(*args: object, code: int = 0) -> str:
     return result.stdout if not code else " ".join(result.output.split())
 
 
-def test_other_rows_are_compared_where_there_are_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_user_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    twice = own(
+    folder = write_edited(
         tmp_path / "mine",
         "vtrain_multi_node",
         lambda rows: rows.head(5).assign(**{rows.columns[-1]: 1e3}),
     )
-    own(twice, "korthikanti_table5", lambda rows: rows.head(1)[list(reversed(rows.columns))])
-    found = json.loads(validate("--data", twice, "--json", code=1))
-    assert {each["name"]: each["count"] for each in found} == {
+    write_edited(
+        folder, "korthikanti_table5", lambda rows: rows.head(1)[list(reversed(rows.columns))]
+    )
+    sets = json.loads(validate("--data", folder, "--json", code=1))
+    assert {row_set["name"]: row_set["count"] for row_set in sets} == {
         "korthikanti-table5": 2,
         "vtrain-multi-node": 5,
     }
-    assert [case["measured"] for case in found[1]["cases"]] == [1.0] * 5
+    assert [case["measured"] for case in sets[1]["cases"]] == [1.0] * 5
     shipped = Comparison.of(SETS["korthikanti-table5"])
-    assert found[0]["cases"][0]["predicted"] == shipped.cases[0].predicted
+    assert sets[0]["cases"][0]["predicted"] == shipped.cases[0].predicted
     assert not (tmp_path / "results").exists()
 
 
-def test_only_the_rows_that_were_fitted_to_count_as_fitted(tmp_path: Path) -> None:
-    folder = own(tmp_path, "vtrain_single_node", lambda rows: rows.head(60))
+def test_only_rows_of_the_fit_count_as_fitted(tmp_path: Path) -> None:
+    folder = write_edited(tmp_path, "vtrain_single_node", lambda rows: rows.head(60))
     rows = vtrain_single_node_rows()
     assert vtrain_single_node_rows(folder).fitted.sum() == rows.fitted.head(60).sum() < 40
-    own(tmp_path, "vtrain_single_node", lambda rows: rows.head(60).assign(**{"global batch": 4096}))
+    write_edited(
+        tmp_path, "vtrain_single_node", lambda rows: rows.head(60).assign(**{"global batch": 4096})
+    )
     assert not vtrain_single_node_rows(folder).fitted.any()
-    own(
+    write_edited(
         tmp_path,
         "megatron_sc21_table2",
         lambda rows: rows.assign(derived_iter_s=2 * rows.derived_iter_s),
@@ -202,9 +200,9 @@ def test_only_the_rows_that_were_fitted_to_count_as_fitted(tmp_path: Path) -> No
     }
 
 
-def test_rows_on_which_nothing_fits_are_counted_and_named(tmp_path: Path) -> None:
+def test_rows_without_a_feasible_plan_are_counted_and_named(tmp_path: Path) -> None:
     one, two = (lambda rows: rows.assign(pp=1).head(2), lambda rows: rows.tail(1))
-    huge = own(
+    huge = write_edited(
         tmp_path / "mine",
         "megatron_sc21_table1",
         lambda rows: pd.concat(
@@ -223,29 +221,33 @@ def test_rows_on_which_nothing_fits_are_counted_and_named(tmp_path: Path) -> Non
     assert Comparison.of(SETS["simumax-memory"]).statistics.unpredicted == 6
 
 
-def test_rows_that_can_not_be_compared_are_explained(tmp_path: Path) -> None:
+def test_rows_that_can_not_be_compared_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no rows to compare; expected some of korthikanti_table5.csv, " in validate(
         "--data", tmp_path / "empty", code=2
     )
-    less = own(tmp_path / "less", "korthikanti_table5", lambda rows: rows.drop(columns="mbs"))
-    assert "korthikanti_table5.csv: no column 'mbs'; expected model, heads" in validate(
-        "--data", less, code=2
+    folder_without_column = write_edited(
+        tmp_path / "less", "korthikanti_table5", lambda rows: rows.drop(columns="mbs")
     )
-    other = own(tmp_path / "other", "korthikanti_table5", lambda rows: rows.assign(model="3B"))
+    assert "korthikanti_table5.csv: no column 'mbs'; expected model, heads" in validate(
+        "--data", folder_without_column, code=2
+    )
+    folder_of_unknown_model = write_edited(
+        tmp_path / "other", "korthikanti_table5", lambda rows: rows.assign(model="3B")
+    )
     assert (
         "korthikanti-table5: unknown model '3B' in the table; expected one of 22B, 175B"
-        in validate("--data", other, code=2)
+        in validate("--data", folder_of_unknown_model, code=2)
     )
-    only = own(
+    folder_of_one_set = write_edited(
         tmp_path / "only", "megatron_sc21_table2", lambda rows: rows[rows.scheme == "ZeRO-3"]
     )
-    assert [each["name"] for each in json.loads(validate("--data", only, "--json"))] == [
-        "sc21-zero3"
-    ]
+    assert [
+        row_set["name"] for row_set in json.loads(validate("--data", folder_of_one_set, "--json"))
+    ] == ["sc21-zero3"]
 
 
-def test_an_unknown_set_lists_the_known_ones() -> None:
+def test_an_unknown_set_is_refused() -> None:
     result = CliRunner().invoke(app, ["validate", "korthikanti"])
     assert result.exit_code == 2
     assert "unknown set 'korthikanti'" in result.output

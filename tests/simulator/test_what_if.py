@@ -31,11 +31,11 @@ def machine(*changes: str) -> Machine:
     return load_machine("dgx_a100_80", 32, "eager", [Change.parse(text) for text in changes])
 
 
-def test_without_changes_it_is_the_machine_of_the_cluster() -> None:
+def test_without_changes_the_machine_is_that_of_the_cluster() -> None:
     assert machine() == Machine(Cluster.load("dgx_a100_80").with_size(4), EAGER)
 
 
-def test_a_factor_multiplies_what_is_there_and_a_value_replaces_it() -> None:
+def test_a_factor_multiplies_a_field_and_a_value_replaces_it() -> None:
     fields = {"link": {"latency_us": 4.0}, "hosts": 2}
     assert Change.parse("cluster.link.latency_us=0.5x").apply(fields | {"cluster": fields})[
         "cluster"
@@ -56,23 +56,20 @@ def test_a_factor_multiplies_what_is_there_and_a_value_replaces_it() -> None:
         ("cluster.intra_host.bandwidth_gb_per_s=2x", "tensor"),
     ],
 )
-def test_a_change_of_a_link_changes_what_goes_over_it(change: str, axis: str) -> None:
+def test_a_change_of_a_link_changes_only_its_communication(change: str, axis: str) -> None:
     before, after = predict(GPT, PLAN, machine()), predict(GPT, PLAN, machine(change))
     changed = {name for name in ("tensor", "data") if after.exposed[name] != before.exposed[name]}
     assert changed == {axis}
     assert (after.exposed[axis] < before.exposed[axis]) == ("bandwidth" in change)
 
 
-def test_twice_the_bandwidth_halves_what_the_bytes_take() -> None:
+def test_twice_the_bandwidth_halves_the_seconds_per_byte() -> None:
     before, after = machine(), machine("cluster.intra_host.bandwidth_gb_per_s=2x")
     size, ring = 2**30, before.network.ring(8)
-    # Launch and hops stay; they are 2 * slow - fast.
-    slow, fast = (each.network.seconds("all_reduce", size, ring) for each in (before, after))
+    # launch and hops do not change; they are 2 * fast - slow
+    slow, fast = (variant.network.seconds("all_reduce", size, ring) for variant in (before, after))
     curve = before.network.curves.all_reduce
     assert 2 * fast - slow == pytest.approx((curve.launch_us + 14 * curve.hop_us) * 1e-6)
-
-
-# Each number of a cluster changes the prediction, or its change is refused
 
 
 def leaves(fields: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -84,7 +81,7 @@ def leaves(fields: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tu
             yield ".".join((*path, str(name))), value
 
 
-def other(field: str, value: Any) -> Any:
+def changed_value(field: str, value: Any) -> Any:
     """Return another number that is valid for the field."""
     if isinstance(value, bool):
         return not value
@@ -93,7 +90,7 @@ def other(field: str, value: Any) -> Any:
     if field == "device.kernels.wave_quantization" or "efficiency" in field:
         return value / 2
     if field.startswith("device.peak"):
-        return 10 * value  # The faster 16-bit format counts.
+        return 10 * value  # the faster 16-bit format counts
     return 1.2 * value if field.endswith("contention_factor") else 2 * value if value else 1.0
 
 
@@ -127,7 +124,7 @@ KINDS: tuple[CollectiveKind, ...] = (
 )
 
 
-def a_bit_of_everything() -> Program:
+def program_of_all_costs() -> Program:
     """Return a program with all kinds of products and collectives within and between hosts."""
     shapes = (
         Gemm(64, 64, 8192),
@@ -157,7 +154,7 @@ def a_bit_of_everything() -> Program:
     return Program((tuple(range(16)),), ((Run(0, "S"),),), {"0S": tuple(body)}, (use,))
 
 
-# Unused by these scenarios on V100s: f16 is faster, clocks don't drop, no such groups occur.
+# Scenarios on V100s do not use these: f16 is faster, clocks do not drop, groups have other sizes.
 UNUSED = {
     "device.kernels.efficiency_by_dtype.bf16",
     "device.kernels.throttles_in_training",
@@ -170,13 +167,15 @@ UNUSED = {
     ("name", "front_end"),
     tiers([(name, end) for end in ("scenario", "program") for name in ("p3.16xlarge", "dgx_h100")]),
 )
-def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
-    program = a_bit_of_everything()
+def test_every_change_of_a_number_changes_the_prediction_or_is_refused(
+    front_end: str, name: str
+) -> None:
+    program = program_of_all_costs()
 
     def predicted(*changes: Change) -> list[Any]:
         if front_end == "program":
-            where = load_for_program(name, 16, changes)
-            return [predict_program(program, where)]
+            cluster = load_for_program(name, 16, changes)
+            return [predict_program(program, cluster)]
         machine = load_machine(name, 32, "eager", changes)
         return [
             predict(*scenario, machine)
@@ -187,7 +186,7 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
     before, ignored, refused = repr(predicted()), [], []
     for field, value in leaves(Cluster.load(name).with_size(4).model_dump()):
         change = Change.parse(
-            f"cluster.{field}={yaml.safe_dump(other(field, value)).splitlines()[0]}"
+            f"cluster.{field}={yaml.safe_dump(changed_value(field, value)).splitlines()[0]}"
         )
         try:
             after = repr(predicted(change))
@@ -196,14 +195,14 @@ def test_no_change_of_a_number_is_ignored(front_end: str, name: str) -> None:
             continue
         if after == before:
             ignored.append(field)
-    # The first counts only for messages that leave a leaf switch, the second for groups of three or
-    # more devices without a number of their own.
-    depends = {"rails", *(["collectives.all_reduce.sharing"] if name == "p3.16xlarge" else [])}
-    assert set(ignored) - depends == (
+    # `rails` matters only for messages that leave a leaf switch, `sharing` for groups of three or
+    # more devices without their own bandwidth.
+    conditional = {"rails", *(["collectives.all_reduce.sharing"] if name == "p3.16xlarge" else [])}
+    assert set(ignored) - conditional == (
         UNUSED if (front_end, name) == ("scenario", "p3.16xlarge") else set()
     )
     links = {"intra_host.latency_us", "intra_host.half_size_mb", "collective_launch_us"}
-    assert links <= set(refused)  # Their collectives are measured.
+    assert links <= set(refused)  # measurements replace these fields
     assert {
         "inter_host.bandwidth_gb_per_s",
         "intra_host.bandwidth_gb_per_s",
@@ -220,16 +219,14 @@ def outcome(predicted: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("name", ["dgx_h100", "p3.16xlarge", "a100_pcie_4"])
-def test_a_field_means_the_same_in_a_file_in_a_what_if_and_in_python(
-    name: str, tmp_path: Path
-) -> None:
-    program, before = a_bit_of_everything(), Cluster.load(name).with_size(8)
+def test_a_change_in_a_file_a_what_if_and_python_are_equivalent(name: str, tmp_path: Path) -> None:
+    program, before = program_of_all_costs(), Cluster.load(name).with_size(8)
     fields = before.model_dump()
     reference, different = repr(predict_program(program, before)), 0
     for field, value in leaves(
         {key: fields[key] for key in ("collective_launch_us", "intra_host", "inter_host")}
     ):
-        change = Change.parse(f"cluster.{field}={other(field, value)}")
+        change = Change.parse(f"cluster.{field}={changed_value(field, value)}")
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(fields))
         what_if = outcome(
@@ -240,7 +237,7 @@ def test_a_field_means_the_same_in_a_file_in_a_what_if_and_in_python(
         path.write_text(yaml.safe_dump(change.apply(fields | {"cluster": fields})["cluster"]))
         in_file = outcome(lambda path=path: predict_program(program, load_cluster(path)))
         section, _, inner = field.rpartition(".")
-        new = other(field, value)
+        new = changed_value(field, value)
         link = getattr(before, section).model_copy(update={inner: new}) if section else new
         in_python = outcome(
             lambda key=section or field, link=link: predict_program(
@@ -253,7 +250,7 @@ def test_a_field_means_the_same_in_a_file_in_a_what_if_and_in_python(
     assert different >= 7
 
 
-def test_collectives_that_are_measured_follow_the_bandwidth_of_the_link_in_the_file(
+def test_measured_collectives_scale_with_the_bandwidth_of_the_link_in_the_file(
     tmp_path: Path,
 ) -> None:
     shipped = (
@@ -279,9 +276,11 @@ def test_collectives_that_are_measured_follow_the_bandwidth_of_the_link_in_the_f
 )
 @pytest.mark.parametrize(
     "load",
-    [lambda *given: load_for_program(*given), lambda a, b, c: load_machine(a, b, "eager", c)],
+    [lambda *args: load_for_program(*args), lambda a, b, c: load_machine(a, b, "eager", c)],
 )
-def test_what_was_measured_is_not_changed_by_what_the_link_implies(load: Any, field: str) -> None:
+def test_changes_of_link_fields_that_measurements_replace_are_refused(
+    load: Any, field: str
+) -> None:
     with pytest.raises(
         ClusterError,
         match=rf"{field}: given 1000, but the collectives that are measured .*collectives: null",
@@ -294,7 +293,7 @@ def test_what_was_measured_is_not_changed_by_what_the_link_implies(load: Any, fi
     )
 
 
-def test_profiles_are_changed_by_their_names() -> None:
+def test_profiles_are_replaced_by_name() -> None:
     changes = [
         Change.parse("cluster.collectives=h100"),
         Change.parse("cluster.device.kernels=h100_sxm5_80gb"),
@@ -309,20 +308,20 @@ def test_profiles_are_changed_by_their_names() -> None:
         load_for_program("dgx_a100_80", 8, [Change.parse("cluster.collectives=h1000")])
 
 
-def test_a_faster_link_halves_the_bytes_of_programs_too() -> None:
+def test_twice_the_bandwidth_halves_the_seconds_per_byte_of_programs() -> None:
     body = (Start(Collective("c", "all_reduce", 2**30, (tuple(range(8)),))), Done("c"))
     program = Program((tuple(range(8)),), ((Run(0, "S"),),), {"0S": body})
 
     def seconds(*changes: str) -> float:
-        where = load_for_program("dgx_a100_80", 8, [Change.parse(text) for text in changes])
-        return predict_program(program, where).seconds
+        cluster = load_for_program("dgx_a100_80", 8, [Change.parse(text) for text in changes])
+        return predict_program(program, cluster).seconds
 
     curve = machine().network.curves.all_reduce
-    both = 2 * seconds("cluster.intra_host.bandwidth_gb_per_s=2x") - seconds()
-    assert both == pytest.approx((curve.launch_us + 14 * curve.hop_us) * 1e-6)
+    fixed_seconds = 2 * seconds("cluster.intra_host.bandwidth_gb_per_s=2x") - seconds()
+    assert fixed_seconds == pytest.approx((curve.launch_us + 14 * curve.hop_us) * 1e-6)
 
 
-def test_clusters_grow_to_what_is_needed_unless_their_size_is_said() -> None:
+def test_clusters_grow_to_the_needed_devices_unless_their_size_is_given() -> None:
     grown = load_for_program("dgx_h100", 17)
     assert grown == Cluster.load("dgx_h100").with_size(3)
     assert load_for_program("dgx_h100", 17, [Change.parse("cluster.hosts=2")]) == Cluster.load(
@@ -338,15 +337,15 @@ def test_clusters_grow_to_what_is_needed_unless_their_size_is_said() -> None:
 # Heterogeneous clusters
 
 
-def test_each_pool_is_changed_by_itself() -> None:
+def test_pools_are_changed_separately() -> None:
     changes = (
         "cluster.pools.0.inter_host.bandwidth_gb_per_s=2x",
         "cluster.pools.1.device=h100_sxm5_80gb",
         "cluster.pools.1.hosts=2",
     )
     before, after = (
-        load_for_program("p3_beside_p4d", 16, [Change.parse(text) for text in given])
-        for given in ((), changes)
+        load_for_program("p3_beside_p4d", 16, [Change.parse(text) for text in texts])
+        for texts in ((), changes)
     )
     assert before == load_cluster("p3_beside_p4d")
     assert isinstance(after, HeterogeneousCluster)
@@ -358,7 +357,7 @@ def test_each_pool_is_changed_by_itself() -> None:
     faster = load_for_program(
         "p3_beside_p4d", 16, [Change.parse("cluster.pools.1.intra_host.bandwidth_gb_per_s=2x")]
     )
-    curves = [each.pools[1].curves for each in (before, faster)]
+    curves = [cluster.pools[1].curves for cluster in (before, faster)]
     assert curves[1].all_reduce == curves[0].all_reduce.faster(2)
 
 
@@ -384,20 +383,20 @@ def test_each_pool_is_changed_by_itself() -> None:
         ),
     ],
 )
-def test_a_change_of_a_pool_that_can_not_be_made_is_explained(change: str, message: str) -> None:
-    with pytest.raises(ClusterError) as caught:
+def test_an_invalid_change_of_a_pool_is_refused(change: str, message: str) -> None:
+    with pytest.raises(ClusterError) as raised:
         load_for_program("p3_beside_p4d", 16, [Change.parse(change)])
-    assert message in str(caught.value)
+    assert message in str(raised.value)
 
 
-def test_scenarios_are_for_hosts_that_are_alike() -> None:
+def test_scenarios_on_heterogeneous_clusters_are_refused() -> None:
     with pytest.raises(
         ClusterError, match="has pools, so its hosts are not all alike, as is needed here"
     ):
         load_machine("p3_beside_p4d", 16, "eager")
 
 
-def test_a_faster_memory_and_faster_products_are_faster_in_proportion() -> None:
+def test_changes_of_bandwidth_and_peak_scale_the_model_of_products() -> None:
     twice = machine(
         "cluster.device.memory_bandwidth_gb_per_s=2x", "cluster.device.peak_tflop_per_s.bf16=2x"
     )
@@ -408,11 +407,11 @@ def test_a_faster_memory_and_faster_products_are_faster_in_proportion() -> None:
     )
 
 
-def test_another_device_comes_with_its_own_measurements() -> None:
-    other = machine("cluster.device.memory_gb=160", "cluster.device=h100_sxm5_80gb")
-    assert other.gemms == Machine(Cluster.load("dgx_h100")).gemms
-    assert other.cluster.device.memory_gb == 160
-    assert other.cluster.hosts == 4
+def test_another_device_has_its_own_measurements() -> None:
+    changed_value = machine("cluster.device.memory_gb=160", "cluster.device=h100_sxm5_80gb")
+    assert changed_value.gemms == Machine(Cluster.load("dgx_h100")).gemms
+    assert changed_value.cluster.device.memory_gb == 160
+    assert changed_value.cluster.hosts == 4
 
 
 EXAMPLE = Path(simulator.transformer.__file__).parent / "examples" / "gpt3_175b.yaml"
@@ -466,7 +465,7 @@ def test_a_scenario_is_predicted_on_several_clusters_with_changes() -> None:
         ("model.attention=2x", "attention is None, which can't be multiplied; what can: layers"),
     ],
 )
-def test_a_change_that_can_not_be_made_is_explained(change: str, message: str) -> None:
+def test_an_invalid_change_is_refused(change: str, message: str) -> None:
     result = CliRunner().invoke(app, ["llm", str(EXAMPLE), "--set", change], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

@@ -16,17 +16,17 @@ def test_a_batched_product_counts_a_multiply_add_as_two() -> None:
     assert Gemm(4, 5, 6, batch=7).flops == 2 * 7 * 4 * 5 * 6
 
 
-def test_work_of_a_body_sums_kernels_and_collectives_with_loops_multiplied_out() -> None:
+def test_the_work_of_a_body_multiplies_loops_by_their_count() -> None:
     body = (ADD, Start(SUM), Done("sum"), Loop(10, (DOT, Loop(2, (ADD, Start(SUM), Done("sum"))))))
     assert work_of(body) == Work(
         {"f32": 3 + 60, "bf16": 2400}, 12 + 240 + 1000, {"all_reduce": 64 + 1280}
     )
 
 
-def test_collectives_are_told_their_axes_in_loops_too() -> None:
+def test_collectives_get_their_axes_in_loops_too() -> None:
     body = (ADD, Start(SUM), Loop(2, (Start(SUM), Done("sum"))), Done("sum"))
-    told = Start(replace(SUM, axis="x"))
-    expected = (ADD, told, Loop(2, (told, Done("sum"))), Done("sum"))
+    start_with_axis = Start(replace(SUM, axis="x"))
+    expected = (ADD, start_with_axis, Loop(2, (start_with_axis, Done("sum"))), Done("sum"))
     assert with_axes(body, {SUM.groups: "x"}.__getitem__) == expected
 
 
@@ -50,5 +50,5 @@ def test_work_adds_in_any_order(one: Work, two: Work, three: Work) -> None:
 
 
 @given(works)
-def test_twice_is_adding_it_to_itself(work: Work) -> None:
+def test_twice_a_work_is_its_sum_with_itself(work: Work) -> None:
     assert work * 2 == work + work
