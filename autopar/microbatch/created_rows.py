@@ -77,19 +77,20 @@ def _row_numbers_of(positions: jax.Array, shape: Sequence[int], dim: int) -> jax
     return lax.broadcast_in_dim(row_numbers(positions, shape[dim]), shape, (dim,))
 
 
-def element_numbers(positions: jax.Array, shape: Sequence[int], dim: int, size: int) -> Words:
+def element_numbers(
+    positions: jax.Array, shape: Sequence[int], dim: int, whole: Sequence[int]
+) -> Words:
     """Return the numbers of a microbatch's elements in the array of the whole batch.
 
     Args:
         positions: the positions of the microbatch's examples in the batch.
         shape: the shape of the microbatch's array.
         dim: the dim with a row per example.
-        size: the size of that dim for the whole batch.
+        whole: the shape of the whole batch's array.
 
     Returns:
         Two arrays of `shape` of uint32, the high and low words.
     """
-    whole = (*shape[:dim], size, *shape[dim + 1 :])
     zeros = jnp.zeros(shape, jnp.uint32)
     total: Words = zeros, zeros
     for at in range(len(shape)):
@@ -99,11 +100,16 @@ def element_numbers(positions: jax.Array, shape: Sequence[int], dim: int, size: 
             else lax.broadcasted_iota(jnp.uint32, shape, at)
         )
         stride = prod(whole[at + 1 :])
-        if prod(whole) <= 2**_WORD:
+        if prod(whole) < 2**_WORD:
             total = total[0], total[1] + number * jnp.uint32(stride)
         else:
             total = _sum(total, _product(number, stride))
     return total
+
+
+def _element_numbers_of(positions: jax.Array, shape: Sequence[int], dim: int, size: int) -> Words:
+    """Return `element_numbers` in an array that differs in the size of `dim`."""
+    return element_numbers(positions, shape, dim, (*shape[:dim], size, *shape[dim + 1 :]))
 
 
 def _sum(a: Words, b: Words) -> Words:
@@ -156,7 +162,7 @@ def _random_bits_rows(
     dtype = jnp.dtype(f"uint{bit_width}")
     if folds:
         return _for_each_key(partial(jax.random.bits, shape=shape, dtype=dtype), keys, positions)
-    high, low = _threefry(keys, element_numbers(positions, shape, dim, size))
+    high, low = _threefry(keys, _element_numbers_of(positions, shape, dim, size))
     if bit_width > _WORD:
         return (high.astype(dtype) << _WORD) | low.astype(dtype)
     return (high ^ low).astype(dtype)
@@ -174,7 +180,7 @@ def _random_split_rows(
 ) -> jax.Array:
     if folds:
         return _for_each_key(partial(jax.random.split, num=tuple(shape)), keys, positions)
-    words = _threefry(keys, element_numbers(positions, shape, dim, size))
+    words = _threefry(keys, _element_numbers_of(positions, shape, dim, size))
     return jax.random.wrap_key_data(jnp.stack(words, -1), impl=jax.random.key_impl(keys))
 
 
