@@ -35,6 +35,7 @@ from autopar.checks import OptionError
 from autopar.devices import cluster_of
 from autopar.hosts.arrays import DistributedArray, prefetch
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
+from autopar.ir.joined_array import JoinedArray
 from autopar.layering.layers import (
     AutoLayerOption,
     FollowLayerOption,
@@ -130,6 +131,7 @@ __all__ = [
     "HostTimeoutError",
     "HostsError",
     "InfeasibleError",
+    "JoinedArray",
     "LayerError",
     "ManualLayerOption",
     "ManualShardParallel",

@@ -58,7 +58,7 @@ from autopar.tracing.arguments import (
     static_arguments,
     static_key,
 )
-from autopar.tracing.trace import abstract, trace
+from autopar.tracing.trace import abstract, trace, with_output_cuts
 
 type AnyExecutable = Executable | CreateStateExecutable
 
@@ -356,7 +356,8 @@ class ParallelizedFunction[E: AnyExecutable]:
             case PlanMethod(plan, devices):
                 present = target_backend.devices_of_plan(plan, devices)
                 planned = PlannedStep(trace_for(plan, fun, args, batch), plan)
-                return target_backend.load(planned, present, donated_leaves, _since(start))
+                reusable = planned.step.arguments.numbers_of_pieces(donated_leaves)
+                return target_backend.load(planned, present, reusable, _since(start))
             case FollowParallel(src_func, num_micro_batches):
                 followed = _compiled(src_func)
                 present = target_backend.devices_of(followed)
@@ -374,7 +375,8 @@ class ParallelizedFunction[E: AnyExecutable]:
                     state_avals(step), *others
                 )
                 assert isinstance(executable, Executable)
-                return target_backend.load_state(step, executable)
+                cuts = executable.step.arguments.cuts[: len(step.jaxpr.outvars)]
+                return target_backend.load_state(with_output_cuts(step, cuts), executable)
             case PlanningMethod() as method:
                 target = target_backend.target(method)
                 present = target.devices or {}
@@ -384,7 +386,10 @@ class ParallelizedFunction[E: AnyExecutable]:
                         _with_budget(method, budget), fun, args, batch, target
                     ),
                     lambda planned: target_backend.load(
-                        planned, present, donated_leaves, _since(start)
+                        planned,
+                        present,
+                        planned.step.arguments.numbers_of_pieces(donated_leaves),
+                        _since(start),
                     ),
                 )
             case _:

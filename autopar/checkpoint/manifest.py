@@ -47,6 +47,12 @@ class SavedPiece(BaseModel):
     name: str
     checksum: int | None = None
 
+    def moved(self, dim: int, offset: int) -> "SavedPiece":
+        """Return the same piece, `offset` further along a dim."""
+        start, stop = self.tile[dim]
+        tile = (*self.tile[:dim], (start + offset, stop + offset), *self.tile[dim + 1 :])
+        return self.model_copy(update={"tile": tile})
+
 
 class SavedArray(BaseModel):
     """An array of the state.
@@ -92,6 +98,19 @@ class SavedArray(BaseModel):
             for piece in self.pieces
         ]
         return self.model_copy(update={"pieces": tuple(pieces)})
+
+    def window(self, dim: int, start: int, stop: int) -> "SavedArray":
+        """Return the part of the array from `start` to `stop` along a dim as an array of its own.
+
+        Its tiles may reach beyond it, because they are those that were saved.
+        """
+        overlapping = [
+            piece.moved(dim, -start)
+            for piece in self.pieces
+            if piece.tile[dim][0] < stop and piece.tile[dim][1] > start
+        ]
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        return self.model_copy(update={"shape": shape, "pieces": tuple(overlapping)})
 
     @property
     def jax_dtype(self) -> np.dtype:

@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from autopar.checkpoint.manifest import (
 )
 from autopar.checkpoint.parts import Wanted, restore
 from autopar.checkpoint.saving import finish_saving
+from autopar.ir.joined_array import JoinedArray
 from autopar.ir.keys import data_aval, impl_of, is_key
-from autopar.lowering.placement_specs import PlacementSpec
+from autopar.lowering.placement_specs import JoinedPlacement, PlacementSpec
 from autopar.runtime.local_backend import backend
 
 _SHOWN = 5
@@ -155,15 +157,38 @@ def _restored(directory: Path, step: int, placement_specs: Any, verify: bool) ->
 def _placed(
     folder: Path, saved: Mapping[str, SavedArray], wanted: Mapping[str, Any], verify: bool
 ) -> list[Any]:
-    """Restore arrays at their places."""
-    if all(isinstance(spec, PlacementSpec) for spec in wanted.values()):
-        placements = [(saved[path], spec) for path, spec in wanted.items()]
-        by_hosts = backend().restore(folder, placements, verify)
+    """Restore arrays at their places, those in pieces piece by piece."""
+    pieces = [piece for path, spec in wanted.items() for piece in _pieces(saved[path], spec)]
+    values = iter(_placed_pieces(folder, pieces, verify))
+    return [
+        JoinedArray(tuple(next(values) for _ in spec.pieces), spec.dim)
+        if isinstance(spec, JoinedPlacement | JoinedArray)
+        else next(values)
+        for spec in wanted.values()
+    ]
+
+
+def _pieces(saved: SavedArray, spec: Any) -> list[tuple[SavedArray, Any]]:
+    """Return the pieces of an array with their placements; one if it is in one piece."""
+    if not isinstance(spec, JoinedPlacement | JoinedArray):
+        return [(saved, spec)]
+    sizes = [piece.aval.shape[spec.dim] for piece in spec.pieces]
+    return [
+        (saved.window(spec.dim, stop - size, stop), piece)
+        for size, stop, piece in zip(sizes, accumulate(sizes), spec.pieces, strict=True)
+    ]
+
+
+def _placed_pieces(
+    folder: Path, pieces: Sequence[tuple[SavedArray, Any]], verify: bool
+) -> Sequence[Any]:
+    """Restore arrays at their places, which are each on one mesh."""
+    if all(isinstance(spec, PlacementSpec) for _, spec in pieces):
+        by_hosts = backend().restore(folder, pieces, verify)
         if by_hosts is not None:
             return by_hosts
-    arrays = [_with_sharding(saved[path], spec) for path, spec in wanted.items()]
-    values = restore(folder, arrays, verify)
-    return [_with_key(saved[path], value) for path, value in zip(wanted, values, strict=True)]
+    values = restore(folder, [_with_sharding(saved, spec) for saved, spec in pieces], verify)
+    return [_with_key(saved, value) for (saved, _), value in zip(pieces, values, strict=True)]
 
 
 def _with_sharding(saved: SavedArray, spec: Any) -> Wanted:
@@ -183,7 +208,10 @@ def _check(folder: Path, saved: Mapping[str, SavedArray], wanted: Mapping[str, A
     wrong = [f"{path} is missing" for path in wanted if path not in saved]
     wrong += [f"{path} is not in the state to restore" for path in saved if path not in wanted]
     for path, spec in wanted.items():
-        if not isinstance(spec, PlacementSpec | jax.ShapeDtypeStruct | jax.Array):
+        if not isinstance(
+            spec,
+            PlacementSpec | JoinedPlacement | JoinedArray | jax.ShapeDtypeStruct | jax.Array,
+        ):
             raise TypeError(
                 f"placement_specs has {spec!r:.80} at {path or 'its only place'}, expected a"
                 " PlacementSpec: executable.get_input_placement_specs()[0] is a pytree of them"

@@ -28,6 +28,7 @@ from autopar.checkpoint.manifest import (
 )
 from autopar.checkpoint.parts import copied, in_part, tile_of, write
 from autopar.ir.array_handle import ArrayHandle
+from autopar.ir.joined_array import JoinedArray
 from autopar.ir.keys import is_key
 from autopar.lowering.cross_mesh_resharding import Tile
 from autopar.progress import log_progress
@@ -206,7 +207,7 @@ def _copy(
     saved: dict[str, SavedArray] = {}
     copies: dict[str, np.ndarray] = {}
     handles: dict[str, ArrayHandle] = {}
-    for number, (path, leaf) in enumerate(leaves.items()):
+    for number, (path, leaf) in enumerate(_single_pieces(leaves).items()):
         if isinstance(leaf, ArrayHandle):
             leaf.check()
             handles[path] = leaf
@@ -241,7 +242,40 @@ def _copy(
                 key=array.impl,
                 pieces=pieces[path],
             )
-    return tuple(saved[path] for path in leaves), writers
+    return tuple(_joined(path, leaf, saved) for path, leaf in leaves.items()), writers
+
+
+def _single_pieces(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves by path, with a path of its own for each piece of a joined array."""
+    pieces: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, JoinedArray):
+            pieces |= {_piece_path(path, k): piece for k, piece in enumerate(leaf.pieces)}
+        else:
+            pieces[path] = leaf
+    return pieces
+
+
+def _piece_path(path: str, number: int) -> str:
+    return f"{path}#{number}"
+
+
+def _joined(path: str, leaf: Any, saved: Mapping[str, SavedArray]) -> SavedArray:
+    """Return the saved array of a leaf, whose pieces were saved one by one if it is joined."""
+    if not isinstance(leaf, JoinedArray):
+        return saved[path]
+    arrays = [saved[_piece_path(path, k)] for k in range(len(leaf.pieces))]
+    return arrays[0].model_copy(
+        update={
+            "path": path,
+            "shape": leaf.shape,
+            "pieces": tuple(
+                piece.moved(leaf.dim, start)
+                for array, start in zip(arrays, leaf.starts, strict=True)
+                for piece in array.pieces
+            ),
+        }
+    )
 
 
 def _data(path: str, leaf: Any) -> tuple[Any, str | None]:

@@ -73,12 +73,11 @@ class RemoteExecutable(Executable):
 
     @override
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
-        leaves, tree = jax.tree.flatten(args)
         handles = [
             leaf if self._is_placed(leaf, wanted) else self.hosts.put(leaf, wanted)
-            for leaf, wanted in zip(leaves, self.description.inputs, strict=True)
+            for leaf, wanted in zip(self.step.leaves(args), self.description.inputs, strict=True)
         ]
-        return jax.tree.unflatten(tree, handles)
+        return self.step.arguments.joined(handles)
 
     def __call__(self, *args: Any) -> Any:
         """Run the step on arguments that are in place; numpy arrays of a batch are sent there.
@@ -99,7 +98,7 @@ class RemoteExecutable(Executable):
                 leaves[i].is_donated = True
         # Outputs without a handle are constants.
         results = [handles.get(o, output) for o, output in enumerate(self.description.outputs)]
-        return jax.tree.unflatten(self.step.out_tree, results)
+        return self.step.result.joined(results)
 
     def _check(self, i: int, leaf: Any, wanted: Array) -> None:
         """Raise an error unless input `i` can be used as it is."""
@@ -181,5 +180,5 @@ class RemoteExecutable(Executable):
     def recorded(self) -> list[list[ExecutedInstruction]]:
         """Return for each worker the instructions of a step on zeros, on this process's clock."""
         self.hosts.ask_all("record")
-        self(*jax.tree.unflatten(self.step.in_tree, self._dummy_inputs()))
+        self(*self.step.arguments.joined(self._dummy_inputs()))
         return self.hosts.recorded()

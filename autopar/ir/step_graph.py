@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import Jaxpr, Var
 
 from autopar.ir import graph
+from autopar.ir.array_cuts import NO_ARRAYS, CutTree
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import aval_of
 
@@ -90,8 +91,11 @@ class StepGraph:
         batch: The numbers of the inputs whose first dim is the batch.
         carried: For each output that is the next value of an input (a state that a training loop
             feeds back), the number of that input.
-        in_tree: The structure of the arguments.
-        out_tree: The structure of the result.
+        in_tree: The structure of the arguments, with a tuple in place of an array in pieces.
+        out_tree: The structure of the result, with a tuple in place of an array in pieces.
+        arguments: The user's arguments, some of whose arrays are inputs in pieces. A pipeline stage
+            has none of its own.
+        result: The user's result, some of whose arrays are outputs in pieces.
         retrace: A function that returns the same step for another number of microbatches.
         name: The name of the user's function.
         microbatching: How the step runs in microbatches; None if it does not.
@@ -115,6 +119,8 @@ class StepGraph:
     in_tree: Any
     out_tree: Any
     retrace: "Callable[[int], StepGraph]" = field(repr=False)
+    arguments: CutTree = field(default=NO_ARRAYS, repr=False)
+    result: CutTree = field(default=NO_ARRAYS, repr=False)
     name: str = "the step"
     microbatching: Microbatching | None = None
     received_inputs: Mapping[int, frozenset[int]] = field(default_factory=dict)
@@ -124,15 +130,15 @@ class StepGraph:
     positions: int | None = None
 
     def leaves(self, args: Sequence[Any]) -> list[Any]:
-        """Return the leaves of `args`.
+        """Return the inputs that the user's arguments `args` consist of.
 
         Raises:
             ValueError: The structure is not that of the step's arguments.
         """
         leaves, tree = jax.tree.flatten(tuple(args))
-        if tree != self.in_tree:
-            raise ValueError(f"arguments of structure {tree}, expected {self.in_tree}")
-        return leaves
+        if tree != self.arguments.tree:
+            raise ValueError(f"arguments of structure {tree}, expected {self.arguments.tree}")
+        return self.arguments.pieces(leaves)
 
     def split_microbatches(self, ways: int) -> "StepGraph":
         """Return the step with every microbatch split into `ways` equal parts, one per device.

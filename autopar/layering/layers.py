@@ -23,12 +23,13 @@ from jax.extend.core.primitives import jit_p
 from jax.extend.source_info_util import user_context
 
 from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, satisfying
-from autopar.ir.array_sizes import value_bytes
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, eqns_of_call, read
-from autopar.layering.layer_clustering import Received, cluster_layers, received_bytes
+from autopar.layering.layer_clustering import NoLayersError, cluster_layers, received_bytes
+from autopar.layering.scan_layers import Iterations, seeds_of, uncut_loops
+from autopar.layering.stack_cutting import cut_stacks
 from autopar.primitives import kernel_of
 
 boundary_p = Primitive("pipeline_boundary")
@@ -104,17 +105,21 @@ class AutoLayerOption:
             cost_criteria=one_of("flops", "count"),
         )
 
-    def assign(self, jaxpr: Jaxpr) -> list[int]:
-        """Return the layer of each equation.
+    def assign(self, jaxpr: Jaxpr, iterations: Iterations) -> list[int]:
+        """Return the layer of each equation, and of each iteration of a scan over layers.
 
         Raises:
             NoLayersError: There are too few heavy equations, or their work is too uneven.
         """
         debug_info = jaxpr.debug_info.with_unknown_names()
-        flops = np.array([_flops(eqn, debug_info) for eqn in jaxpr.eqns])
+        flops = np.array(iterations.spread([_flops(eqn, debug_info) for eqn in jaxpr.eqns]))
         work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
-        layers = cluster_layers(work, _received_bytes(jaxpr), self.layer_num, self.eps)
-        return np.searchsorted(layers.stops, np.arange(len(jaxpr.eqns)), side="right").tolist()
+        received = received_bytes(iterations.total, iterations.values())
+        try:
+            layers = cluster_layers(work, received, self.layer_num, self.eps)
+        except NoLayersError as error:
+            raise NoLayersError(f"{error}{uncut_loops(jaxpr, iterations.scans)}") from None
+        return np.searchsorted(layers.stops, np.arange(iterations.total), side="right").tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +206,33 @@ def layering(option: LayerOption | None) -> Iterator[None]:
         _option.reset(token)
 
 
-def layered_by_context(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fun` divided into layers inside a `layering` block, unless it already is."""
+def layered_by_context(
+    fun: Callable[..., Any], weight_argnums: int | Sequence[int] | None = None
+) -> Callable[..., Any]:
+    """Return `fun` divided into layers inside a `layering` block, unless it already is.
+
+    Args:
+        fun: The function.
+        weight_argnums: As for `layered`.
+    """
     option = _option.get()
-    return fun if option is None or hasattr(fun, "layer_option") else layered(fun, option)
+    if option is None or hasattr(fun, "layer_option"):
+        return fun
+    return layered(fun, option, weight_argnums)
 
 
-def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
+def layered(
+    fun: Callable[..., Any],
+    option: LayerOption,
+    weight_argnums: int | Sequence[int] | None = None,
+) -> Callable[..., Any]:
     """Return `fun` divided into layers.
+
+    Args:
+        fun: The function.
+        option: How to divide it.
+        weight_argnums: The arguments with weights, whose slices distinguish a scan over layers from
+            a scan over time. By default all arguments may have weights.
 
     Raises:
         LayerError: `option` has remat_layer="auto". When called: `fun` can't be divided.
@@ -221,7 +245,8 @@ def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
 
     @wraps(fun)
     def in_layers(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        paths, tree = jax.tree.flatten_with_path((args, kwargs))
+        leaves = [leaf for _, leaf in paths]
         # Functions, numbers and arrays keep their values, as under `jax.grad`.
         traced_leaves = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)}
 
@@ -234,12 +259,19 @@ def layered(fun: Callable[..., Any], option: LayerOption) -> Callable[..., Any]:
 
         tracers = list(traced_leaves.values())
         traced, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
-        jaxpr = _inline_jits(traced)
+        inlined = _inline_jits(traced)
+        numbers = [i for i, leaf in enumerate(leaves) if i in traced_leaves]
+        weights = [
+            var
+            for i, var in zip(numbers, inlined.invars, strict=True)
+            if _is_weight(paths[i][0], weight_argnums, len(args))
+        ]
+        jaxpr, layers = _divided(inlined, option, weights)
         env: dict[Var, Any] = dict(zip(jaxpr.invars, tracers, strict=True))
         env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-        for number, (eqns, results) in enumerate(_layers(jaxpr, option.assign(jaxpr))):
-            with jax.named_scope(f"{_SCOPE}{number}"):
-                _run(eqns, results, env, remat)
+        for layer, (eqns, results) in _layers(jaxpr, layers).items():
+            with jax.named_scope(f"{_SCOPE}{layer}") if layer >= 0 else nullcontext():
+                _run(eqns, results, env, remat and layer >= 0)
         return jax.tree.unflatten(
             jax.tree.structure(shapes), [read(atom, env) for atom in jaxpr.outvars]
         )
@@ -352,25 +384,56 @@ def _has_boundary(eqn: JaxprEqn) -> bool:
     return False
 
 
-def _layers(jaxpr: Jaxpr, layers: Sequence[int]) -> Iterator[tuple[list[JaxprEqn], list[Var]]]:
-    """Yield the equations of each layer, and their results that later layers use.
+def _divided(jaxpr: Jaxpr, option: LayerOption, weights: Sequence[Var]) -> tuple[Jaxpr, list[int]]:
+    """Return a function whose scans over layers are cut between layers, and its equations' layers.
+
+    Equations of layer -1 run before all layers; they cut arrays into the pieces of layers.
+    """
+    if not isinstance(option, AutoLayerOption):
+        return jaxpr, option.assign(jaxpr)
+    iterations = Iterations(jaxpr, weights)
+    layers, scans = iterations.cuts(option.assign(jaxpr, iterations))
+    if not scans:
+        return jaxpr, layers
+    cut = cut_stacks(jaxpr, seeds_of(jaxpr, scans), layers=layers, scans=scans)
+    return cut.jaxpr, cut.layers
+
+
+def _is_weight(
+    path: Sequence[Any], weight_argnums: int | Sequence[int] | None, num_args: int
+) -> bool:
+    """Whether a leaf of (args, kwargs) belongs to one of the arguments with weights."""
+    if weight_argnums is None:
+        return True
+    argnums = (weight_argnums,) if isinstance(weight_argnums, int) else weight_argnums
+    return path[0].idx == 0 and path[1].idx in [i % num_args for i in argnums]
+
+
+def _layers(jaxpr: Jaxpr, layers: Sequence[int]) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
+    """Return by layer, in order, its equations and those of their results that later layers use.
 
     Args:
         jaxpr: The function.
         layers: The layer of each equation.
     """
+    last = max(layers, default=-1)
     last_use: dict[Atom, int] = {}
     for eqn, layer in zip(jaxpr.eqns, layers, strict=True):
         for atom in eqn.invars:
             if isinstance(atom, Var):
-                last_use[atom] = max(layer, last_use.get(atom, 0))
-    last_use.update((atom, len(layers)) for atom in jaxpr.outvars if isinstance(atom, Var))
-    eqns_by_layer: list[list[JaxprEqn]] = [[] for _ in range(max(layers, default=-1) + 1)]
+                last_use[atom] = max(layer, last_use.get(atom, -1))
+    last_use.update((atom, last + 1) for atom in jaxpr.outvars if isinstance(atom, Var))
+    eqns_by_layer: dict[int, list[JaxprEqn]] = {layer: [] for layer in range(-1, last + 1)}
     for eqn, layer in zip(jaxpr.eqns, layers, strict=True):
         if eqn.primitive is not boundary_p:
             eqns_by_layer[layer].append(eqn)
-    for layer, eqns in enumerate(eqns_by_layer):
-        yield eqns, [var for eqn in eqns for var in eqn.outvars if last_use.get(var, -1) > layer]
+    return {
+        layer: (
+            eqns,
+            [var for eqn in eqns for var in eqn.outvars if last_use.get(var, -2) > layer],
+        )
+        for layer, eqns in eqns_by_layer.items()
+    }
 
 
 def _run(
@@ -397,22 +460,6 @@ def _run(
 
     values = (jax.checkpoint(layer) if remat else layer)(*(env[var] for var in inputs))
     env.update(zip(results, values, strict=True))
-
-
-def _received_bytes(jaxpr: Jaxpr) -> Received:
-    """Return the function of the bytes that layers receive from one another."""
-    users: dict[Var, dict[int, None]] = {var: {} for eqn in jaxpr.eqns for var in eqn.outvars}
-    for number, eqn in enumerate(jaxpr.eqns):
-        for atom in eqn.invars:
-            if isinstance(atom, Var) and atom in users:
-                users[atom][number] = None
-    values = [
-        (number, value_bytes(var), tuple(users[var]))
-        for number, eqn in enumerate(jaxpr.eqns)
-        for var in eqn.outvars
-        if users[var]
-    ]
-    return received_bytes(len(jaxpr.eqns), values)
 
 
 def _flops(eqn: JaxprEqn, debug_info: Any) -> float:

@@ -60,6 +60,38 @@ class PlacementSpec:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedPlacement:
+    """The places of an array whose pieces are on the meshes of different stages.
+
+    Attributes:
+        pieces: the place of each piece.
+        dim: the dim along which the pieces follow one another.
+    """
+
+    pieces: tuple[PlacementSpec, ...]
+    dim: int
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the whole array."""
+        first = self.pieces[0].aval
+        shape = list(first.shape)
+        shape[self.dim] = sum(piece.aval.shape[self.dim] for piece in self.pieces)
+        return jax.ShapeDtypeStruct(tuple(shape), first.dtype, weak_type=first.weak_type)
+
+    def __repr__(self) -> str:
+        return f"JoinedPlacement({', '.join(map(repr, self.pieces))})"
+
+    def sharding(self) -> tuple[NamedSharding, ...]:
+        """Return the sharding of each piece over devices of this process.
+
+        Raises:
+            ValueError: some of their devices are not in this process.
+        """
+        return tuple(piece.sharding() for piece in self.pieces)
+
+
 def input_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
     """Return the placement of the inputs of a step that is not a pipeline.
 

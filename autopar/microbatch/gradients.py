@@ -74,10 +74,12 @@ def value_and_grad(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callab
         The function that `jax.value_and_grad` returns for these arguments.
     """
     options = args, kwargs
+    argnums = args[0] if args else kwargs.get("argnums", 0)
 
     @wraps(fun)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        differentiated = jax.value_and_grad(layered_by_context(fun), *options[0], **options[1])
+        in_layers = layered_by_context(fun, argnums)
+        differentiated = jax.value_and_grad(in_layers, *options[0], **options[1])
         result = differentiated(*args, **kwargs)
         if not _marking.get():
             return result

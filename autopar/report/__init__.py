@@ -8,6 +8,7 @@ from autopar.analysis.planned_collectives import planned_collectives
 from autopar.analysis.reasons import Reason, RunnerUp
 from autopar.analysis.reshardings import ReshardingTask, resharding_tasks
 from autopar.lowering.placement_specs import (
+    JoinedPlacement,
     PlacementSpec,
     input_placement_specs,
     output_placement_specs,
@@ -36,6 +37,7 @@ __all__ = [
     "DEBUG_FILES",
     "Alternative",
     "Classification",
+    "JoinedPlacement",
     "ParameterClass",
     "PlacementSpec",
     "PlanDiff",

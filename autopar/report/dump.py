@@ -122,9 +122,9 @@ def _texts(executable: Dumped) -> Iterator[tuple[str, str]]:
     yield "_stages.txt", "\n".join(map(str, executable.get_stage_execution_info()))
     yield (
         "_input_placement_specs.txt",
-        _specs(step.in_paths[: step.in_tree.num_leaves], executable.get_input_placement_specs()),
+        _specs(step.arguments.paths, executable.get_input_placement_specs()),
     )
-    results = [f"result/{path}".removesuffix("/") for path in step.out_paths]
+    results = [f"result/{path}".removesuffix("/") for path in step.result.paths]
     yield "_output_placement_specs.txt", _specs(results, executable.get_output_placement_specs())
     if plan.schedule.is_whole_step:
         yield "_traced.mlir", executable.get_hlo_text("traced")
@@ -146,7 +146,7 @@ def _texts(executable: Dumped) -> Iterator[tuple[str, str]]:
         yield f"{stage}.mem_usage.txt", "\n".join(tasks)
 
 
-def _specs(paths: "tuple[str, ...] | list[str]", specs: object) -> str:
+def _specs(paths: Sequence[str], specs: object) -> str:
     """Return a line for each array, which starts with its path."""
     return "\n".join(
         f"{path}: {spec}" for path, spec in zip(paths, jax.tree.leaves(specs), strict=True)

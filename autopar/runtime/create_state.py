@@ -64,12 +64,12 @@ class CreateStateExecutable:
     def __call__(self, *args: Any) -> Any:
         """Return the state."""
         outputs = self._run(self.step.leaves(args))
-        return jax.tree.unflatten(self.step.out_tree, [outputs[o] for o in range(len(outputs))])
+        return self.step.result.joined([outputs[o] for o in range(len(outputs))])
 
     def get_output_placement_specs(self) -> Any:
         """Return a pytree like the state, with the training step's `PlacementSpec`s."""
         specs = jax.tree.leaves(self.train_step.get_input_placement_specs())
-        return jax.tree.unflatten(self.step.out_tree, specs[: len(self.step.jaxpr.outvars)])
+        return jax.tree.unflatten(self.step.result.tree, specs[: len(self.step.result.paths)])
 
 
 def state_job(

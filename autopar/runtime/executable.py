@@ -38,7 +38,8 @@ class Executable(ABC):
         planned: the traced step and its plan.
         description: the step's job, and the types and places of its inputs and outputs.
         tasks: the compiled form of each task of a stage.
-        in_shardings: a pytree like the arguments with their shardings.
+        in_shardings: a pytree like the arguments with their shardings. An array in pieces has a
+            tuple of shardings, one per piece.
         out_shardings: a pytree like the result with its shardings.
         plan_seconds: seconds of tracing and planning.
         compile_seconds: seconds of compiling.
@@ -92,10 +93,13 @@ class Executable(ABC):
         """Return the ids in `PlacementSpec` of devices that the plan numbers so."""
 
     def get_input_placement_specs(self) -> Any:
-        """Return a tuple like the arguments, with a `PlacementSpec` for every array."""
+        """Return a tuple like the arguments, with a `PlacementSpec` for every array.
+
+        An array in pieces on several meshes has a `JoinedPlacement`.
+        """
         avals = jax.tree.leaves(self.step.in_avals)
-        specs = map(self._placement, avals, self.description.inputs)
-        return jax.tree.unflatten(self.step.in_tree, specs)
+        specs = list(map(self._placement, avals, self.description.inputs))
+        return self.step.arguments.joined(specs, report.JoinedPlacement)
 
     def get_output_placement_specs(self) -> Any:
         """Return a pytree like the result, with a `PlacementSpec` for every array."""
@@ -105,7 +109,7 @@ class Executable(ABC):
             shape = array.aval.shape
             struct = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
             specs.append(self._placement(struct, array))
-        return jax.tree.unflatten(self.step.out_tree, specs)
+        return self.step.result.joined(specs, report.JoinedPlacement)
 
     @cached_property
     def _output_arrays(self) -> list[Array]:
@@ -256,7 +260,8 @@ class Executable(ABC):
         leaves = self._dummy_inputs()
 
         def run() -> None:
-            results = jax.tree.leaves(self(*jax.tree.unflatten(self.step.in_tree, leaves)))
+            result = jax.tree.leaves(self(*self.step.arguments.joined(leaves)))
+            results = self.step.result.pieces(result)
             for output, i in self.step.carried.items():
                 leaves[i] = results[output]
 

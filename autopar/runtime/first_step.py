@@ -60,7 +60,7 @@ def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[
     noisy = jax.tree.leaves(on_one_device(*jax.tree.unflatten(tree, perturbed)))
     compare = _Comparison(step)
     for path, *values in zip(
-        step.out_paths, jax.tree.leaves(results), expected, noisy, strict=True
+        step.result.paths, jax.tree.leaves(results), expected, noisy, strict=True
     ):
         difference = compare(*values)
         if difference:

@@ -107,10 +107,8 @@ class LocalExecutable(Executable):
 
     @override
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
-        return tuple(
-            jax.device_put(arg, shardings)
-            for arg, shardings in zip(args, self.in_shardings, strict=True)
-        )
+        inputs = jax.device_put(self.step.leaves(args), self.homes)
+        return self.step.arguments.joined(inputs)
 
     @override
     def __call__(self, *args: Any) -> Any:
@@ -120,7 +118,7 @@ class LocalExecutable(Executable):
                 raise ValueError("an argument is not where the plan wants it; see shard_args")
         values = self.job.run(dict(enumerate(leaves)), {})
         results = [self._take(output, values) for output in self._outputs]
-        return jax.tree.unflatten(self.step.out_tree, results)
+        return self.step.result.joined(results)
 
     def _take(self, output: "Output | jax.stages.Wrapped", values: Sequence[Values]) -> jax.Array:
         """Return an output; a constant gets new memory, which the next step may reuse."""

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar._cpython import builds_graphs
+from autopar.ir.array_cuts import Cut, CutTree
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import MicrobatchError, Microbatching, RandomBits, StepGraph
 from autopar.layering.layers import LayerOption, layered, layering
+from autopar.layering.stack_cutting import cut_stacks, stack_seeds
 from autopar.microbatch.created_rows import ROWS_OF
 from autopar.microbatch.gradients import mark_results, marking, tracing_whole_arrays
 from autopar.microbatch.row_lookups import with_own_rows
@@ -62,17 +65,58 @@ def trace(
     name = _name(fun)
     if forward:
         if layers is not None and not hasattr(fun, "layer_option"):
-            fun = layered(fun, layers)
+            weight_argnums = [i for i in range(len(args)) if i not in batch_argnums]
+            fun = layered(fun, layers, weight_argnums)
         fun = mark_results(fun)
         layers = None
     tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, rng)
     return tracer.graph(num_micro_batches)
 
 
+def with_output_cuts(step: StepGraph, cuts: Sequence[Cut | None]) -> StepGraph:
+    """Return a step that computes its outputs in pieces.
+
+    Args:
+        step: A step whose outputs are in one piece.
+        cuts: The cut of each output; None for an output that stays in one piece.
+    """
+    seeds = {
+        atom: cut
+        for atom, cut in zip(step.jaxpr.outvars, cuts, strict=True)
+        if cut is not None and isinstance(atom, Var)
+    }
+    if not seeds:
+        return step
+    cut = cut_stacks(step.jaxpr, seeds, out_pieces=seeds)
+    result = replace(step.result, cuts=cut.outputs)
+    return replace(
+        step,
+        jaxpr=cut.jaxpr,
+        result=result,
+        out_paths=result.piece_paths,
+        out_tree=result.piece_tree,
+        carried={},
+    )
+
+
 class _Trace(NamedTuple):
+    """A traced step, with arrays in pieces where stages have pieces of them.
+
+    Attributes:
+        jaxpr: The flat jaxpr.
+        arguments: The user's arguments, in pieces.
+        result: The user's result, in pieces.
+        in_keys: The key path of each input.
+        out_keys: The key path of each output.
+        batch: The numbers of the inputs whose first dim is the batch.
+    """
+
     jaxpr: Jaxpr
-    out_keys: list[Any]
-    out_tree: Any
+    arguments: CutTree
+    result: CutTree
+    in_keys: list[tuple[Any, ...]]
+    out_keys: list[tuple[Any, ...]]
+    batch: frozenset[int]
 
 
 class _StepTracer:
@@ -123,10 +167,20 @@ class _StepTracer:
             for i, aval in enumerate(self.avals)
         ]
         with layering(self.layers), tracing_whole_arrays() if whole_arrays else nullcontext():
-            traced = _flat_jaxpr(self.fun, self.in_tree, scaled, marked)
-        if not marked:
-            return traced
-        return traced._replace(jaxpr=with_own_rows(traced.jaxpr, self.batch))
+            jaxpr, out_keys, out_tree = _flat_jaxpr(self.fun, self.in_tree, scaled, marked)
+        in_pieces = [var for i, var in enumerate(jaxpr.invars) if i not in self.batch]
+        seeds = stack_seeds(jaxpr)
+        cut = cut_stacks(jaxpr, seeds, in_pieces=in_pieces, out_pieces=jaxpr.outvars)
+        arguments = CutTree(self.in_tree, tuple(map(_text, self.in_keys)), cut.inputs)
+        batch = arguments.numbers_of_pieces(self.batch)
+        return _Trace(
+            with_own_rows(cut.jaxpr, batch) if marked else cut.jaxpr,
+            arguments,
+            CutTree(out_tree, tuple(map(_text, out_keys)), cut.outputs),
+            _piece_keys(self.in_keys, cut.inputs),
+            _piece_keys(out_keys, cut.outputs),
+            batch,
+        )
 
     def _microbatch_trace(self, count: int) -> _Trace:
         """Return the step for one of `count` microbatches.
@@ -153,69 +207,74 @@ class _StepTracer:
         for i in self.batch:
             _check_divisible(self.avals[i], count, _text(self.in_keys[i]))
         if count > 1:
-            jaxpr, out_keys, out_tree = self._microbatch_trace(count)
+            traced = self._microbatch_trace(count)
         else:
-            jaxpr, out_keys, out_tree = self._traced(Fraction(1), self.marked, False)
-        out_paths = tuple(map(_text, out_keys))
+            traced = self._traced(Fraction(1), self.marked, False)
+        jaxpr = traced.jaxpr
+        out_paths = tuple(map(_text, traced.out_keys))
         microbatching = None
         if self.marked or count > 1:
-            jaxpr, microbatching = self._split(jaxpr, count, out_paths)
-        count_args = len(self.in_keys)
-        has_positions = len(jaxpr.invars) > count_args
+            jaxpr, microbatching = self._split(traced, count, out_paths)
+        num_inputs = len(traced.in_keys)
+        has_positions = len(jaxpr.invars) > num_inputs
         return StepGraph(
             jaxpr=jaxpr,
-            in_paths=(*map(_text, self.in_keys), *([POSITIONS] if has_positions else [])),
+            in_paths=(*map(_text, traced.in_keys), *([POSITIONS] if has_positions else [])),
             out_paths=out_paths,
-            batch=self.batch | ({count_args} if has_positions else set()),
-            carried=_carried(jaxpr, self.in_keys, out_keys, self.batch),
-            positions=count_args if has_positions else None,
-            in_tree=self.in_tree,
-            out_tree=out_tree,
+            batch=traced.batch | ({num_inputs} if has_positions else set()),
+            carried=_carried(jaxpr, traced.in_keys, traced.out_keys, traced.batch),
+            positions=num_inputs if has_positions else None,
+            in_tree=traced.arguments.piece_tree,
+            out_tree=traced.result.piece_tree,
+            arguments=traced.arguments,
+            result=traced.result,
             name=self.name,
             microbatching=microbatching,
             retrace=self.graph,
         )
 
     def _split(
-        self, micro: Jaxpr, count: int, out_paths: tuple[str, ...]
+        self, traced: _Trace, count: int, out_paths: tuple[str, ...]
     ) -> tuple[Jaxpr, Microbatching]:
-        """Return the step as it runs in microbatches; `micro` is the step for one of them.
+        """Return the step as it runs in microbatches; `traced` is the step for one of them.
 
         Values of a microbatch with a single example, or a single run of examples, may have dims of
         size one that hide how they scale with the batch. The split then follows the step for a
         batch twice as large.
         """
         if any(self.avals[i].shape[0] == count for i in self.batch):
-            return self._split_like(2, micro, count, out_paths)
+            return self._split_like(2, traced, count, out_paths)
         try:
-            return self._split_like(1, micro, count, out_paths)
+            return self._split_like(1, traced, count, out_paths)
         except MicrobatchError as refused:
             try:
-                return self._split_like(2, micro, count, out_paths)
+                return self._split_like(2, traced, count, out_paths)
             except (MicrobatchError, TypeError, ValueError):
                 raise refused from None
 
     def _split_like(
-        self, scale: int, micro: Jaxpr, count: int, out_paths: tuple[str, ...]
+        self, scale: int, traced: _Trace, count: int, out_paths: tuple[str, ...]
     ) -> tuple[Jaxpr, Microbatching]:
         """Return the step, split like the step for a batch that is larger by `scale`."""
+        micro = traced.jaxpr
+        batch = traced.batch
         on_shards = any(eqn.primitive.name == SHARD_MAP for eqn in micro.eqns)
         complete = self._traced(Fraction(1), True, False).jaxpr
         small = self._traced(Fraction(scale, count), True, on_shards).jaxpr
         large = self._traced(Fraction(scale), True, on_shards).jaxpr
         if count > 1:
             part = self._traced(Fraction(1, count), True, on_shards).jaxpr
-            check_computation(part, small, self.batch)
+            check_computation(part, small, batch)
         pairs = [(micro, complete)]
         if count == 1:
             pairs = self._whole_batches(micro)
         elif small is not micro:
             pairs.append((small, large))
-        numbered = add_positions(pairs, self.batch, count, self.rng == "fold_in")
-        batch, positions = self.batch, None
+        numbered = add_positions(pairs, batch, count, self.rng == "fold_in")
+        positions = None
         if numbered is not None:
             (micro, complete), (small, large) = numbered[0], numbered[-1]
-            positions = len(self.in_keys)
+            positions = len(traced.in_keys)
             batch |= {positions}
         jaxpr, microbatching = split(
             micro,
@@ -248,7 +307,9 @@ def _creates_arrays(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive in ROWS_OF for eqn in jaxpr.eqns)
 
 
-def _flat_jaxpr(fun: Callable[..., Any], in_tree: Any, avals: list[Any], marked: bool) -> _Trace:
+def _flat_jaxpr(
+    fun: Callable[..., Any], in_tree: Any, avals: list[Any], marked: bool
+) -> tuple[Jaxpr, list[Any], Any]:
     """Return the flat jaxpr of `fun`, the key paths of its outputs, and their tree."""
     try:
         with marking() if marked else nullcontext():
@@ -270,7 +331,20 @@ def _flat_jaxpr(fun: Callable[..., Any], in_tree: Any, avals: list[Any], marked:
             "Return only arrays and numbers, in dicts, tuples, lists or other pytrees."
         ) from error
     outputs, out_tree = jax.tree.flatten_with_path(result)
-    return _Trace(flatten(jaxpr), [path for path, _ in outputs], out_tree)
+    return flatten(jaxpr), [path for path, _ in outputs], out_tree
+
+
+def _piece_keys(
+    keys: Sequence[tuple[Any, ...]], cuts: Sequence[Cut | None]
+) -> list[tuple[Any, ...]]:
+    """Return the key path of each piece: that of the user's array and the number of the piece."""
+    paths: list[tuple[Any, ...]] = []
+    for key, cut in zip(keys, cuts, strict=True):
+        if cut is None:
+            paths.append(key)
+        else:
+            paths += [(*key, jax.tree_util.SequenceKey(k)) for k in range(len(cut.sizes))]
+    return paths
 
 
 def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:

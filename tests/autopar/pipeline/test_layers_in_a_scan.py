@@ -1,0 +1,220 @@
+"""Layers that run in a `scan` are stages of a pipeline, which store the weights of their layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import autopar
+from autopar.ir.joined_array import JoinedArray
+from autopar.layering.layer_clustering import NoLayersError
+from tests.autopar.pipeline.scan_steps import WIDTH, Scanned, llama_step, scanned_step, stages
+from tests.autopar.pipeline.stack_steps import assert_as_serial
+
+FULL = {
+    "5 layers, 2 stages": (2, lambda: llama_step(5)),
+    "7 layers, 4 stages": (4, lambda: llama_step(7)),
+    "4 stages of one layer": (4, lambda: llama_step(4)),
+    "remat": (2, lambda: llama_step(4, remat=True)),
+    "unrolled": (2, lambda: llama_step(5, unroll=2)),
+    "reversed": (2, lambda: llama_step(5, reverse=True)),
+    "flax": (2, lambda: scanned_step(Scanned(5))),
+    "flax with remat": (4, lambda: scanned_step(Scanned(6, remat=True))),
+    "flax, layers in dim 1": (2, lambda: scanned_step(Scanned(5, axis=1))),
+    "flax, unrolled": (4, lambda: scanned_step(Scanned(7, unroll=3))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FULL)
+def test_three_steps_equal_those_of_one_device(name):
+    count, make = FULL[name]
+    step, state, batch = make()
+    parallel = assert_as_serial(step, stages(count, 2 * count), state, batch, steps=3, rtol=1e-4)
+    assert_stores_only_its_layers(parallel.get_last_executable(), count)
+
+
+def assert_stores_only_its_layers(executable, count):
+    """Assert that the stages share the arrays of all layers, and that no array is in two stages."""
+    plan = executable.plan
+    assert len(plan.stages) == count
+    paths = [value.path for stage in plan.stages for value in stage.inputs]
+    assert all(paths.count(path) == 1 for path in paths if "layers" in path)
+    leaves = jax.tree.leaves(executable.get_input_placement_specs()[0])
+    joined = [leaf for leaf in leaves if not isinstance(leaf, autopar.report.PlacementSpec)]
+    assert joined
+    assert all([piece.mesh_ids[0] for piece in leaf.pieces] == [*range(count)] for leaf in joined)
+
+
+def loss_step(loss, width=WIDTH):
+    """Return a step of plain gradient descent on `loss(params, x)`."""
+
+    def step(params, batch):
+        value, gradients = autopar.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    return step
+
+
+def weights(*shape):
+    return np.random.default_rng(0).normal(0, 0.3, shape).astype(np.float32)
+
+
+X = np.random.default_rng(1).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+def encoder_decoder(params, x):
+    """Run two stacks; the second one reads the result of the first in every layer."""
+    h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["encoder"])
+    y, _ = lax.scan(lambda y, w: (jnp.tanh(y @ w + h), None), x, params["decoder"])
+    return jnp.mean(y**2)
+
+
+def cast_stack(params, x):
+    """Cast and rearrange the stack before its layers read it; decay it in the loss."""
+    stack = jnp.moveaxis(params["stack"].astype(jnp.bfloat16), 1, 0)
+    y, _ = lax.scan(lambda y, w: (y + jnp.tanh(y @ w.astype(jnp.float32)), None), x, stack)
+    return jnp.mean(y**2) + 1e-2 * jnp.sum(params["stack"] ** 2)
+
+
+def tied_stack(params, x):
+    """Read all weights again after the layers."""
+    y, hidden = lax.scan(lambda y, w: (jnp.tanh(y @ w), y[:2]), x, params["stack"])
+    return jnp.mean((y @ params["stack"][0]) ** 2) + 0 * jnp.sum(hidden[-1])
+
+
+def nested(params, x):
+    """Run groups of layers, each in a scan of its own."""
+
+    def group(y, ws):
+        return lax.scan(lambda y, w: (jnp.tanh(y @ w), None), y, ws)
+
+    return jnp.mean(lax.scan(group, x, params["stack"])[0] ** 2)
+
+
+def several_carries(params, x):
+    """Carry a count and two arrays; the second stack has no products."""
+
+    def layer(carry, slices):
+        y, z, count = carry
+        w, scale = slices
+        return (jnp.tanh(y @ w) * scale, z + y, count + 1), None
+
+    carry = x, jnp.zeros_like(x), jnp.int32(0)
+    (y, z, count), _ = lax.scan(layer, carry, (params["stack"], params["scale"]))
+    return jnp.mean((y + z) ** 2) * count.astype(jnp.float32)
+
+
+LOSSES = {
+    "encoder and decoder": (
+        encoder_decoder,
+        {"encoder": weights(3, WIDTH, WIDTH), "decoder": weights(4, WIDTH, WIDTH)},
+    ),
+    "cast": (cast_stack, {"stack": weights(WIDTH, 5, WIDTH)}),
+    "tied": (tied_stack, {"stack": weights(5, WIDTH, WIDTH)}),
+    "nested": (nested, {"stack": weights(5, 2, WIDTH, WIDTH)}),
+    "several carries": (
+        several_carries,
+        {"stack": weights(5, WIDTH, WIDTH), "scale": weights(5, WIDTH)},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_other_ways_to_use_a_stack_give_the_same_numbers(name, count):
+    loss, params = LOSSES[name]
+    assert_as_serial(loss_step(loss), stages(count), params, X, steps=3)
+
+
+def recurrent(params, x):
+    """Scan over time, with the same weights in every iteration."""
+    steps = jnp.stack([x, 2 * x, 3 * x])
+    h, _ = lax.scan(lambda h, x: (jnp.tanh(h @ params["u"] + x @ params["w"]), None), x, steps)
+    return jnp.mean(h**2)
+
+
+def indexed(params, x):
+    """Pick the weights of each layer by its number."""
+    return jnp.mean(lax.fori_loop(0, 4, lambda i, y: jnp.tanh(y @ params["stack"][i]), x) ** 2)
+
+
+@pytest.mark.parametrize("loss", [recurrent, indexed])
+def test_a_scan_that_slices_no_weights_is_refused_with_its_line(loss):
+    params = {name: weights(4, WIDTH, WIDTH) for name in ("stack",)}
+    if loss is recurrent:
+        params = {name: weights(WIDTH, WIDTH) for name in ("u", "w")}
+    with pytest.raises(
+        NoLayersError, match=r"test_layers_in_a_scan.py:\d+ over .*slices no weights"
+    ):
+        autopar.plan_step(loss_step(loss), (params, X), method=stages(4), cluster="dgx_h100")
+
+
+def momentum_step(state, batch):
+    """Take a step of gradient descent with momentum on a model of stacked layers."""
+    params, moments = state
+
+    def loss(params):
+        y, _ = lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), batch, params["stack"])
+        return jnp.mean(y**2)
+
+    value, gradients = autopar.value_and_grad(loss)(params)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
+    return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), value
+
+
+def momentum_state():
+    stack = {"stack": weights(5, WIDTH, WIDTH)}
+    return stack, jax.tree.map(np.zeros_like, stack)
+
+
+def test_five_layers_in_a_scan_train_in_two_stages_that_store_their_own_layers():
+    state = momentum_state()
+    parallel = assert_as_serial(momentum_step, stages(2), state, X, steps=3)
+    executable = parallel.get_executable(state, X)
+    results, _ = parallel(state, X)
+    for array in jax.tree.leaves(results):
+        assert isinstance(array, JoinedArray)
+        assert array.shape == (5, WIDTH, WIDTH)
+        assert sorted(piece.shape[0] for piece in array.pieces) == [2, 3]
+        assert len({device for piece in array.pieces for device in piece.devices()}) == 2
+    of_a_layer = 4 * WIDTH**2
+    for memory in executable.memory:
+        assert memory.roles["parameters"] <= 3 * of_a_layer
+        assert memory.roles["optimizer"] <= 3 * of_a_layer
+
+
+def test_a_checkpoint_of_layers_in_stages_is_restored_for_any_plan(tmp_path):
+    parallel = autopar.parallelize(momentum_step, method=stages(2), donate_argnums=())
+    state, _ = parallel(momentum_state(), X)
+    autopar.save_checkpoint(tmp_path, state, 1)
+    specs = parallel.get_executable(state, X).get_input_placement_specs()[0]
+    restored = autopar.restore_checkpoint(tmp_path, 1, specs)
+    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert [piece.sharding for piece in one.pieces] == list(other.sharding)
+        assert (np.asarray(one) == np.asarray(other)).all()
+    assert autopar.restore_checkpoint(tmp_path, 1)["[0]['stack']"].shape == (5, WIDTH, WIDTH)
+    method = autopar.ShardParallel(devices=2)
+    whole = autopar.parallelize(momentum_step, method=method, donate_argnums=())
+    expected = parallel(restored, X)[1]
+    assert np.allclose(whole(restored, X)[1], expected, rtol=1e-5)
+    specs = whole.get_executable(state, X).get_input_placement_specs()[0]
+    assert np.allclose(parallel(autopar.restore_checkpoint(tmp_path, 1, specs), X)[1], expected)
+
+
+def test_a_state_is_created_in_the_stages_of_its_layers():
+    parallel = autopar.parallelize(momentum_step, method=stages(2), donate_argnums=())
+
+    def make(batch):
+        params = {"stack": jax.random.normal(jax.random.key(0), (5, WIDTH, WIDTH))}
+        return params, jax.tree.map(jnp.zeros_like, params)
+
+    create = autopar.parallelize(make, method=autopar.CreateStateParallel(parallel, [X]))
+    created = create(X)
+    assert all(isinstance(leaf, JoinedArray) for leaf in jax.tree.leaves(created))
+    for one, other in zip(jax.tree.leaves(created), jax.tree.leaves(make(X)), strict=True):
+        assert np.allclose(np.asarray(one), other, atol=1e-6)
+    executable = parallel.get_executable(created, X)
+    executable(created, *executable.shard_args(created, X)[1:])
