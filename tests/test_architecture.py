@@ -33,7 +33,7 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path):
+def test_packages_import_no_forbidden_package(path):
     package = path.relative_to(ROOT).parts[0]
     assert not imported(path) & FORBIDDEN[package]
 
@@ -121,12 +121,12 @@ def test_only_one_module_uses_private_jax():
     assert private == ["_plugins.py"]
 
 
-def test_a_module_has_a_name_of_its_own():
+def test_module_names_are_unique():
     names = Counter(path.stem for path in FILES)
     assert {name for name, count in names.items() if count > 1} == {"__init__", "__main__"}
 
 
-def test_a_class_of_experiments_has_a_name_of_its_own():
+def test_class_names_of_experiments_are_unique():
     names = Counter(
         node.name
         for path in FILES
@@ -187,7 +187,7 @@ def used_names(path: Path) -> set[tuple[str, str]]:
     [path for path in FILES if path.relative_to(ROOT).parts[0] == "experiments"],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
-def test_experiments_use_the_public_names_alone(path):
+def test_experiments_use_only_public_names(path):
     for module, name in used_names(path):
         assert module in PUBLIC, f"{path.name} imports {module}"
         assert not name or name in import_module(module).__all__, f"{module}.{name} is not public"
@@ -217,7 +217,7 @@ def test_a_name_that_autopar_lacks_is_an_attribute_error():
 
 
 @pytest.mark.parametrize(("old", "new"), [("inspect", "report"), ("schedule", "directives")])
-def test_a_name_of_before_is_refused_with_the_new_one(old, new):
+def test_a_former_name_is_refused_with_the_new_one(old, new):
     with pytest.raises(AttributeError, match=rf"autopar\.{old} is called autopar\.{new}"):
         getattr(autopar, old)
 
