@@ -22,8 +22,13 @@ from simulator.program import Program
 
 # There is no autotuning without a device, and untuned Triton GEMMs get tiny tiles. cuBLAS is what a
 # tuned build would mostly choose. CUB's sort asks the CUDA driver for its scratch memory, and there
-# is no driver.
-_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
+# is no driver. To tune fusions, XLA would compile each reduction by itself, which is a quarter to a
+# third of all compile time, and then could not time it.
+_OPTIONS = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_cub_radix_sort": False,
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
+}
 
 
 class Lowerable(Protocol):
