@@ -1,11 +1,14 @@
 """Results of cells: what they contain, their files, and the line that shows one."""
 
 import json
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from experiments import sweep_progress
 from experiments.sweep_job import Job, mesh_name
 
 Status = Literal["ok", "out_of_memory", "failed"]
@@ -26,6 +29,7 @@ class Cell:
         planning_time_s: seconds of planning.
         compile_time_s: seconds of compiling. For a simulated cell it is compiled for the cluster,
             and the simulation is included, which takes much less.
+        total_time_s: seconds that the cell took in all.
     """
 
     status: Status = "ok"
@@ -36,20 +40,34 @@ class Cell:
     equality_error: float | None = None
     planning_time_s: float | None = None
     compile_time_s: float | None = None
+    total_time_s: float | None = None
 
     def __str__(self) -> str:
-        if self.status == "failed":
-            return f"FAILED {self.reason.splitlines()[0]}"
-        parts = [] if self.status == "ok" else [self.status.replace("_", " ").upper()]
+        parts = []
         if self.step_time_s is not None:
-            parts.append(f"{self.step_time_s * 1e3:9.2f} ms")
+            parts.append(f"{self.step_time_s * 1e3:10.2f} ms")
         if self.memory_bytes_per_device is not None:
-            parts.append(f"{self.memory_bytes_per_device / 2**30:7.3f} GiB")
-        if self.equality_error is not None:
-            parts.append(f"differs from serial by {self.equality_error:.1e}")
-        if self.step_time_s is None and self.planning_time_s is not None:
-            parts.append(f"planned in {self.planning_time_s:.2f} s")
-        return ", ".join(parts) or "nothing to plan"
+            parts.append(_memory(self.memory_bytes_per_device))
+        match self.status:
+            case "ok":
+                parts.append("ok")
+            case "out_of_memory":
+                parts.append("does not fit")
+            case "failed":
+                parts.append(f"FAILED {_shortened(self.reason)}")
+        return "  ".join(parts)
+
+
+def _memory(num_bytes: int) -> str:
+    if num_bytes < 2**27:
+        return f"{num_bytes / 2**20:8.3f} MiB"
+    return f"{num_bytes / 2**30:8.3f} GiB"
+
+
+def _shortened(reason: str) -> str:
+    """Return the first line of a reason, of 200 characters at most."""
+    line = (reason.splitlines() or [""])[0]
+    return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 def cell_path(directory: Path, strategy: str) -> Path:
@@ -58,8 +76,13 @@ def cell_path(directory: Path, strategy: str) -> Path:
 
 
 def plan_path(directory: Path, strategy: str) -> Path:
-    """Return the file of the plan of a cell."""
+    """Return the file of the plan of a cell; a strategy with nothing to decide has none."""
     return directory / f"{strategy}.plan.json"
+
+
+def timeline_path(directory: Path, strategy: str) -> Path:
+    """Return the file of the timeline of a simulated cell, for Perfetto."""
+    return directory / f"{strategy}.timeline.json"
 
 
 def write_job(directory: Path, job: Job) -> None:
@@ -81,11 +104,16 @@ def read_cell(directory: Path, strategy: str) -> Cell:
     return Cell(**json.loads(path.read_text()))
 
 
-def write_cell(what: str, job: Job, directory: Path, strategy: str, cell: Cell) -> None:
-    """Write the result of a cell, and print it in one line that starts with `what`."""
-    cell_path(directory, strategy).write_text(json.dumps(asdict(cell), indent=1) + "\n")
-    where = f"{job.platform} {job.model}-{job.size} on {mesh_name(job.mesh)}"
-    print(f"{what:<8} {where:<32} {strategy:<16} {cell}", flush=True)
+def write_cell(job: Job, directory: Path, strategy: str, cell: Cell) -> None:
+    """Write the result of a cell whole or not at all, and print it in one line."""
+    path = cell_path(directory, strategy)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(cell), indent=1) + "\n")
+    os.replace(partial, path)
+    progress = sweep_progress.finish(f"{job.name}/{strategy}")
+    model, mesh = f"{job.model}-{job.size}", mesh_name(job.mesh)
+    where = f"{job.source:<9} {model:<13} {job.platform:<12} {mesh:<4} {strategy:<18}"
+    print(f"{where} {cell}{progress and f'  ({progress})'}", flush=True)
 
 
 def remaining(job: Job, directory: Path) -> Sequence[str]:
@@ -93,28 +121,19 @@ def remaining(job: Job, directory: Path) -> Sequence[str]:
     return [strategy for strategy in job.strategies if not cell_path(directory, strategy).exists()]
 
 
-def compute_cells(
-    what: str, job: Job, directory: Path, compute: Callable[[str], Cell], plans: Path | None = None
-) -> None:
+def compute_cells(job: Job, directory: Path, compute: Callable[[str], Cell]) -> None:
     """Compute and write the remaining cells of `job`.
 
     An error ends the process; `experiments.isolate` then writes the failed cell and starts the
     process again for the others.
 
     Args:
-        what: "plan", "measure" or "simulate".
         job: the job.
         directory: where its results go.
         compute: returns the result of a strategy.
-        plans: the directory of the plans that the cells run, if they do. A cell whose planning
-            failed fails for the same reason; the others take over its planning time.
     """
     for strategy in remaining(job, directory):
-        planning = read_cell(plans, strategy) if plans else Cell()
-        if planning.status == "failed":
-            cell = replace(planning, reason=f"planning: {planning.reason}")
-        elif plans:
-            cell = replace(compute(strategy), planning_time_s=planning.planning_time_s)
-        else:
-            cell = compute(strategy)
-        write_cell(what, job, directory, strategy, cell)
+        start = time.perf_counter()
+        cell = compute(strategy)
+        seconds = time.perf_counter() - start
+        write_cell(job, directory, strategy, replace(cell, total_time_s=seconds))

@@ -1,44 +1,78 @@
 """Runs a script of the workflow in a process of its own, so that no cell fails because of another.
 
-    python -m experiments.isolate simulate JOB DIRECTORY [ARGUMENT ...]
+    python -m experiments.isolate JOB DIRECTORY CODE [SETTINGS]
 
-starts `experiments.scripts.simulate_cells` with the same arguments. If that process ends with an
-error (an exception, an abort of the compiler, a kill for lack of memory), the first cell without a
-result gets one with status "failed" and the reason, and the script starts again for the others.
+starts `experiments.scripts.simulate_cells`, or `measure_cells` for a measured job. If that process
+ends with an error (an exception, an abort of the compiler, a kill for lack of memory), the first
+cell without a result gets one with status "failed" and the reason, and the script starts again for
+the others.
+
+Results go to DIRECTORY.unfinished, which gets the name DIRECTORY when it is complete. If the run
+is stopped before, the next one with the same arguments goes on from there.
 """
 
+import json
+import os
 import re
+import select
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
+from experiments import sweep_progress
 from experiments.cells import Cell, remaining, write_cell, write_job
 from experiments.sweep_job import Job
 
+SWEEP_PROCESS = "AUTOPAR_SWEEP_PROCESS"
+"""The environment variable with the process of the run, without which its jobs end."""
 
-def main(what: str, job_json: str, directory: str, *arguments: str) -> None:
+_SCRIPTS = {"simulated": "simulate_cells", "measured": "measure_cells"}
+
+
+def main(job_json: str, directory: str, code: str, *settings: str) -> None:
     """Run a script until every cell of a job has a result.
 
     Args:
-        what: "plan", "measure" or "simulate".
         job_json: the job, by `Job.to_json`.
         directory: where the results go.
-        arguments: the other arguments of the script.
+        code: the hash of the code, with which an unfinished job must agree to be continued.
+        settings: the other arguments of the script.
     """
-    job, results = Job.from_json(job_json), Path(directory)
-    write_job(results, job)
-    script = f"experiments.scripts.{what}_cells"
-    command = [sys.executable, "-m", script, job_json, directory, *arguments]
+    job = Job.from_json(job_json)
+    results = _unfinished(job, Path(directory), [code, *settings])
+    script = f"experiments.scripts.{_SCRIPTS[job.source]}"
+    command = [sys.executable, "-m", script, job_json, str(results), *settings]
     while left := remaining(job, results):
-        code, errors = _run(command)
-        if code == 0:
-            assert not remaining(job, results), f"{what} ended well but left out {left}"
-            return
+        status, errors = _run(command)
         unfinished = remaining(job, results)
-        if not unfinished:
-            raise SystemExit(f"{what} computed every cell and then failed:\n{errors}")
-        write_cell(what, job, results, unfinished[0], Cell("failed", reason_of(code, errors)))
+        if status in (-signal.SIGINT, -signal.SIGTERM):
+            raise SystemExit("stopped")
+        if status == 0:
+            assert not unfinished, f"{script} ended well but left out {left}"
+        elif not unfinished:
+            raise SystemExit(f"{script} computed every cell and then failed:\n{errors}")
+        else:
+            write_cell(job, results, unfinished[0], Cell("failed", reason_of(status, errors)))
+    shutil.rmtree(directory, ignore_errors=True)
+    results.rename(directory)
+
+
+def _unfinished(job: Job, directory: Path, inputs: list[str]) -> Path:
+    """Return the folder of the results so far; those with other inputs are deleted."""
+    results = directory.with_name(f"{directory.name}.unfinished")
+    text = json.dumps([job.to_json(), *inputs])
+    inputs_file = results / "inputs.json"
+    if not inputs_file.exists() or inputs_file.read_text() != text:
+        shutil.rmtree(results, ignore_errors=True)
+        write_job(results, job)
+        inputs_file.write_text(text)
+    for strategy in set(job.strategies) - set(remaining(job, results)):
+        sweep_progress.finish(f"{job.name}/{strategy}", computed=False)
+    return results
 
 
 def reason_of(code: int, errors: str) -> str:
@@ -69,11 +103,27 @@ def _run(command: list[str]) -> tuple[int, str]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stderr is not None
         lines = []
-        for line in process.stderr:
-            sys.stderr.write(line)
-            lines.append(line)
+        try:
+            for line in process.stderr:
+                sys.stderr.write(line)
+                lines.append(line)
+        except BaseException:
+            # The script may be in the compiler, which a signal for Python does not interrupt.
+            process.kill()
+            raise
     return process.returncode, "".join(lines)
 
 
+def _stop_with(run: int) -> None:
+    """Stop this process when the process of the run has ended, e.g. by SIGKILL."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(run)], [], [])  # readable when it has ended
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    # An exception instead of an immediate end, so that `_run` kills the script.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if run := os.environ.get(SWEEP_PROCESS):
+        threading.Thread(target=_stop_with, args=(int(run),), daemon=True).start()
     main(*sys.argv[1:])

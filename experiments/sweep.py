@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import inf, prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
@@ -14,8 +13,8 @@ from jsonschema.validators import extend
 from experiments.models import MODELS, build_model
 from experiments.names import check_name
 from experiments.strategies import STRATEGIES
-from experiments.sweep_job import Job, Source
-from simulator import Cluster
+from experiments.sweep_job import Job, Sweep
+from simulator import Cluster, cluster_files
 from simulator.files import brief, one_line, read_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -24,37 +23,6 @@ PUBLISHED_SCHEMA = Path(__file__).parent / "schemas" / "published.schema.yaml"
 
 _LEAST_ROWS = 5
 """Measurements of each kind of collective, at least: one for each parameter of a curve."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """A checked configuration.
-
-    Attributes:
-        jobs: for each source, its jobs by name.
-        collectives: which collectives to time.
-        measure: how often to run a measured step: `warmup`, `repeat` and `number`.
-        published: path of the file with published numbers, from the root of the project.
-    """
-
-    jobs: Mapping[Source, Mapping[str, Job]]
-    collectives: Mapping[str, Any]
-    measure: Mapping[str, int]
-    published: str
-
-    def __getitem__(self, name: str) -> Job:
-        """Return the job of that name, of any source."""
-        return next(jobs[name] for jobs in self.jobs.values() if name in jobs)
-
-    @property
-    def cells(self) -> list[str]:
-        """The folders of results below results/cells: `source/job` for each job of each source."""
-        return [f"{source}/{name}" for source, jobs in self.jobs.items() for name in jobs]
-
-    @property
-    def figures(self) -> list[str]:
-        """Names of the figures: `source/platform/model-size`, for each model on each platform."""
-        return list(dict.fromkeys(cell.rsplit("/", 1)[0] for cell in self.cells))
 
 
 def make_sweep(config: Mapping[str, Any]) -> Sweep:
@@ -76,7 +44,7 @@ def make_sweep(config: Mapping[str, Any]) -> Sweep:
             build_model(model, numbers)
     _check_collectives(config["collectives"])
     _check_published(config["published"])
-    jobs: dict[Source, dict[str, Job]] = {source: {} for source in get_args(Source)}
+    jobs: dict[str, Job] = {}
     for number, platform in enumerate(config["platforms"]):
         platform_jobs = list(_jobs(platform, config))
         if not platform_jobs:
@@ -86,11 +54,13 @@ def make_sweep(config: Mapping[str, Any]) -> Sweep:
                 " expected one that does"
             )
         for job in platform_jobs:
-            if jobs[platform["source"]].setdefault(job.name, job) != job:
+            if jobs.setdefault(job.name, job) != job:
                 raise ValueError(
                     f"two clusters are called {job.platform!r}; give one of the files another name"
                 )
-    return Sweep(jobs, config["collectives"], config["measure"], config["published"])
+    clusters = {job.cluster for job in jobs.values()} | {config["collectives"]["cluster"]}
+    files = {cluster: list(map(str, cluster_files(cluster))) for cluster in sorted(clusters)}
+    return Sweep(jobs, files, config["collectives"], config["measure"], config["published"])
 
 
 def _jobs(platform: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Job]:
@@ -116,7 +86,9 @@ def _jobs(platform: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Jo
                 name for name in config["strategies"] if STRATEGIES[name].runs_on(built, mesh)
             )
             if strategies:
-                yield Job(model, size, numbers, platform["cluster"], mesh, strategies)
+                yield Job(
+                    platform["source"], model, size, numbers, platform["cluster"], mesh, strategies
+                )
 
 
 def check(given: Any, schema: Path, what: str) -> None:

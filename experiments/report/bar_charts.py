@@ -131,4 +131,4 @@ def _title(row: CellRow) -> str:
 def save_svg(figure: Figure, path: Path) -> None:
     """Write a figure; the same figure always gives the same bytes."""
     with mpl.rc_context(STYLE):
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None, "Creator": None})

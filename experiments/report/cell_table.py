@@ -29,10 +29,14 @@ COLUMNS: dict[str, Any] = {
     "equality_error": "Float64",
     "planning_time_s": "Float64",
     "compile_time_s": "Float64",
+    "total_time_s": "Float64",
     "status": "string",
     "reason": "string",
 }
-"""Columns of cells.csv and their types."""
+"""Columns of the table of all cells and their types."""
+
+OF_THIS_MACHINE = ["equality_error", "planning_time_s", "compile_time_s", "total_time_s"]
+"""Columns with numbers that another run or machine does not repeat."""
 
 COMPARISON = [
     "model",
@@ -58,23 +62,30 @@ def cell_table(directories: Iterable[Path], published: Iterable[Mapping[str, Any
     """Return a row for each cell, and one for each published result of the same models.
 
     Args:
-        directories: the directories of results, `.../source/platform/model-size/mesh`.
+        directories: the directories of results, one for each job.
         published: the entries of the file of published numbers.
     """
     sizes: dict[tuple[str, str], Mapping[str, Any]] = {}
     rows = []
     for directory in directories:
-        job, source = read_job(directory), directory.parts[-4]
+        job = read_job(directory)
         sizes[job.model, job.size] = job.sizes
         rows += [
-            _cell_row(source, job, strategy, read_cell(directory, strategy))
-            for strategy in job.strategies
+            _cell_row(job, strategy, read_cell(directory, strategy)) for strategy in job.strategies
         ]
     for paper in published:
         if numbers := sizes.get((paper["model"], paper["size"])):
             rows += [_published_row(paper, row, numbers) for row in paper["rows"]]
     rows = [{name: _rounded(value) for name, value in row.items()} for row in rows]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype(COLUMNS)
+
+
+def predicted_cells(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the part of the table of cells that is the same on every machine.
+
+    These are the simulated and the published rows, without the columns `OF_THIS_MACHINE`.
+    """
+    return cells.query("source != 'measured'").drop(columns=OF_THIS_MACHINE)
 
 
 def rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -117,15 +128,16 @@ def _comparison(paper: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, 
     return compared | {"published_in": paper["reason"]}
 
 
-def _cell_row(source: str, job: Job, strategy: str, cell: Cell) -> dict[str, Any]:
-    return _job_columns(job) | {"strategy": strategy, "source": source} | asdict(cell)
+def _cell_row(job: Job, strategy: str, cell: Cell) -> dict[str, Any]:
+    return _job_columns(job) | {"strategy": strategy} | asdict(cell)
 
 
 def _published_row(
     paper: Mapping[str, Any], row: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> dict[str, Any]:
+    strategies = (row["strategy"],)
     job = Job(
-        paper["model"], paper["size"], sizes, paper["cluster"], row["mesh"], (row["strategy"],)
+        "simulated", paper["model"], paper["size"], sizes, paper["cluster"], row["mesh"], strategies
     )
     return _job_columns(job) | {
         "strategy": row["strategy"],
@@ -150,6 +162,7 @@ def _job_columns(job: Job) -> dict[str, Any]:
         "devices": job.num_devices,
         "mesh": mesh_name(job.mesh),
         "platform": job.platform,
+        "source": job.source,
     }
 
 

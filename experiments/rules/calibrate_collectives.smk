@@ -4,11 +4,11 @@
 
 rule calibrate_collectives:
     input:
-        cluster_files(sweep.collectives["cluster"]),
+        sweep.cluster_files[sweep.collectives["cluster"]],
     output:
-        table="results/tables/collectives.csv",
-        errors="results/tables/collectives_fit.csv",
-        profile="results/tables/collectives_profile.yaml",
+        table="results/measured/collectives.csv",
+        errors="results/measured/collectives_fit.csv",
+        profile="results/measured/collectives_profile.yaml",
     params:
         code=code_hash(*CODE),
         settings=json.dumps(sweep.collectives),

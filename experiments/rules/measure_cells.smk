@@ -1,19 +1,21 @@
-# Run each plan on the devices of this machine. It takes all cores, so that measurements are undisturbed.
+# Plan each strategy of a job, and run it on the devices of this machine. The job takes all cores,
+# so that measurements are undisturbed.
 
 
 rule measure_cells:
     input:
-        plans="results/plans/{job}",
+        lambda wildcards: sweep.cluster_files[sweep.jobs[f"measured/{wildcards.job}"].cluster],
     output:
-        cells=directory("results/cells/measured/{job}"),
+        directory("results/cells/measured/{job}"),
     params:
         code=code_hash(*CODE),
-        job=lambda wildcards: sweep[wildcards.job].to_json(),
+        job=lambda wildcards: sweep.jobs[f"measured/{wildcards.job}"].to_json(),
         settings=json.dumps(sweep.measure),
     threads: workflow.cores
+    priority: lambda wildcards: priorities[f"measured/{wildcards.job}"]
     log:
         "results/logs/measure/{job}.log",
     message:
         "measure {wildcards.job}"
     shell:
-        "{ISOLATE} measure {params.job:q} {output.cells} {input.plans} {params.settings:q} 2> {log}"
+        "{ISOLATE} {params.job:q} {output} {params.code} {params.settings:q} 2> {log}"

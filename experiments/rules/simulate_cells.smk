@@ -1,18 +1,18 @@
-# Compile each plan for a cluster, and simulate it. Uses no device.
+# Plan each strategy of a job, compile it for a cluster, and simulate it. Uses no device.
 
 
 rule simulate_cells:
     input:
-        plans="results/plans/{job}",
+        lambda wildcards: sweep.cluster_files[sweep.jobs[f"simulated/{wildcards.job}"].cluster],
     output:
-        cells=directory("results/cells/simulated/{job}"),
-        timelines=directory("results/timelines/{job}"),
+        directory("results/cells/simulated/{job}"),
     params:
         code=code_hash(*CODE),
-        job=lambda wildcards: sweep[wildcards.job].to_json(),
+        job=lambda wildcards: sweep.jobs[f"simulated/{wildcards.job}"].to_json(),
+    priority: lambda wildcards: priorities[f"simulated/{wildcards.job}"]
     log:
         "results/logs/simulate/{job}.log",
     message:
         "simulate {wildcards.job}"
     shell:
-        "{ISOLATE} simulate {params.job:q} {output.cells} {input.plans} {output.timelines} 2> {log}"
+        "{ISOLATE} {params.job:q} {output} {params.code} 2> {log}"

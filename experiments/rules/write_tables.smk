@@ -3,12 +3,13 @@
 
 rule write_tables:
     input:
-        published=Path(workflow.basedir) / sweep.published,
-        cells=expand("results/cells/{cell}", cell=sweep.cells),
+        published=ROOT / sweep.published,
+        cells=expand("results/cells/{job}", job=sweep.jobs),
     output:
         "results/tables/cells.csv",
-        "results/tables/cells.parquet",
         "results/tables/quickstart.csv",
+        "results/measured/cells.csv",
+        "results/measured/cells.parquet",
     params:
         code=code_hash(*CODE),
     log:
@@ -16,4 +17,5 @@ rule write_tables:
     message:
         "tables"
     shell:
-        "{PYTHON} experiments.scripts.write_tables results/tables {input.published} {input.cells} 2> {log}"
+        "{PYTHON} experiments.scripts.write_tables"
+        " results/tables results/measured {input.published} {input.cells} 2> {log}"

@@ -41,7 +41,8 @@ def main(settings_json: str, table_path: str, errors_path: str, profile_path: st
     table.to_csv(table_path, index=False, float_format="%.6g")
     errors.to_csv(errors_path, index=False, float_format="%.4g")
     write_profile(Path(profile_path), profile)
-    print(errors.to_string(index=False, float_format="{:.1%}".format))
+    for kind, error in zip(errors["kind"], errors["held_out_error"], strict=True):
+        print(f"collective {kind}: error {error:.1%} where it was not fitted")
 
 
 if __name__ == "__main__":

@@ -1,31 +1,30 @@
-"""Draws the table of cells.
+"""Draws the cells of a model on a platform.
 
-python -m experiments.scripts.draw_figures TABLE FIGURE ...
+python -m experiments.scripts.draw_figures FIGURE PUBLISHED CELLS ...
 """
 
 import sys
 from pathlib import Path
 
-import pandas as pd
-
+from experiments.cells import read_job
 from experiments.report.bar_charts import draw_cells, save_svg
-from experiments.report.cell_table import rows_of
+from experiments.report.cell_table import cell_table, rows_of
+from simulator.files import read_yaml
 
 
-def main(table: str, *figures: str) -> None:
-    """Draw a figure for each model on each platform.
+def main(figure: str, published: str, *cells: str) -> None:
+    """Draw step time and memory of every strategy of one model on one platform.
 
     Args:
-        table: cells.parquet.
-        figures: the files to write, each `.../source/platform/model-size.svg`.
+        figure: the file to write.
+        published: the file of published numbers.
+        cells: the directories of the results, one for each mesh.
     """
-    cells = rows_of(pd.read_parquet(table))
-    for path in map(Path, figures):
-        source, platform, name = path.parts[-3:]
-        model, size = name.removesuffix(".svg").split("-", 1)
-        place = (platform, model, size)
-        rows = [row for row in cells if (row["platform"], row["model"], row["size"]) == place]
-        save_svg(draw_cells(rows, source), path)
+    job = read_job(Path(cells[0]))
+    rows = rows_of(cell_table(map(Path, cells), read_yaml(published)))
+    shown = [row for row in rows if row["platform"] == job.platform]
+    save_svg(draw_cells(shown, job.source), Path(figure))
+    print(f"figure    {figure}")
 
 
 if __name__ == "__main__":

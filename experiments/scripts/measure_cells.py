@@ -1,6 +1,6 @@
-"""Runs each strategy of a job on the devices of this machine; started by `experiments.isolate`.
+"""Plans each strategy of a job and runs it on this machine; started by `experiments.isolate`.
 
-python -m experiments.scripts.measure_cells JOB DIRECTORY PLANS SETTINGS
+python -m experiments.scripts.measure_cells JOB DIRECTORY SETTINGS
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import autopar
 from autopar.util import benchmark_func
 from experiments.cells import Cell, compute_cells, plan_path
 from experiments.models import Model, build_model
@@ -25,17 +24,18 @@ PATIENT_COLLECTIVES = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 """A flag for busy machines, where a virtual device may be so late that XLA aborts, after 40 s."""
 
 
-def main(job_json: str, directory: str, plans: str, settings: str) -> None:
-    """Time the remaining cells of a job, and compare their results with the serial step.
+def main(job_json: str, directory: str, settings: str) -> None:
+    """Plan and time the remaining cells of a job, and compare results with the serial step.
 
     Args:
         job_json: the job, by `Job.to_json`.
-        directory: where the results go.
-        plans: the directory of the plans.
+        directory: where results and plans go.
         settings: `warmup`, `repeat` and `number` of `benchmark_func`, as JSON.
     """
-    job, repetitions = Job.from_json(job_json), json.loads(settings)
-    use_devices_like(Cluster.load(job.cluster), job.num_devices)
+    job, results = Job.from_json(job_json), Path(directory)
+    repetitions = json.loads(settings)
+    cluster = Cluster.load(job.cluster)
+    use_devices_like(cluster, job.num_devices)
     model = build_model(job.model, job.sizes)
     args = initial_args(model)
 
@@ -44,8 +44,9 @@ def main(job_json: str, directory: str, plans: str, settings: str) -> None:
         return jax.device_get(jax.jit(model.train_step)(*args))
 
     def measure(strategy: str) -> Cell:
-        saved = plan_path(Path(plans), strategy)
-        plan = autopar.Plan.load(saved) if saved.exists() else None
+        plan = STRATEGIES[strategy].plan(model, job.mesh, cluster)
+        if plan is not None:
+            plan.save(plan_path(results, strategy))
         runnable = STRATEGIES[strategy].prepare(model, job.mesh, plan, args)
         state, batch = runnable.args
         # Computed first: in flight together, the two steps may block each other's threads.
@@ -66,10 +67,11 @@ def main(job_json: str, directory: str, plans: str, settings: str) -> None:
             step_time_std_s=float(np.std(seconds)),
             memory_bytes_per_device=runnable.memory_bytes,
             equality_error=error,
+            planning_time_s=plan.planning_seconds if plan else None,
             compile_time_s=runnable.compile_seconds,
         )
 
-    compute_cells("measure", job, Path(directory), measure, Path(plans))
+    compute_cells(job, results, measure)
 
 
 def use_devices_like(cluster: Cluster, needed: int) -> None:

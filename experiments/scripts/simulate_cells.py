@@ -1,6 +1,6 @@
-"""Predicts each strategy of a job; started by `experiments.isolate`.
+"""Plans and predicts each strategy of a job; started by `experiments.isolate`.
 
-python -m experiments.scripts.simulate_cells JOB DIRECTORY PLANS TIMELINES
+python -m experiments.scripts.simulate_cells JOB DIRECTORY
 """
 
 import sys
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import jax
 
-import autopar
-from experiments.cells import Cell, compute_cells, plan_path
+from experiments.cells import Cell, compute_cells, plan_path, timeline_path
 from experiments.models import build_model
 from experiments.strategies import STRATEGIES
 from experiments.sweep_job import Job
@@ -19,28 +18,27 @@ from simulator import Cluster
 jax.config.update("jax_platforms", "cpu")  # a prediction uses no device, so it leaves GPUs alone
 
 
-def main(job_json: str, directory: str, plans: str, timelines: str) -> None:
-    """Compile and simulate the remaining cells of a job.
+def main(job_json: str, directory: str) -> None:
+    """Plan, compile and simulate the remaining cells of a job.
 
     Args:
         job_json: the job, by `Job.to_json`.
-        directory: where the results go.
-        plans: the directory of the plans.
-        timelines: where the timelines go, for Perfetto.
+        directory: where results, plans and timelines go.
     """
-    job = Job.from_json(job_json)
+    job, results = Job.from_json(job_json), Path(directory)
     model, cluster = build_model(job.model, job.sizes), Cluster.load(job.cluster)
-    Path(timelines).mkdir(parents=True, exist_ok=True)
 
     def simulate(strategy: str) -> Cell:
-        saved = plan_path(Path(plans), strategy)
-        plan = autopar.Plan.load(saved) if saved.exists() else None
+        plan = STRATEGIES[strategy].plan(model, job.mesh, cluster)
+        if plan is not None:
+            plan.save(plan_path(results, strategy))
         prediction = STRATEGIES[strategy].predict(model, job.mesh, plan, cluster)
-        prediction.timeline.save_chrome_trace(Path(timelines) / f"{strategy}.json")
+        prediction.timeline.save_chrome_trace(timeline_path(results, strategy))
         memory, usable = prediction.timeline.peak_bytes, cluster.device.usable_bytes
         cell = Cell(
             step_time_s=prediction.timeline.makespan,
             memory_bytes_per_device=memory,
+            planning_time_s=plan.planning_seconds if plan else None,
             compile_time_s=prediction.compile_seconds,
         )
         if memory <= usable:
@@ -51,7 +49,7 @@ def main(job_json: str, directory: str, plans: str, timelines: str) -> None:
         )
         return replace(cell, status="out_of_memory", reason=reason)
 
-    compute_cells("simulate", job, Path(directory), simulate, Path(plans))
+    compute_cells(job, results, simulate)
 
 
 if __name__ == "__main__":

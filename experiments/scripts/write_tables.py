@@ -1,34 +1,37 @@
 """Collects the results of cells into tables.
 
-python -m experiments.scripts.write_tables TABLES PUBLISHED CELLS ...
+python -m experiments.scripts.write_tables TABLES MEASURED PUBLISHED CELLS ...
 """
 
 import sys
 from pathlib import Path
 
-from experiments.report.cell_table import cell_table, quickstart_table, rows_of
+from experiments.report.cell_table import cell_table, predicted_cells, quickstart_table, rows_of
 from simulator.files import read_yaml
 
 
-def main(tables: str, published: str, *cells: str) -> None:
-    """Write cells.csv, cells.parquet and quickstart.csv, and print what failed.
+def main(tables: str, measured: str, published: str, *cells: str) -> None:
+    """Write the tables of all cells, and print the comparison with published numbers.
 
     Args:
-        tables: the directory of the tables.
+        tables: the directory of the tables that are the same on every machine: cells.csv and
+            quickstart.csv.
+        measured: the directory of the tables with measurements and times of this machine:
+            cells.csv and cells.parquet.
         published: the file of published numbers.
         cells: the directories of the results.
     """
     table = cell_table(map(Path, cells), read_yaml(published))
     comparison = quickstart_table(table)
-    table.to_csv(Path(tables) / "cells.csv", index=False, lineterminator="\n")
-    table.to_parquet(Path(tables) / "cells.parquet", index=False)
+    predicted_cells(table).to_csv(Path(tables) / "cells.csv", index=False, lineterminator="\n")
     comparison.to_csv(Path(tables) / "quickstart.csv", index=False, lineterminator="\n")
-    if len(comparison):
-        print(comparison.to_string(index=False))
-    for row in rows_of(table):
-        if row["status"] == "failed":
-            where = "{source} {platform} {model}-{size} {mesh} {strategy}".format_map(row)
-            print(f"FAILED {where}: {row['reason']}")
+    table.to_csv(Path(measured) / "cells.csv", index=False, lineterminator="\n")
+    table.to_parquet(Path(measured) / "cells.parquet", index=False)
+    for row in rows_of(comparison):
+        print(
+            "published  {model}-{size} {platform} {mesh} {strategy}: {published_step_time_ms} ms,"
+            " predicted {predicted_step_time_ms} ms".format_map(row)
+        )
 
 
 if __name__ == "__main__":

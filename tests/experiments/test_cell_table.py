@@ -1,14 +1,16 @@
 """Tables have a row for each cell and each published result, and relative errors between them."""
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
 
-from experiments.cells import Cell, write_cell, write_job
+from experiments.cells import Cell, read_job, write_cell, write_job
 from experiments.report.cell_table import COLUMNS, cell_table, quickstart_table, rows_of
-from experiments.scripts import write_tables
+from experiments.scripts import draw_figures, write_tables
 from experiments.sweep_job import Job
 
 SIZES = {"dim": 4, "num_layers": 2, "batch_size": 6}
@@ -40,14 +42,14 @@ def directories(tmp_path: Path) -> list[Path]:
     On one device serial is 10 % too slow, with half the memory. On 8 devices shard failed, and
     zero2 has no result.
     """
-    one = Job("mlp", "tiny", SIZES, "p3.16xlarge", (1,), ("serial",))
-    eight = Job("mlp", "tiny", SIZES, "p3.16xlarge", (8,), ("shard", "zero2"))
-    places = [tmp_path / "simulated" / job.name for job in (one, eight)]
+    one = Job("simulated", "mlp", "tiny", SIZES, "p3.16xlarge", (1,), ("serial",))
+    eight = Job("simulated", "mlp", "tiny", SIZES, "p3.16xlarge", (8,), ("shard", "zero2"))
+    places = [tmp_path / job.name for job in (one, eight)]
     for place, job in zip(places, (one, eight), strict=True):
         write_job(place, job)
     cell = Cell(step_time_s=0.022, memory_bytes_per_device=2**30, compile_time_s=1.5)
-    write_cell("simulate", one, places[0], "serial", cell)
-    write_cell("simulate", eight, places[1], "shard", Cell("failed", "no rule for sort"))
+    write_cell(one, places[0], "serial", cell)
+    write_cell(eight, places[1], "shard", Cell("failed", "no rule for sort"))
     return places
 
 
@@ -96,12 +98,58 @@ def test_predictions_stand_beside_published_numbers_with_their_error(
     assert shard["step_time_error_percent"] is None
 
 
-def test_csv_and_parquet_hold_the_same_table(directories: list[Path], tmp_path: Path) -> None:
-    published = tmp_path / "published.yaml"
-    published.write_text(yaml.safe_dump([PAPER]))
-    write_tables.main(str(tmp_path), str(published), *map(str, directories))
-    table = rows_of(pd.read_parquet(tmp_path / "cells.parquet"))
-    text = pd.read_csv(tmp_path / "cells.csv", keep_default_na=False, na_values=[""]).astype(
-        COLUMNS
+def test_csv_and_parquet_of_this_machine_hold_the_same_table(
+    directories: list[Path], tables: Path
+) -> None:
+    write_tables.main(*written(tables), *map(str, directories))
+    table = rows_of(pd.read_parquet(tables / "measured/cells.parquet"))
+    text = pd.read_csv(tables / "measured/cells.csv", keep_default_na=False, na_values=[""])
+    rows = rows_of(text.astype(COLUMNS))
+    assert [row | {"reason": row["reason"] or ""} for row in rows] == table
+
+
+def test_the_tracked_table_has_nothing_of_this_machine(
+    directories: list[Path], tables: Path
+) -> None:
+    write_tables.main(*written(tables), *map(str, directories))
+    before = (tables / "cells.csv").read_bytes()
+    slower = Cell(
+        step_time_s=0.022 * (1 + 1e-9),
+        memory_bytes_per_device=2**30,
+        planning_time_s=9.0,
+        compile_time_s=99.0,
+        total_time_s=109.0,
     )
-    assert [row | {"reason": row["reason"] or ""} for row in rows_of(text)] == table
+    job = read_job(directories[0])
+    write_cell(job, directories[0], "serial", slower)
+    measured = replace(job, source="measured")
+    write_job(tables / "run", measured)
+    write_cell(measured, tables / "run", "serial", Cell(step_time_s=random.random()))
+    write_tables.main(*written(tables), *map(str, [*directories, tables / "run"]))
+    assert (tables / "cells.csv").read_bytes() == before
+    assert "measured" in (tables / "measured/cells.csv").read_text()
+    assert "109" in (tables / "measured/cells.csv").read_text()
+
+
+def test_a_figure_is_the_same_file_every_time(directories: list[Path], tables: Path) -> None:
+    _, _, published = written(tables)
+    for name in ("one.svg", "other.svg"):
+        draw_figures.main(str(tables / name), published, *map(str, directories))
+    one, other = ((tables / name).read_text() for name in ("one.svg", "other.svg"))
+    assert one == other
+    assert "published" in one  # the diamonds of the paper
+    assert "<dc:date>" not in one
+    assert "Matplotlib v" not in one
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """Return a directory with a file of published numbers, and a folder for measured tables."""
+    (tmp_path / "measured").mkdir()
+    (tmp_path / "published.yaml").write_text(yaml.safe_dump([PAPER]))
+    return tmp_path
+
+
+def written(tables: Path) -> tuple[str, str, str]:
+    """Return the first arguments of `write_tables`."""
+    return str(tables), str(tables / "measured"), str(tables / "published.yaml")

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from experiments.by_hand import BY_HAND
-from experiments.cells import Cell, read_cell, write_cell, write_job
+from experiments.cells import read_cell, write_job
 from experiments.models import GPT, MLP
 from experiments.scripts import simulate_cells
 from experiments.scripts.measure_cells import initial_args, largest_difference, next_state
@@ -93,16 +93,16 @@ def test_predictions_donate_the_state_in_serial_but_not_in_pmap() -> None:
 
 def test_a_predicted_step_needs_what_its_fullest_device_needs(tmp_path, monkeypatch) -> None:
     class Staged:
+        def plan(self, *_: Any) -> None:
+            pass
+
         def predict(self, *_: Any) -> SimulatedStep:
             return SimulatedStep(
                 Timeline((), ((0,), (1,)), (MemoryUse(arguments=1), MemoryUse(arguments=2))), 0.0
             )
 
     monkeypatch.setitem(simulate_cells.STRATEGIES, "staged", Staged())
-    job = Job("mlp", "tiny", asdict(MODELS["mlp"]), "p3.16xlarge", (2,), ("staged",))
-    plans, cells = tmp_path / "plans", tmp_path / "cells"
-    for directory in (plans, cells):
-        write_job(directory, job)
-    write_cell("plan", job, plans, "staged", Cell())
-    simulate_cells.main(job.to_json(), str(cells), str(plans), str(tmp_path))
-    assert read_cell(cells, "staged").memory_bytes_per_device == 2
+    job = Job("simulated", "mlp", "tiny", asdict(MODELS["mlp"]), "p3.16xlarge", (2,), ("staged",))
+    write_job(tmp_path, job)
+    simulate_cells.main(job.to_json(), str(tmp_path))
+    assert read_cell(tmp_path, "staged").memory_bytes_per_device == 2

@@ -22,17 +22,15 @@ def config() -> Any:
 def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> None:
     sweep = make_sweep(config)
     platforms = {"simulated": {"p3.16xlarge", "dgx_a100_80"}, "measured": {"cpu-virtual"}}
-    for source, jobs in sweep.jobs.items():
-        assert {job.platform for job in jobs.values()} == platforms[source]
-        assert {
-            (job.model, job.mesh) for job in jobs.values() if job.platform != "dgx_a100_80"
-        } == {
+    jobs = list(sweep.jobs.values())
+    for source, names in platforms.items():
+        assert {job.platform for job in jobs if job.source == source} == names
+    for platform in ("p3.16xlarge", "cpu-virtual"):
+        assert {(job.model, job.mesh) for job in jobs if job.platform == platform} == {
             (model, mesh) for model in ("mlp", "gpt") for mesh in ((1,), (2,), (4,), (8,), (2, 4))
         }
-    assert [
-        job.mesh for job in sweep.jobs["simulated"].values() if job.platform == "dgx_a100_80"
-    ] == [(8,)]
-    assert sweep["p3.16xlarge/gpt-125M/2x4"].strategies == (
+    assert [job.mesh for job in jobs if job.platform == "dgx_a100_80"] == [(8,)]
+    assert sweep.jobs["simulated/p3.16xlarge/gpt-125M/2x4"].strategies == (
         "data",
         "zero2",
         "zero3",
@@ -43,17 +41,18 @@ def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> N
         "schedule_megatron",
         "schedule_attention",
     )
-    a100 = sweep["dgx_a100_80/gpt-350M/8"].strategies
+    a100 = sweep.jobs["simulated/dgx_a100_80/gpt-350M/8"].strategies
     assert {"shard", "schedule_megatron", "schedule_attention"} <= set(a100)
     assert not any(
-        name.startswith("schedule") for name in sweep["p3.16xlarge/mlp-2048/8"].strategies
+        name.startswith("schedule")
+        for name in sweep.jobs["simulated/p3.16xlarge/mlp-2048/8"].strategies
     )
-    assert "measured/cpu-virtual/mlp-reduced/8" in sweep.cells
-    assert "simulated/p3.16xlarge/gpt-125M" in sweep.figures
+    assert "measured/cpu-virtual/mlp-reduced/8/shard" in sweep.cells
+    assert sweep.figures["simulated/dgx_a100_80/gpt-350M"] == ["simulated/dgx_a100_80/gpt-350M/8"]
 
 
 def test_serial_runs_on_one_device_and_pmap_along_one_axis(config: Any) -> None:
-    jobs = make_sweep(config).jobs["simulated"].values()
+    jobs = make_sweep(config).jobs.values()
     assert {job.mesh for job in jobs if "serial" in job.strategies} == {(1,)}
     assert {job.mesh for job in jobs if "pmap" in job.strategies} == {(1,), (2,), (4,), (8,)}
 
@@ -127,7 +126,7 @@ def test_a_cluster_of_ones_own_is_named_by_its_file(config: Any, tmp_path: Path)
     config["platforms"] = [
         {"cluster": str(own), "source": "simulated", "models": {"mlp": "reduced"}}
     ]
-    assert "simulated/ours/mlp-reduced/2x4" in make_sweep(config).cells
+    assert "simulated/ours/mlp-reduced/2x4" in make_sweep(config).jobs
 
 
 def test_two_clusters_of_the_same_name_are_refused(config: Any, tmp_path: Path) -> None:

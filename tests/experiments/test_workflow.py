@@ -1,13 +1,19 @@
 """The workflow computes its smoke configuration, as users start it, and refuses mistakes."""
 
+import contextlib
+import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 import yaml
 
@@ -15,39 +21,55 @@ from experiments.report.cell_table import rows_of
 
 ROOT = Path(__file__).parents[2]
 
-type Snakemake = Callable[..., subprocess.CompletedProcess[str]]
+type Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def snakemake(tmp_path: Path) -> Snakemake:
-    """Return a function that runs snakemake in an empty directory, on a copy of the project.
+def project(tmp_path: Path) -> Path:
+    """Return a copy of the project, which can't change during a run."""
+    copy = tmp_path / "project"
+    for folder in ("autopar", "experiments", "simulator", "profiles"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "Snakefile", copy)
+    return copy
 
-    A copy can't change during the run.
-    """
-    project, results = tmp_path / "project", tmp_path / "sweep"
-    for package in ("autopar", "experiments", "simulator"):
-        shutil.copytree(
-            ROOT / package, project / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    shutil.copy(ROOT / "Snakefile", project)
-    results.mkdir()
 
-    def run(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Return the empty directory in which the workflow runs."""
+    (tmp_path / "sweep").mkdir()
+    return tmp_path / "sweep"
+
+
+@pytest.fixture
+def start(project: Path, sweep: Path) -> Start:
+    """Return a function that starts the workflow with a configuration."""
+
+    def started(config: Path, *arguments: str) -> subprocess.Popen[str]:
         files = ["--snakefile", str(project / "Snakefile"), "--configfile", str(config)]
         command = [sys.executable, "-m", "snakemake", *files, "--cores", "2", *arguments]
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        return subprocess.run(
-            command, cwd=results, env=environment, text=True, capture_output=True, timeout=400
+        return subprocess.Popen(
+            command, cwd=sweep, env=environment, text=True, stdout=-1, stderr=-1
         )
 
-    return run
+    return started
+
+
+def ended(run: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """Return a run when it has ended."""
+    output, errors = run.communicate(timeout=400)
+    return subprocess.CompletedProcess(run.args, run.returncode, output, errors)
+
+
+SMOKE = ROOT / "experiments/config/smoke.yaml"
 
 
 @pytest.mark.slow
 def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(
-    snakemake: Snakemake, tmp_path: Path
+    start: Start, sweep: Path, tmp_path: Path
 ) -> None:
-    config = yaml.safe_load((ROOT / "experiments/config/smoke.yaml").read_text())
+    config = yaml.safe_load(SMOKE.read_text())
     # An odd batch can't be split over two devices, so one cell fails.
     config["models"]["mlp"]["odd"] = config["models"]["mlp"]["tiny"] | {"batch_size": 15}
     config["platforms"][1]["models"]["mlp"] = "odd"
@@ -55,10 +77,10 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
 
-    first = snakemake(path)
+    first = ended(start(path))
     assert first.returncode == 0, first.stdout + first.stderr
 
-    cells = rows_of(pd.read_parquet(tmp_path / "sweep/results/tables/cells.parquet"))
+    cells = rows_of(pd.read_parquet(sweep / "results/measured/cells.parquet"))
     failed = [row for row in cells if row["status"] == "failed"]
     done = [row for row in cells if row["status"] == "ok"]
     assert [(row["source"], row["size"], row["mesh"], row["strategy"]) for row in cells] == [
@@ -77,9 +99,25 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(
     assert all(row["step_time_s"] > 0 and row["memory_bytes_per_device"] > 0 for row in done)
     assert all(row["equality_error"] < 5e-3 for row in done if row["source"] == "measured")
     assert all(row["planning_time_s"] > 0 for row in done if row["strategy"] == "shard")
-    assert "FAILED" in first.stdout  # progress, a line per cell
-    assert len(list((tmp_path / "sweep/results/figures").rglob("*.svg"))) == 2
-    fit = pd.read_csv(tmp_path / "sweep/results/tables/collectives_fit.csv")
+    assert all(row["total_time_s"] > row["compile_time_s"] for row in done)
+
+    lines = first.stdout.splitlines()
+    assert lines[0] == "4 cells to compute. Ctrl-C stops; the same command goes on."
+    assert lines[-1].startswith("Done in ")
+    assert sum(" ok  (" in line for line in lines) == 3
+    assert sum("FAILED ValueError: argument 1/x: dim 0" in line for line in lines) == 1
+    assert sorted(re.findall(r"\((\d)/4", first.stdout)) == ["1", "2", "3", "4"]
+    assert max(map(len, lines + first.stderr.splitlines())) < 400
+    assert len(lines) < 20
+
+    tables = pd.read_csv(sweep / "results/tables/cells.csv")
+    assert set(tables["source"]) == {"simulated"}
+    figures = {str(path.relative_to(sweep / "results")) for path in sweep.rglob("*.svg")}
+    assert figures == {
+        "figures/simulated/p3.16xlarge/mlp-tiny.svg",
+        "measured/figures/cpu-virtual/mlp-odd.svg",
+    }
+    fit = pd.read_csv(sweep / "results/measured/collectives_fit.csv")
     assert list(fit["kind"]) == [
         "all_reduce",
         "all_gather",
@@ -89,18 +127,113 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(
     ]
     assert (fit["held_out_rows"] > 0).all()
 
-    second = snakemake(path)
+    second = ended(start(path))
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "Nothing to be done" in second.stdout + second.stderr
+    assert second.stdout.splitlines() == [
+        "Nothing to do: 4 cells, tables and figures are up to date."
+        " --forceall computes everything again."
+    ]
+
+    assert not (sweep / "results/recorded").exists()
+    recorded = ended(start(path, "record"))
+    assert recorded.returncode == 0, recorded.stdout + recorded.stderr
+    for name in ("cells.csv", "collectives_fit.csv", "figures/cpu-virtual/mlp-odd.svg"):
+        measured, tracked = (sweep / "results" / f / name for f in ("measured", "recorded"))
+        assert measured.read_bytes() == tracked.read_bytes()
+
+
+def processes_in(directory: Path) -> list[str]:
+    """Return the command lines of the processes that run in a directory."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(directory) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:200])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_keeps_its_cells_and_the_next_one_goes_on(
+    start: Start, sweep: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = yaml.safe_load(SMOKE.read_text())
+    config["strategies"] = ["pmap", "shard", "zero2", "zero3", "manual_fsdp"]
+    config["meshes"], config["platforms"] = [[2]], config["platforms"][:1]
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    target = "results/figures/simulated/p3.16xlarge/mlp-tiny.svg"
+
+    run = start(path, target)
+    unfinished = sweep / "results/cells/simulated/p3.16xlarge/mlp-tiny/2.unfinished"
+    while not (unfinished / "shard.json").exists():
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(number)
+    stopped = ended(run)
+    assert stopped.returncode != 0
+    if number != signal.SIGKILL:
+        assert "Stopped. Results so far are kept" in stopped.stdout
+    assert "Traceback" not in stopped.stdout + stopped.stderr
+    deadline = time.monotonic() + 10
+    while processes_in(sweep) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_in(sweep) == []
+    kept = {path.name: path.read_text() for path in unfinished.glob("*.json")}
+    assert all(json.loads(text) for text in kept.values())  # whole files
+    assert "shard.json" in kept
+    assert "FAILED" not in stopped.stdout
+
+    second = ended(start(path, target))
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert (sweep / target).exists()
+    results = unfinished.with_name("2")
+    assert {name: (results / name).read_text() for name in kept} == kept
+    assert "(3/5" in second.stdout or "(4/5" in second.stdout or "(5/5" in second.stdout
+    assert "(1/5" not in second.stdout
+
+
+@pytest.mark.slow
+def test_a_second_run_at_the_same_time_is_refused(start: Start, sweep: Path) -> None:
+    first = start(SMOKE)
+    while not (sweep / "results/progress.jsonl").exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    second = ended(start(SMOKE))
+    assert second.returncode != 0
+    assert f"another run of the sweep is writing to {sweep / 'results'}" in (
+        second.stdout + second.stderr
+    )
+    assert "Traceback" not in second.stdout + second.stderr
+    first.send_signal(signal.SIGINT)
+    assert "Stopped." in ended(first).stdout
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_is_one_line(start: Start, project: Path, tmp_path: Path) -> None:
+    (project / "experiments/scripts/draw_figures.py").write_text("raise ValueError('no ink')\n")
+    config = yaml.safe_load(SMOKE.read_text())
+    config["meshes"], config["strategies"] = [[1]], ["serial"]
+    config["platforms"] = config["platforms"][:1]
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    failed = ended(start(path, "results/figures/simulated/p3.16xlarge/mlp-tiny.svg"))
+    assert failed.returncode != 0
+    assert [line for line in failed.stdout.splitlines() if "FAILED" in line or "ink" in line] == [
+        "FAILED draw_figures results/figures/simulated/p3.16xlarge/mlp-tiny.svg: ValueError: no ink"
+        " (log: results/logs/figures/simulated/p3.16xlarge/mlp-tiny.log)",
+        "Some jobs failed; see FAILED above. The same command tries them again.",
+    ]
+    assert max(map(len, (failed.stdout + failed.stderr).splitlines())) < 400
 
 
 @pytest.mark.slow
 def test_a_misspelt_key_stops_the_workflow_before_it_starts(
-    snakemake: Snakemake, tmp_path: Path
+    start: Start, sweep: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("measures: {warmup: 1}\n")
-    failed = snakemake(path)
+    failed = ended(start(path))
     assert failed.returncode != 0
     assert "unknown key 'measures'; did you mean 'measure'?" in failed.stdout + failed.stderr
-    assert not (tmp_path / "sweep/results").exists()
+    assert not (sweep / "results").exists()

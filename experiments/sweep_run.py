@@ -1,0 +1,166 @@
+"""A run of the sweep as a person meets it: what Snakemake prints, and how the run is stopped.
+
+Cells print their own lines (`experiments.cells`). `SweepRun` replaces Snakemake's lists of files
+and jobs by what is left to say: that there is nothing to do, which job failed, how the run ended.
+"""
+
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, override
+
+import psutil
+from snakemake.common import NOTHING_TO_BE_DONE_MSG
+from snakemake.logging import logger
+from snakemake.settings.enums import Quietness
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from experiments import sweep_progress
+from experiments.isolate import SWEEP_PROCESS
+from experiments.sweep_job import Sweep
+
+LOCK = Path(".snakemake/sweep.lock")
+"""A file that a run locks. The lock ends with the process, however it ends."""
+
+CELL_RULES = "simulate_cells", "measure_cells"
+"""The rules whose jobs are jobs of the sweep."""
+
+
+class SweepRun:
+    """The hooks of the Snakefile: `start`, `succeed` and `fail`.
+
+    Attributes:
+        stopped: whether a signal ended the run.
+    """
+
+    def __init__(self, workflow: Any, sweep: Sweep, seconds: Mapping[str, float]) -> None:
+        """Take over what Snakemake prints, except for a dry run or with --verbose.
+
+        Args:
+            workflow: Snakemake's workflow.
+            sweep: the sweep.
+            seconds: the recorded seconds of cells.
+        """
+        self._workflow, self._sweep, self._seconds = workflow, sweep, seconds
+        self.stopped = False
+        self._start = time.monotonic()
+        shown = workflow.output_settings
+        if not (shown.dryrun or shown.verbose or Quietness.ALL in (shown.quiet or ())):
+            for handler in logger.handlers:
+                if handler.name == "DefaultStreamHandler":
+                    logger.removeHandler(handler)
+            targets = workflow.dag_settings.targets if workflow.dag_settings else ()
+            asked = "what was asked for is" if targets else "tables and figures are"
+            nothing = (
+                f"Nothing to do: {len(sweep.cells)} cells, {asked} up to date."
+                " --forceall computes everything again."
+            )
+            logger.addHandler(_SweepLog(self, nothing))
+
+    def start(self) -> None:
+        """Lock the results, and say what there is to compute."""
+        self._lock()
+        os.environ[SWEEP_PROCESS] = str(os.getpid())  # the environment of all jobs
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(stop, self._stop)
+        expected = self._expected_seconds()
+        sweep_progress.begin(len(self._sweep.cells), expected)
+        done = len(self._sweep.cells) - len(expected)
+        up_to_date = f", {done} are up to date" if done else ""
+        how_to_stop = "Ctrl-C stops; the same command goes on."
+        print(f"{len(expected)} cells to compute{up_to_date}. {how_to_stop}", flush=True)
+
+    def succeed(self) -> None:
+        """Say where the results are."""
+        minutes = (time.monotonic() - self._start) / 60
+        print(
+            f"Done in {minutes:.1f} min. Tables are in results/tables, figures in results/figures;"
+            " those of measurements on this machine in results/measured."
+        )
+
+    def fail(self) -> None:
+        """Say how to go on."""
+        if self.stopped:
+            print("Stopped. Results so far are kept; the same command goes on from there.")
+        else:
+            print("Some jobs failed; see FAILED above. The same command tries them again.")
+
+    def _lock(self) -> None:
+        self._lock_file = LOCK.open("a")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(
+                f"another run of the sweep is writing to {Path.cwd() / 'results'}; wait for its"
+                " end, or stop it with Ctrl-C"
+            ) from None
+
+    def _stop(self, number: int, frame: object) -> None:
+        """End the jobs, and Snakemake, which waits for them."""
+        del number, frame
+        self.stopped = True
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        raise KeyboardInterrupt
+
+    def _expected_seconds(self) -> dict[str, float]:
+        """Return by how many seconds each cell to compute is expected to delay the end."""
+        cores = self._workflow.cores
+        return {
+            cell: self._seconds.get(cell, sweep_progress.USUAL_SECONDS) * job.threads / cores
+            for job in self._workflow.dag.needrun_jobs()
+            if job.rule.name in CELL_RULES
+            for cell in self._sweep.jobs[_name(job)].cells
+        }
+
+
+def _name(job: Any) -> str:
+    """Return the name of the job of the sweep that a job of Snakemake computes."""
+    return str(job.output[0]).removeprefix("results/cells/")
+
+
+class _SweepLog(logging.Handler):
+    """Prints failures in one line each, and that there is nothing to do."""
+
+    def __init__(self, run: SweepRun, nothing_to_do: str) -> None:
+        super().__init__()
+        self._run, self._nothing_to_do = run, nothing_to_do
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if getattr(record, "event", None) == LogEvent.JOB_ERROR:
+            if not self._run.stopped:
+                print(_job_error(vars(record)), flush=True)
+        elif message == NOTHING_TO_BE_DONE_MSG:
+            print(self._nothing_to_do, flush=True)
+        elif record.levelno >= logging.WARNING and not _repeats_a_job_error(message):
+            print(message, flush=True)
+
+
+def _job_error(job: Mapping[str, Any]) -> str:
+    """Return which job failed, with the last line of its log."""
+    logs = [Path(path) for path in job["log"]]
+    lines = [
+        line
+        for path in logs
+        if path.exists()
+        for line in path.read_text(errors="replace").splitlines()
+        if line.strip()
+    ]
+    reason = lines[-1][:200] if lines else "no message"
+    what = f"{job['rule_name']} {job['output'][0]}"
+    return f"FAILED {what}: {reason} (log: {', '.join(map(str, logs))})"
+
+
+def _repeats_a_job_error(message: str) -> bool:
+    """Whether a message only says that a job failed, or that Snakemake ends because of it."""
+    return "CalledProcessError" in message or message.startswith(
+        ("Exiting because a job execution failed", "WorkflowError:\nAt least one job")
+    )
