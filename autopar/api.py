@@ -43,21 +43,25 @@ from autopar.runtime.first_step import checked_first_step
 from autopar.runtime.fitting import budget_of, compiled_within
 from autopar.runtime.local_backend import LOCAL, Backend, backend
 from autopar.tracing.arguments import (
-    ARGNUMS,
     AUTO_ARGNUMS,
+    BATCH_ARGNUMS,
     DEFAULT_BATCH,
     Argnums,
+    BatchArgnums,
     NumberWatch,
     batch_arguments,
+    batch_dims,
+    by_position,
     check_args,
-    check_arrays,
     check_hashable,
     donated_arguments,
     dynamic_arguments,
     leaves_of,
+    positional_arguments,
     static_arguments,
     static_key,
 )
+from autopar.tracing.packing import Packing
 from autopar.tracing.trace import abstract, trace, with_output_cuts
 
 type AnyExecutable = Executable | CreateStateExecutable
@@ -68,7 +72,7 @@ class _Options(TypedDict, total=False):
 
     static_argnums: Argnums
     donate_argnums: Argnums
-    batch_argnums: int | Sequence[int]
+    batch_argnums: BatchArgnums
     check: Literal["first step"] | None
 
 
@@ -99,22 +103,27 @@ def parallelize(
     *,
     static_argnums: Argnums = "auto",
     donate_argnums: Argnums = "auto",
-    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = DEFAULT_BATCH,
     method: Method | None = None,
     check: Literal["first step"] | None = None,
 ) -> Any:
     """Parallelize a training step over devices; also a decorator, with or without arguments.
 
     Args:
-        fun: a function of pytrees of arrays, as `jax.jit` takes it.
+        fun: a function of pytrees of arrays, as `jax.jit` takes it; of Equinox modules, as
+            `eqx.filter_jit` takes it; or of nnx modules, which it may change, as `nnx.jit` takes
+            it.
         static_argnums: numbers of the arguments that are constants of the compiled step. "auto"
-            selects arguments that contain something other than arrays, and plain Python numbers
-            and strings, but never a flax TrainState. A step is planned and compiled for each value
-            of its static arguments: pass a number that changes, such as a learning rate, as an
-            array, `jnp.float32(0.1)`.
+            selects plain Python numbers and strings, and arguments without arrays, such as a
+            function, but never a flax TrainState. Of an argument with arrays and something else,
+            such as an Equinox module, the arrays alone are inputs, and all else is constant. A step
+            is planned and compiled for each value of its constants: pass a number that changes,
+            such as a learning rate, as an array, `jnp.float32(0.1)`.
         donate_argnums: numbers of the arguments whose memory the step may reuse. "auto" selects
             flax TrainStates.
-        batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
+        batch_argnums: numbers of the arguments whose arrays have the batch as their first dim, or a
+            mapping from these numbers to the batch dim, such as {1: 0, 2: 1}. Keyword-only
+            parameters are counted after all others.
         method: how to parallelize (see `autopar.methods`); `ShardParallel()` by default.
         check: "first step" compares the first step of each plan with the same step on one device,
             whose memory has to suffice for it.
@@ -142,7 +151,7 @@ def parallelize(
         )
     static_argnums = checked("static_argnums", static_argnums, AUTO_ARGNUMS)
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
-    batch_argnums = checked("batch_argnums", batch_argnums, ARGNUMS)
+    batch_argnums = checked("batch_argnums", batch_argnums, BATCH_ARGNUMS)
     checked("check", check, NONE | one_of("first step"))
     if fun is None:
         return lambda f: parallelize(
@@ -183,12 +192,13 @@ class ParallelizedFunction[E: AnyExecutable]:
         fun: Callable[..., Any],
         static_argnums: Argnums,
         donate_argnums: Argnums,
-        batch_argnums: int | Sequence[int],
+        batch_argnums: BatchArgnums,
         method: Method,
         check: Literal["first step"] | None = None,
     ) -> None:
         wraps(fun)(self)
         self.fun = fun
+        self._by_position = by_position(fun)
         self.method = method
         self._static_argnums: Argnums = static_argnums
         self._donate_argnums: Argnums = donate_argnums
@@ -204,8 +214,12 @@ class ParallelizedFunction[E: AnyExecutable]:
         # the executables whose first step has not been compared yet
         self._unchecked: set[E] = set()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Run the step; plan and compile it first if no executable fits the arguments.
+
+        Args:
+            *args: arguments by position.
+            **keywords: arguments by name.
 
         Raises:
             TypeError: an argument is neither an array nor static and hashable, or the call is under
@@ -214,6 +228,8 @@ class ParallelizedFunction[E: AnyExecutable]:
             MemoryBudgetError: no allowed plan fits in the memory of a device.
             FirstStepError: `check="first step"` was set, and the results differ.
         """
+        if keywords:
+            args = positional_arguments(self.fun, args, keywords)
         if (
             self._last is not None
             and self._backend is backend()
@@ -228,27 +244,33 @@ class ParallelizedFunction[E: AnyExecutable]:
                 except (TypeError, ValueError):
                     # other shapes or structure, or arrays not distributed yet: handled below
                     pass
-        executable, dynamic = self._prepare(args)
+        executable, packing, dynamic = self._prepare(args)
         if executable in self._unchecked:
-            return self._first_step(executable, args, dynamic)
-        return executable(*executable.shard_args(*dynamic))
+            return packing.result(self._first_step(executable, args, packing, dynamic))
+        return packing.result(executable(*executable.shard_args(*dynamic)))
 
-    def _first_step(self, executable: E, args: Sequence[Any], dynamic: Sequence[Any]) -> Any:
+    def _first_step(
+        self, executable: E, args: Sequence[Any], packing: Packing, dynamic: Sequence[Any]
+    ) -> Any:
         """Run the first step of an executable, and compare it with the step on one device."""
         static = static_arguments(self._static_argnums, args)
-        results = checked_first_step(self._with_static(args, static), executable, dynamic)
+        fun = self._with_static(packing, static)
+        results = checked_first_step(fun, executable, dynamic)
         self._unchecked.discard(executable)
         return results
 
-    def get_executable(self, *args: Any) -> E:
+    def get_executable(self, *args: Any, **keywords: Any) -> E:
         """Return the executable for arguments like these; plan and compile it if there is none.
 
         Args:
-            args: arrays or `jax.ShapeDtypeStruct`s.
+            *args: arrays or `jax.ShapeDtypeStruct`s, by position.
+            **keywords: the same by name.
 
         Raises:
             TypeError, TraceError, MemoryBudgetError: as `__call__`.
         """
+        if keywords:
+            args = positional_arguments(self.fun, args, keywords)
         return self._prepare(args)[0]
 
     def get_last_executable(self) -> E | None:
@@ -260,17 +282,25 @@ class ParallelizedFunction[E: AnyExecutable]:
 
         A training loop that passes them back saves the distribution of each call.
         """
-        executable, dynamic = self._prepare(args)
-        return executable.shard_args(*dynamic)
+        executable, packing, dynamic = self._prepare(args)
+        return packing.arguments(executable.shard_args(*dynamic))
 
-    def _prepare(self, args: Sequence[Any]) -> tuple[E, tuple[Any, ...]]:
-        """Return the executable for `args`, compiled if need be, and the non-static arguments."""
+    def _prepare(self, args: Sequence[Any]) -> tuple[E, Packing, tuple[Any, ...]]:
+        """Return the executable for `args`, compiled if need be, and the packed arguments.
+
+        Returns:
+            The executable, the packing of the arguments, and those of them that are not static.
+        """
         if self._backend is not backend():
             self._executables, self._last, self._backend = OrderedDict(), None, backend()
             self._unchecked.clear()
         check_args(getattr(self.fun, "__name__", "the step"), args)
         static = static_arguments(self._static_argnums, args)
-        dynamic = tuple(dynamic_arguments(args, static))
+        for i in static:
+            check_hashable(i, args[i])
+        batch = batch_arguments(self._batch_argnums, args)
+        packing = Packing(args, static, batch_dims(self._batch_argnums, args))
+        dynamic = tuple(dynamic_arguments(packing.args, static))
         leaves, tree = jax.tree.flatten(dynamic)
         if self._backend is LOCAL and any(isinstance(leaf, DistributedArray) for leaf in leaves):
             leaves = [
@@ -278,20 +308,14 @@ class ParallelizedFunction[E: AnyExecutable]:
                 for leaf in leaves
             ]
             dynamic = jax.tree.unflatten(tree, leaves)
-        try:
-            avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
-        except TypeError:
-            check_arrays(args, static)
-            raise
-        for i in static:
-            check_hashable(i, args[i])
+        avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
         static_args = tuple(static_key(args[i]) for i in static)
         key = (static, static_args, tree, avals)
         if key not in self._executables:
             if self._static_argnums == "auto":
                 for i in static:
                     self._numbers.add(i, args[i])
-            self._executables[key] = self._compile(args, static)
+            self._executables[key] = self._compile(packing, static, batch)
             if self._check is not None:
                 self._unchecked.add(self._executables[key])
             if len(self._executables) > MOST_PROGRAMS:
@@ -299,11 +323,11 @@ class ParallelizedFunction[E: AnyExecutable]:
         self._executables.move_to_end(key)
         executable = self._executables[key]
         self._last = (static, static_args, executable)
-        return executable, dynamic
+        return executable, packing, dynamic
 
     @builds_graphs
-    def _compile(self, args: Sequence[Any], static: tuple[int, ...]) -> E:
-        start = time.perf_counter()
+    def _compile(self, packing: Packing, static: tuple[int, ...], batch: tuple[int, ...]) -> E:
+        start, args = time.perf_counter(), packing.args
         dynamic_argnums = [i for i in range(len(args)) if i not in static]
 
         def positions(argnums: Collection[int]) -> tuple[int, ...]:
@@ -311,19 +335,18 @@ class ParallelizedFunction[E: AnyExecutable]:
             return tuple(dynamic_argnums.index(i) for i in argnums if i in dynamic_argnums)
 
         dynamic = [args[i] for i in dynamic_argnums]
-        batch = positions(batch_arguments(self._batch_argnums, args))
-        donated = positions(donated_arguments(self._donate_argnums, args))
+        donated = positions(donated_arguments(self._donate_argnums, args[: packing.count]))
         # the overloads of `parallelize` tie E to the method
         executable: Any = self._executable(
-            self._with_static(args, static), dynamic, batch, donated, start
+            self._with_static(packing, static), dynamic, positions(batch), donated, start
         )
         return executable
 
-    def _with_static(self, args: Sequence[Any], static: Sequence[int]) -> Callable[..., Any]:
-        """Return the function of the non-static arguments alone."""
-        count = len(args)
-        static_args = {i: args[i] for i in static}
-        function = self.fun
+    def _with_static(self, packing: Packing, static: Sequence[int]) -> Callable[..., Any]:
+        """Return the function of the packed non-static arguments alone."""
+        count = len(packing.args)
+        static_args = {i: packing.args[i] for i in static}
+        function = packing.step(self._by_position)
 
         def fun(*dynamic: Any) -> Any:
             remaining = iter(dynamic)

@@ -21,7 +21,6 @@ from autopar.methods import PlanningMethod
 from autopar.plan import PlanError
 from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.selection_problem import InfeasibleError
-from autopar.tracing.arguments import check_arrays
 from autopar.tracing.trace import TraceError
 from simulator.cli.error_lines import NegativeAnswer
 from simulator.files import one_line
@@ -133,10 +132,6 @@ def load_step(place: str) -> UserStep:
             f"{place} returns a {type(step).__name__} and a {type(args).__name__}; expected the"
             " step, which is a function, and a tuple of its arguments"
         )
-    try:
-        check_arrays(args)
-    except TypeError as error:
-        raise typer.BadParameter(f"{place}: {error}") from error
     _check_options(place, options)
     return UserStep(place, file, getattr(step, "fun", step), tuple(args), options)
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from autopar._cpython import builds_graphs
 from autopar.checks import SHAPE, OptionError, checked, instance, short_repr
 from autopar.devices import logical_mesh, mesh_on_cluster, requested_mesh
@@ -17,8 +15,15 @@ from autopar.plan import Plan
 from autopar.planning.method_planning import Target, any_cluster, plan_by_method, trace_for
 from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
-from autopar.tracing.arguments import ARGNUMS, DEFAULT_BATCH, batch_arguments, check_arrays
-from autopar.tracing.trace import abstract
+from autopar.tracing.arguments import (
+    BATCH_ARGNUMS,
+    DEFAULT_BATCH,
+    BatchArgnums,
+    batch_arguments,
+    batch_dims,
+    by_position,
+)
+from autopar.tracing.packing import Packing
 from simulator.hardware.heterogeneous import AnyCluster
 
 
@@ -30,7 +35,7 @@ def plan_step(
     method: PlanningMethod | None = None,
     cluster: AnyCluster | str | Path,
     mesh_shape: Sequence[int] | None = None,
-    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = DEFAULT_BATCH,
 ) -> Plan:
     """Plan `fun` for a cluster without running or compiling it.
 
@@ -48,7 +53,7 @@ def plan_step(
         mesh_shape: shape of the logical mesh over the cluster's first devices, where
             `method.devices` leaves it open. A pipeline has a mesh for each stage and takes only the
             number of devices from it.
-        batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
+        batch_argnums: as in `parallelize`.
 
     Raises:
         OptionError: an option has another type, or `mesh_shape` and `method.devices`, or `cluster`
@@ -65,14 +70,14 @@ def plan_step(
             f"cluster is {cluster.name!r}, but method.cluster is {short_repr(method.cluster)};"
             " leave the method's out"
         )
-    batch_argnums = checked_step(fun, args, batch_argnums)
+    fun, args, batch = packed_step(fun, args, batch_argnums)
     mesh = _mesh(method, cluster, mesh_shape)
     budget = method.memory_budget
     workspace = 0 if all(pool.device.kind == "cpu" for pool in cluster.pools) else WORKSPACE_BYTES
     if budget is not None:
         method = replace(method, memory_budget=max(1.0, (budget - workspace) / MEMORY_MARGIN))
     try:
-        return plan_by_method(method, fun, args, batch_argnums, Target(mesh, cluster)).plan
+        return plan_by_method(method, fun, args, batch, Target(mesh, cluster)).plan
     except (MemoryBudgetError, NoStagesError) as error:
         if budget is None:
             raise
@@ -90,7 +95,7 @@ def planned_step(
     args: Sequence[Any],
     plan: Plan,
     *,
-    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = DEFAULT_BATCH,
 ) -> PlannedStep:
     """Trace `fun` as it was traced for `plan`, for `autopar.report`; no device is needed.
 
@@ -104,7 +109,7 @@ def planned_step(
         PlanError: the plan is for another step.
     """
     plan = checked("plan", plan, PLAN)
-    return PlannedStep(trace_for(plan, fun, args, checked_step(fun, args, batch_argnums)), plan)
+    return PlannedStep(trace_for(plan, *packed_step(fun, args, batch_argnums)), plan)
 
 
 MEMORY_MARGIN = 1.13
@@ -127,15 +132,15 @@ _METHOD = instance(
 _ARGS = instance("the arguments of the step, in a tuple or a list", tuple, list)
 
 
-def checked_step(
-    fun: Callable[..., Any], args: Sequence[Any], batch_argnums: int | Sequence[int]
-) -> tuple[int, ...]:
-    """Check a step and its arguments, and return the numbers of its batch arguments.
+def packed_step(
+    fun: Callable[..., Any], args: Sequence[Any], batch_argnums: BatchArgnums
+) -> tuple[Callable[..., Any], Sequence[Any], tuple[int, ...]]:
+    """Check a step and its arguments; return them packed, and the numbers of batch arguments.
 
     Args:
         fun: the training step.
         args: arguments of the step, arrays or ShapeDtypeStructs.
-        batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
+        batch_argnums: as in `parallelize`.
 
     Raises:
         OptionError: `fun` is no function of arrays, or `args` or `batch_argnums` have another type.
@@ -146,12 +151,10 @@ def checked_step(
             " its .fun"
         )
     checked("args", args, _ARGS)
-    try:
-        jax.tree.map(abstract, args)
-    except TypeError:
-        check_arrays(args)
-        raise
-    return batch_arguments(checked("batch_argnums", batch_argnums, ARGNUMS), args)
+    batch_argnums = checked("batch_argnums", batch_argnums, BATCH_ARGNUMS)
+    batch = batch_arguments(batch_argnums, args)
+    packing = Packing(args, (), batch_dims(batch_argnums, args))
+    return packing.step(by_position(fun)), packing.args, batch
 
 
 def _mesh(

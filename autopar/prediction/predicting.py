@@ -23,6 +23,7 @@ from autopar.tracing.arguments import (
     AUTO_ARGNUMS,
     DEFAULT_BATCH,
     Argnums,
+    BatchArgnums,
     donated_arguments,
     leaves_of,
 )
@@ -49,7 +50,7 @@ class ProgramOptions(TypedDict, total=False):
 class StepOptions(ProgramOptions, total=False):
     """The options of predictions of a function and a plan; see `compile_step`."""
 
-    batch_argnums: int | Sequence[int]
+    batch_argnums: BatchArgnums
 
 
 def simulate(
@@ -120,7 +121,7 @@ def compile_step(
     cluster: AnyCluster | str | Path,
     *,
     donate_argnums: Argnums = "auto",
-    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = DEFAULT_BATCH,
     fidelity: Fidelity = "compiled",
 ) -> Program:
     """Return the program of a step for a cluster.

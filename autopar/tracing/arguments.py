@@ -3,15 +3,16 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, NoReturn
+from functools import wraps
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from autopar.checks import AllowedValues, OptionError, integer, items, one_of, short_repr
+from autopar.checks import AllowedValues, OptionError, integer, items, one_of
 from autopar.ir.array_handle import ArrayHandle
 
 type Argnums = Literal["auto"] | int | Sequence[int]
@@ -26,6 +27,23 @@ ARGNUMS = AllowedValues(
 """The check of argument numbers, which returns a tuple."""
 
 AUTO_ARGNUMS = one_of("auto") | ARGNUMS
+
+type BatchArgnums = int | Sequence[int] | Mapping[int, int]
+
+
+def _batch_dims(argnums: Any) -> Mapping[int, int]:
+    """Return a checked mapping from numbers of arguments to batch dims."""
+    if not isinstance(argnums, Mapping):
+        raise TypeError
+    numbers = ARGNUMS.take(tuple(argnums))
+    return dict(zip(numbers, ARGNUMS.take(tuple(argnums.values())), strict=True))
+
+
+BATCH_ARGNUMS = (
+    AllowedValues("a mapping from the number of an argument to its batch dim", _batch_dims)
+    | ARGNUMS
+)
+"""The check of `batch_argnums`, which returns a tuple or a mapping."""
 
 DEFAULT_BATCH = (1,)
 """The batch argument by default. By default a step with a single argument has no batch."""
@@ -42,14 +60,13 @@ def dynamic_arguments(args: Sequence[Any], static: Sequence[int]) -> Sequence[An
 def static_arguments(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
     """Return the numbers of the static arguments.
 
-    "auto" selects numbers, strings, and arguments that hold anything but arrays and numbers.
+    "auto" selects numbers, strings, and arguments without arrays that hold something else.
 
     Raises:
-        TypeError: With "auto", an argument holds both arrays and something else.
         OptionError: A number is not that of an argument.
     """
     if argnums == "auto":
-        return tuple(i for i, arg in enumerate(args) if _is_static(i, arg))
+        return tuple(i for i, arg in enumerate(args) if _is_static(arg))
     return _as_tuple(argnums, len(args), "static_argnums")
 
 
@@ -64,15 +81,68 @@ def donated_arguments(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
     return _as_tuple(argnums, len(args), "donate_argnums")
 
 
-def batch_arguments(argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the numbers of the arguments whose arrays have the batch as their first dim.
+def batch_arguments(argnums: BatchArgnums, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the numbers of the arguments whose arrays have the batch as a dim.
 
     Raises:
         OptionError: A number is not that of an argument.
     """
     if argnums == DEFAULT_BATCH and len(args) < 2:
         return ()
-    return _as_tuple(argnums, len(args), "batch_argnums")
+    numbers = tuple(argnums) if isinstance(argnums, Mapping) else argnums
+    return _as_tuple(numbers, len(args), "batch_argnums")
+
+
+def batch_dims(argnums: BatchArgnums, args: Sequence[Any]) -> dict[int, int]:
+    """Return the dim that is the batch, by number of argument, where it is not the first."""
+    if not isinstance(argnums, Mapping):
+        return {}
+    return {i % len(args): dim for i, dim in argnums.items() if dim}
+
+
+def positional_arguments(
+    fun: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments of a call by position: keyword-only ones follow all others.
+
+    Raises:
+        TypeError: They do not fit the parameters of `fun`.
+    """
+    bound = inspect.signature(fun).bind(*args, **keywords)
+    bound.apply_defaults()
+    names = _keyword_only(fun)
+    if extra := [name for name in bound.kwargs if name not in names]:
+        raise TypeError(
+            f"{getattr(fun, '__name__', 'the step')} takes {', '.join(extra)} by **; name them as"
+            " parameters, as a step is planned for a fixed number of arguments"
+        )
+    return (*bound.args, *(bound.kwargs[name] for name in names))
+
+
+def by_position(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fun` with keyword-only parameters by position, after all others."""
+    names = _keyword_only(fun)
+    if not names:
+        return fun
+    kinds = [parameter.kind for parameter in inspect.signature(fun).parameters.values()]
+    count = sum(kind in _POSITIONAL for kind in kinds)
+
+    def positional(*args: Any) -> Any:
+        return fun(*args[:count], **dict(zip(names, args[count:], strict=False)))
+
+    return wraps(fun)(positional)
+
+
+def _keyword_only(fun: Callable[..., Any]) -> list[str]:
+    """Return the names of keyword-only parameters; none if there is no signature."""
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _is_train_state(arg: Any) -> bool:
@@ -177,46 +247,21 @@ class NumberWatch:
         return names[i] if i < len(names) else ""
 
 
-def _is_static(i: int, arg: Any) -> bool:
+def _is_static(arg: Any) -> bool:
     if _is_train_state(arg):
         return False
-    if isinstance(arg, (*_NUMBERS, str)):
+    if isinstance(arg, (*NUMBERS, str)):
         return True
-    others = _others(arg)
-    if others and any(isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(arg)):
-        _refuse(i, arg, others[0])
-    return bool(others)
+    return _others(arg) and not any(isinstance(leaf, ARRAYS) for leaf in jax.tree.leaves(arg))
 
 
-def check_arrays(args: Sequence[Any], static: Sequence[int] = ()) -> None:
-    """Raise TypeError unless arguments that are not static hold arrays and numbers only."""
-    for i, arg in enumerate(args):
-        others = [] if i in static else _others(arg)
-        if others:
-            _refuse(i, arg, others[0])
+def _others(arg: Any) -> bool:
+    """Return whether a leaf of `arg` is neither an array nor a number."""
+    return any(not isinstance(leaf, (*ARRAYS, *NUMBERS)) for leaf in jax.tree.leaves(arg))
 
 
-def _others(arg: Any) -> list[tuple[Any, Any]]:
-    """Return the leaves that are neither arrays nor numbers, with their paths."""
-    return [
-        (path, leaf)
-        for path, leaf in jax.tree.leaves_with_path(arg)
-        if not isinstance(leaf, (*_ARRAYS, *_NUMBERS))
-    ]
-
-
-def _refuse(i: int, arg: Any, other: tuple[Any, Any]) -> NoReturn:
-    path, leaf = other
-    raise TypeError(
-        f"argument {i}, a {type(arg).__name__}, holds"
-        f" {short_repr(leaf)}{' at ' * bool(path)}{jax.tree_util.keystr(path)}, which is no array:"
-        " pass the arrays only, and close the step over the rest (with Equinox by"
-        " eqx.partition(model, eqx.is_array), and eqx.combine in the step)"
-    )
-
-
-_NUMBERS = (bool, int, float, complex)
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, ArrayHandle)
+NUMBERS = (bool, int, float, complex)
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, ArrayHandle)
 
 
 def leaves_of(args: Sequence[Any], argnums: Sequence[int]) -> frozenset[int]:

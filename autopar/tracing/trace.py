@@ -328,7 +328,8 @@ def _flat_jaxpr(
             raise
         raise TraceError(
             f"{_name(fun)} can't be traced: {str(error).splitlines()[0]}\n"
-            "Return only arrays and numbers, in dicts, tuples, lists or other pytrees."
+            "Compute with and return only arrays and numbers, in dicts, tuples, lists or other"
+            " pytrees."
         ) from error
     outputs, out_tree = jax.tree.flatten_with_path(result)
     return flatten(jaxpr), [path for path, _ in outputs], out_tree

@@ -176,13 +176,16 @@ class Perturbation:
         return jnp.asarray(np.asarray(array) * factor, array.dtype)
 
 
+_ARRAYS = (jax.Array, autopar.JoinedArray, np.ndarray, np.generic, bool, int, float)
+
+
 def named_arrays(tree: Any) -> list[tuple[str, np.ndarray]]:
     """Return the arrays and numbers of a pytree with their paths; keys as their data."""
     named = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
+        if isinstance(leaf, _ARRAYS):
             named.append((jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)))
     return named
 

@@ -258,35 +258,6 @@ def test_a_parallelized_step_is_not_planned_as_a_step():
             use()
 
 
-def test_a_model_with_functions_in_it_is_refused_with_advice():
-    @jax.tree_util.register_pytree_node_class
-    class Model:
-        def __init__(self, weight, activation):
-            self.weight, self.activation = weight, activation
-
-        def tree_flatten(self):
-            return (self.weight, self.activation), None
-
-        @classmethod
-        def tree_unflatten(cls, _, children):
-            return cls(*children)
-
-    def fun(model, x):
-        return model.activation(x @ model.weight)
-
-    args = Model(np.ones((8, 8)), jnp.tanh), np.ones((8, 8))
-    for use in (
-        lambda: autopar.parallelize(fun)(*args),
-        lambda: autopar.parallelize(fun, static_argnums=())(*args),
-        lambda: autopar.plan_step(fun, args, cluster="p3.16xlarge"),
-    ):
-        with pytest.raises(
-            TypeError,
-            match=r"argument 0, a Model, holds .* at .*, which is no array.*eqx\.partition",
-        ):
-            use()
-
-
 def test_an_argument_that_cannot_be_static_is_refused():
     f = autopar.parallelize(lambda x, names: x, batch_argnums=(0,))
     with pytest.raises(TypeError, match=r"argument 1 .* can't be hashed"):

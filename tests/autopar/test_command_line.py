@@ -415,7 +415,7 @@ PLAN = ("plan", "--cluster", "dgx_h100")
         ((*PLAN, "steps_of_a_user:with_options_in_a_list"), "returns options [1]; expected a dict"),
         ((*PLAN, "steps_of_a_user:needs_arguments"), "needs width; expected a function without"),
         ((*PLAN, "steps_of_a_user:exits"), "steps_of_a_user:exits raises SystemExit"),
-        ((*PLAN, "steps_of_a_user:returns_texts"), "argument 0, a str, holds 'a', which is"),
+        ((*PLAN, "steps_of_a_user:returns_texts"), "step can't be traced: Argument 'a' of type"),
         ((*PLAN, "steps_of_a_user:returns_a_number"), "returns a int and a tuple; expected the"),
         ((*PLAN, "folder:make_step"), "folder has no function 'make_step'"),
         ((*PLAN, "folder.py:make_step"), "folder.py: there is no such file"),

@@ -52,7 +52,7 @@ def test_a_step_that_branches_on_a_value_is_refused():
 
 
 def test_an_output_that_is_no_array_is_refused():
-    with pytest.raises(TraceError, match="Return only arrays"):
+    with pytest.raises(TraceError, match="return only arrays"):
         trace(lambda x: {"a": x, "b": "text"}, (jnp.ones(2),), ())
 
 
