@@ -195,7 +195,11 @@ _STAGE_OPTIONS: dict[str, Callable[[], StageOption]] = {
     "uniform": UniformStageOption,
     "auto": AutoStageOption,
 }
-_LAYERS = NONE | instance("a ManualLayerOption or an AutoLayerOption", *get_args(LayerOption))
+_LAYERS = (
+    one_of("auto")
+    | NONE
+    | instance("a ManualLayerOption or an AutoLayerOption", *get_args(LayerOption))
+)
 _STAGES = one_of(*_STAGE_OPTIONS) | instance(
     "a UniformStageOption, a ManualStageOption or an AutoStageOption",
     *get_args(StageOption.__value__),
@@ -218,7 +222,8 @@ class PipeshardParallel(PlanningMethod):
         pipeline_schedule: the name of a schedule, such as "gpipe" or "1f1b" (see
             `autopar.pipeline.pipeline_schedules.schedule_names`), or "auto".
         layer_option: how to cut the loss function into layers if no decorator does so; its
-            `remat_layer` may be "auto".
+            `remat_layer` may be "auto". "auto" stands for the layers of the decorators if there are
+            some, else for an `AutoLayerOption` of 8, 4 or 2 layers, the most that the loss has.
         stage_option: which layers form a stage, and on which devices. "uniform" stands for
             `UniformStageOption()` and "auto" for `AutoStageOption()`.
         stage_mode: "uniform" or "auto", the name of the same option in Alpa's tutorial. It takes
@@ -237,7 +242,7 @@ class PipeshardParallel(PlanningMethod):
     num_micro_batches: int | Literal["auto"] = 1  # pyright: ignore[reportIncompatibleVariableOverride]
     default_auto_sharding_option: ShardingOptions = AUTO
     pipeline_schedule: str = "1f1b"
-    layer_option: LayerOption | None = None
+    layer_option: LayerOption | Literal["auto"] | None = None
     stage_option: StageOption | Literal["uniform", "auto"] = "uniform"
     stage_mode: Literal["uniform", "auto"] | None = None
     num_chunks: int | Literal["auto"] | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from autopar.command_line.user_step import UserStep
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import AutoLayerOption, LayerError
+from autopar.layering.layers import LayerError
 from autopar.methods import (
     DataParallel,
     PipeshardParallel,
@@ -26,7 +26,7 @@ from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, l
 
 
 class MethodName(StrEnum):
-    """A method, or "auto": the method of the step, or the faster of "shard" and "pipeline"."""
+    """A method; "auto" is the method of the step, or the fastest pipeline or sharding."""
 
     AUTO = "auto"
     SHARD = "shard"
@@ -42,9 +42,6 @@ _WHOLE_STEP: dict[MethodName, type[PlanningMethod]] = {
     MethodName.ZERO2: Zero2Parallel,
     MethodName.ZERO3: Zero3Parallel,
 }
-
-_LAYER_OPTIONS = (None, AutoLayerOption(8), AutoLayerOption(4), AutoLayerOption(2))
-"""Layers of pipelines, in the order in which they are tried: first those of the step itself."""
 
 NoFitError = (InfeasibleError, NoStagesError, StageError, LayerError, NoLayersError, ClusterError)
 """Errors of a method that has no plan for a step which other methods may have a plan for."""
@@ -83,47 +80,21 @@ def plan_with(
         name: the method.
         step: the step.
         cluster: the cluster.
-        micro_batches: number of microbatches; if None, the fastest for pipelines, else one.
+        micro_batches: number of microbatches; if None, the fastest for "auto" and "pipeline", else
+            one.
     """
-    match name:
-        case MethodName.AUTO:
-            if step.method is not None:
-                return _plan(step, step.method, cluster)
-            return _fastest(step, cluster, micro_batches)
-        case MethodName.PIPELINE:
-            return _plan_pipeline(step, cluster, micro_batches)
-        case _:
-            method = _WHOLE_STEP[name](num_micro_batches=micro_batches or 1)
-            return _plan(step, method, cluster)
-
-
-def _fastest(step: UserStep, cluster: AnyCluster, micro_batches: int | None) -> Plan:
-    plans: list[Plan] = []
-    errors: list[Exception] = []
-    names = [MethodName.SHARD]
-    if cluster.num_devices > 1:
-        names.append(MethodName.PIPELINE)
-    for name in names:
-        try:
-            plans.append(plan_with(name, step, cluster, micro_batches))
-        except NoFitError as error:
-            errors.append(error)
-    if not plans:
-        raise errors[0]
-    return min(plans, key=lambda plan: plan.predicted_seconds)
-
-
-def _plan_pipeline(step: UserStep, cluster: AnyCluster, micro_batches: int | None) -> Plan:
-    for option in _LAYER_OPTIONS:
-        method = PipeshardParallel(
-            num_micro_batches=micro_batches or "auto", layer_option=option, stage_option="auto"
-        )
-        try:
-            return _plan(step, method, cluster)
-        except (StageError, LayerError, NoLayersError):
-            if option == _LAYER_OPTIONS[-1]:
-                raise
-    raise AssertionError("the last option returns or raises")
+    if name is MethodName.AUTO and step.method is not None:
+        return _plan(step, step.method, cluster)
+    if name in _WHOLE_STEP or cluster.num_devices == 1:
+        method = _WHOLE_STEP.get(name, ShardParallel)(num_micro_batches=micro_batches or 1)
+        return _plan(step, method, cluster)
+    method = PipeshardParallel(
+        num_micro_batches=micro_batches or "auto",
+        layer_option="auto",
+        stage_option="auto",
+        pipeline_schedule="auto" if name is MethodName.AUTO else "1f1b",
+    )
+    return _plan(step, method, cluster)
 
 
 def _plan(step: UserStep, method: PlanningMethod, cluster: AnyCluster) -> Plan:

@@ -39,7 +39,7 @@ def plan(
     method: Annotated[
         MethodName,
         typer.Option(
-            help="auto: the step's own method, or the faster of shard and pipeline.",
+            help="auto: the step's own method, or the fastest pipeline or sharding on any mesh.",
         ),
     ] = MethodName.AUTO,
     micro_batches: MicroBatches = None,

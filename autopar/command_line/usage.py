@@ -41,7 +41,8 @@ Hosts = Annotated[
 MicroBatches = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Number of microbatches; by default one, and the fastest for pipelines."
+        min=1,
+        help="Number of microbatches; by default the fastest for auto and pipeline, else one.",
     ),
 ]
 

@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from autopar.checks import checked
-from autopar.devices import Device
+from autopar.devices import Device, logical_mesh
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
-from autopar.layering.layers import LayerOption
+from autopar.layering.layer_clustering import NoLayersError
+from autopar.layering.layers import AutoLayerOption, LayerError, LayerOption, num_layers
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
 from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_options import AutoStageOption
+from autopar.pipeline.submeshes import Submesh
 from autopar.plan import Plan
 from autopar.planning.last_results import start_search
 from autopar.planning.option_search import (
@@ -25,6 +28,7 @@ from autopar.planning.option_search import (
     search,
 )
 from autopar.planning.pipeline_planner import PipelinePlanner
+from autopar.planning.stage_construction import submesh_shapes
 from autopar.planning.step_planner import make_plan
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
@@ -90,21 +94,48 @@ def _plan_pipeline(
 ) -> PlannedStep:
     stages = method.stages
     cluster = target.cluster.first_devices(target.mesh.num_devices)
+    planning = _PipelinePlanning(method, fun, args, batch, target, cluster)
     leaves = [leaf for i in batch for leaf in jax.tree.leaves(args[i])]
     rows = [leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())]
+    counts = micro_batch_counts(method.num_micro_batches, rows)
+    layers = method.layer_option
+    if layers == "auto":
+        layers = planning.layers_of_step(counts[0])
+    space = OptionSpace(
+        counts,
+        layer_options(layers),
+        schedules(method.pipeline_schedule, method.chunks),
+        _whole_step_meshes(method, cluster, target.mesh),
+    )
+    return PlannedStep(*search(planning, space, stages, type(method).__name__, start_search()))
+
+
+def _whole_step_meshes(
+    method: PipeshardParallel, cluster: AnyCluster, mesh: LogicalMesh
+) -> list[LogicalMesh]:
+    """Return the meshes on which the step is a candidate as one program.
+
+    They have the shapes that a single stage may have, so that a pipeline of one stage is compared
+    with the program that it would be without phases. A `jax.sharding.Mesh` is kept as it is.
+    """
+    stages = method.stages
     is_open = (
         method.pipeline_schedule == "auto"
         and isinstance(stages, AutoStageOption)
         and not stages.profile
     )
-    space = OptionSpace(
-        micro_batch_counts(method.num_micro_batches, rows),
-        layer_options(method.layer_option),
-        schedules(method.pipeline_schedule, method.chunks),
-        has_whole_step=is_open and isinstance(cluster, Cluster),
-    )
-    planning = _PipelinePlanning(method, fun, args, batch, target, cluster)
-    return PlannedStep(*search(planning, space, stages, type(method).__name__, start_search()))
+    if not is_open or not isinstance(cluster, Cluster):
+        return []
+    if isinstance(method.devices, Mesh):
+        return [mesh]
+    assert isinstance(stages, AutoStageOption)
+    whole = Submesh(0, cluster.hosts, cluster.devices_per_host)
+    shapes = submesh_shapes(whole, stages.submesh_logical_shape_space)
+    return list(dict.fromkeys([mesh, *map(logical_mesh, shapes)]))
+
+
+_AUTO_LAYERS = (AutoLayerOption(8), AutoLayerOption(4), AutoLayerOption(2))
+"""Layers of `layer_option="auto"` without decorators, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +175,26 @@ class _PipelinePlanning:
             devices=list(devices.values()) if devices else None,
         )
 
-    def plan_whole_step(self, num_micro_batches: int) -> tuple[StepGraph, Plan]:
-        """Return the step and its plan as one program."""
+    def layers_of_step(self, num_micro_batches: int) -> LayerOption | None:
+        """Return None if decorators make layers, else the first option that the step allows."""
+        if num_layers(self.trace(num_micro_batches, None).jaxpr):
+            return None
+        for option in _AUTO_LAYERS[:-1]:
+            try:
+                self.trace(num_micro_batches, option)
+            except (LayerError, NoLayersError):
+                continue
+            return option
+        return _AUTO_LAYERS[-1]
+
+    def plan_whole_step(self, num_micro_batches: int, mesh: LogicalMesh) -> tuple[StepGraph, Plan]:
+        """Return the step and its plan as one program on a mesh."""
         name = type(self.method).__name__
         step = trace(self.fun, self.args, self.batch, num_micro_batches, rng=self.method.rng)
         pool = single_pool(self.cluster, name)
         options = self.method.sharding_of(step)
         budget = self.method.memory_budget
-        plan = make_plan(step, self.target.mesh, pool, options, name, memory_budget=budget)
+        plan = make_plan(step, mesh, pool, options, name, memory_budget=budget)
         return step, plan
 
 

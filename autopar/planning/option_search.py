@@ -3,7 +3,7 @@
 Every combination of the open options is planned, and the plan with the least predicted time is
 chosen. The step is traced once for each number of microbatches and each remat option; all schedules
 share the costs of its layers. Where both schedule and stages are open, the step as one program is a
-candidate as well.
+candidate as well, on each logical mesh that a single stage could have.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,7 @@ from functools import cache, partial
 from itertools import product
 from typing import Literal, Protocol
 
+from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.layering.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
 from autopar.pipeline.pipeline_schedules import (
@@ -48,13 +49,13 @@ class OptionSpace:
         micro_batch_counts: numbers of microbatches.
         layer_options: layer options, which say whether layers are rematerialised.
         schedules: names of schedules, with the number of stages on each submesh.
-        has_whole_step: whether the step as one program is a candidate.
+        whole_step_meshes: logical meshes of the candidates that run the step as one program.
     """
 
     micro_batch_counts: Sequence[int]
     layer_options: Sequence[LayerOption | None]
     schedules: Sequence[tuple[str, int]]
-    has_whole_step: bool = False
+    whole_step_meshes: Sequence[LogicalMesh] = ()
 
     @property
     def has_choice(self) -> bool:
@@ -63,9 +64,9 @@ class OptionSpace:
 
     @property
     def num_combinations(self) -> int:
-        """Number of combinations."""
+        """Largest number of combinations that a search tries."""
         pipelines = len(self.layer_options) * len(self.schedules)
-        return len(self.micro_batch_counts) * (pipelines + self.has_whole_step)
+        return len(self.micro_batch_counts) * (pipelines + len(self.whole_step_meshes))
 
 
 def micro_batch_counts(given: int | Literal["auto"], rows: Sequence[int]) -> list[int]:
@@ -122,8 +123,8 @@ class StepPlanning(Protocol):
         """Return the planner of pipelines for a traced step."""
         ...
 
-    def plan_whole_step(self, num_micro_batches: int) -> tuple[StepGraph, Plan]:
-        """Return the step and its plan as one program."""
+    def plan_whole_step(self, num_micro_batches: int, mesh: LogicalMesh) -> tuple[StepGraph, Plan]:
+        """Return the step and its plan as one program on a mesh."""
         ...
 
 
@@ -188,9 +189,12 @@ def _attempts(
     planning: StepPlanning, space: OptionSpace, stage_option: StageOption, method: str
 ) -> Iterator[tuple[int, PipelineSchedule, Callable[[], _Candidates]]]:
     """Yield the number of microbatches and the schedule of each combination, and its planning."""
-    if space.has_whole_step:
+    for mesh in space.whole_step_meshes:
+        seconds: list[float] = []
         for count in space.micro_batch_counts:
-            yield count, WHOLE_STEP, partial(_plan_whole_step, planning, count)
+            # Microbatches make one program faster only where memory limits its shardings.
+            if len(seconds) < 2 or seconds[-1] < seconds[-2]:
+                yield count, WHOLE_STEP, partial(_plan_whole_step, planning, count, mesh, seconds)
     for count, option in product(space.micro_batch_counts, space.layer_options):
         planner = cache(partial(_planner, planning, count, option))  # one for all schedules
         for name, chunks in space.schedules:
@@ -202,8 +206,12 @@ def _planner(planning: StepPlanning, count: int, option: LayerOption | None) -> 
     return planning.planner(planning.trace(count, option))
 
 
-def _plan_whole_step(planning: StepPlanning, count: int) -> _Candidates:
-    step, plan = planning.plan_whole_step(count)
+def _plan_whole_step(
+    planning: StepPlanning, count: int, mesh: LogicalMesh, seconds: list[float]
+) -> _Candidates:
+    """Return the step and its plan, whose predicted time is appended to `seconds`."""
+    step, plan = planning.plan_whole_step(count, mesh)
+    seconds.append(plan.predicted_seconds)
     return step, [plan]
 
 

@@ -94,7 +94,9 @@ def _setting(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _deferred_axes(plan: Plan) -> str:
-    return "; ".join(", ".join(stage.deferred) or "no axis" for stage in plan.stages)
+    """Return the deferred axes of each stage, once if all stages have the same."""
+    axes = [", ".join(stage.deferred) or "no axis" for stage in plan.stages]
+    return "; ".join(axes if len(set(axes)) > 1 else axes[:1])
 
 
 def _mesh(plan: Plan) -> str:
@@ -165,8 +167,9 @@ def _value_change(a: Value, b: Value) -> str:
 
 
 def _constraints(a: Plan, b: Plan) -> Iterator[str]:
-    if a.fingerprint != b.fingerprint:
-        return  # equation numbers of different steps do not correspond
+    stages_differ = [s.layers for s in a.stages] != [s.layers for s in b.stages]
+    if a.fingerprint != b.fingerprint or stages_differ:
+        return  # equation numbers of different steps, or of other stages, do not correspond
     old = _by_position(a)
     new = _by_position(b)
     common = [position for position in new if position in old]

@@ -90,7 +90,7 @@ REFUSED = [
     (autopar.PipeshardParallel, "num_micro_batches", [0, "2", 2.0, None, "all"]),
     (autopar.PipeshardParallel, "pipeline_schedule", ["1b1f", None, 1, ["gpipe"]]),
     (autopar.PipeshardParallel, "num_chunks", [2, 0, "two", 1.5]),
-    (autopar.PipeshardParallel, "layer_option", ["auto", 2, autopar.UniformStageOption()]),
+    (autopar.PipeshardParallel, "layer_option", ["all", 2, autopar.UniformStageOption()]),
     (autopar.PipeshardParallel, "stage_option", ["even", None, 2, autopar.ManualLayerOption()]),
     (autopar.PipeshardParallel, "stage_mode", ["even", 1, ()]),
     (autopar.PlanMethod, "plan", [None, "plan.json", {}]),

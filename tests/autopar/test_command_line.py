@@ -166,14 +166,17 @@ def test_a_plan_is_that_of_the_method_with_the_name(folder, tmp_path, name, meth
     )
 
 
-def test_the_automatic_method_is_the_faster_of_shard_and_pipeline(folder, tmp_path):
+def test_the_automatic_method_is_the_fastest_sharding_or_pipeline(folder, tmp_path):
     def seconds(method):
         return values(
             *("plan", STEP, "--cluster", "dgx_h100", "--method", method, "--micro-batches", 1),
             *("-o", tmp_path / "plan.json"),
         )["predicted_seconds"]
 
-    assert seconds("auto") == min(seconds("shard"), seconds("pipeline"))
+    two_dimensional = autopar.plan_step(*api(), cluster="dgx_h100", mesh_shape=(2, 4))
+    assert seconds("auto") == min(
+        seconds("shard"), seconds("pipeline"), two_dimensional.predicted_seconds
+    )
 
 
 def test_hosts_are_an_axis_of_the_mesh(folder, tmp_path):

@@ -1,9 +1,28 @@
 """Differences between plans, in words."""
 
+import jax
+
 import autopar
 from autopar.plan import Plan
 from autopar.report import diff
 from tests.autopar.report.planned_steps import planned
+
+LAYERS = autopar.AutoLayerOption(4)
+
+
+def stack_args():
+    kernels = [jax.ShapeDtypeStruct((256, 256), "float32")] * 4
+    return kernels, jax.ShapeDtypeStruct((64, 256), "float32")
+
+
+def stack_step(params, x):
+    def loss(params):
+        hidden = x
+        for kernel in params:
+            hidden = jax.nn.relu(hidden @ kernel)
+        return (hidden**2).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, autopar.grad(loss)(params))
 
 
 def test_a_plan_does_not_differ_from_itself():
@@ -68,6 +87,18 @@ def test_values_that_only_one_plan_has_are_named():
     )
     assert any(line.startswith("only in the second: ") for line in found.lines)
     assert any("[32, 64]" in line or "1/" in line for line in found.lines)
+
+
+def test_the_number_of_stages_alone_is_no_difference_of_gradients_or_constraints():
+    def plan_of(num_stages):
+        method = autopar.PipeshardParallel(
+            8, 4, layer_option=LAYERS, stage_option=autopar.UniformStageOption(num_stages)
+        )
+        return autopar.plan_step(stack_step, stack_args(), method=method, cluster="dgx_h100")
+
+    lines = diff(plan_of(2), plan_of(4)).lines
+    assert lines[0] == "mesh: x=4; x=4 -> x=2; x=2; x=2; x=2"
+    assert not any("gradients are completed" in line or "pinned" in line for line in lines)
 
 
 def test_executables_can_be_compared():
