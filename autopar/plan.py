@@ -4,7 +4,8 @@ A plan contains no program. It stores the PartitionSpec of each input, output an
 of a stage, and the `fingerprint` of the traced step that it was made for.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Literal, Self
@@ -350,9 +351,11 @@ class Plan(_Model):
             )
 
     def table(self) -> Table:
-        """Return a `rich` table with a row for every input, output and constrained value.
+        """Return a `rich` table of the inputs, constrained values and outputs.
 
-        Its columns are role, shape, dtype, PartitionSpec and bytes per device.
+        Values whose names differ in numbers alone, as those of repeated layers do, share a row if
+        they also have the same role, shape, dtype and spec. Such a row has `*` for the numbers, and
+        the count of values. The bytes are those of one value on one device.
         """
         mesh = ", ".join(
             " x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages
@@ -373,24 +376,23 @@ class Plan(_Model):
             caption="\n".join(self.warnings),
             caption_justify="left",
         )
-        for name in ("value", "role", "shape", "dtype", "PartitionSpec", "bytes per device"):
-            table.add_column(
-                name, justify="right" if name == "bytes per device" else "left", overflow="fold"
-            )
+        numbers = ("count", "bytes per device")
+        for name in ("value", "count", "role", "shape", "dtype", "spec", "bytes per device"):
+            table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
         for number, stage in enumerate(self.stages):
             if not self.schedule.is_whole_step:
                 place = f"layers {ranges(stage.layers)} on devices {ranges(stage.devices)}"
-                table.add_row(f"stage {number}: {place}", "", "", "", "", "")
+                table.add_row(f"stage {number}: {place}")
                 table.add_section()
-            for value in stage.inputs:
-                table.add_row(*_row(value.path, value.role, value, stage.mesh))
-            table.add_section()
-            for constraint in stage.constraints:
-                table.add_row(*_row(constraint.name, constraint.side, constraint, stage.mesh))
-            table.add_section()
-            for value in stage.outputs:
-                table.add_row(*_row(value.path, value.role, value, stage.mesh))
-            table.add_section()
+            sections = (
+                [(value.path, value.role, value) for value in stage.inputs],
+                [(pinned.name, pinned.side, pinned) for pinned in stage.constraints],
+                [(value.path, value.role, value) for value in stage.outputs],
+            )
+            for section in sections:
+                for row in _rows(section, stage.mesh):
+                    table.add_row(*row)
+                table.add_section()
         return table
 
     def __str__(self) -> str:
@@ -400,11 +402,32 @@ class Plan(_Model):
         return captured.get()
 
 
-def _row(
-    name: str, role: str, value: Value | ShardingConstraint, mesh: LogicalMesh
-) -> Iterable[str]:
-    spec = spec_text(partition_spec(value.spec))
-    return name, role, str(value.shape), value.dtype, spec, f"{value.device_bytes(mesh):,}"
+def _rows(
+    values: Iterable[tuple[str, str, Value | ShardingConstraint]], mesh: LogicalMesh
+) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a table.
+
+    Args:
+        values: each with its name and its role or side.
+        mesh: their mesh.
+    """
+    names_by_row: dict[tuple[str, ...], list[str]] = {}
+    for name, role, value in values:
+        spec = spec_text(partition_spec(value.spec))
+        columns = role, str(value.shape), value.dtype, spec, f"{value.device_bytes(mesh):,}"
+        names_by_row.setdefault((_NUMBER.sub("*", name), *columns), []).append(name)
+    for (_, *columns), names in names_by_row.items():
+        count = str(len(names)) if len(names) > 1 else ""
+        yield _common_name(names), count, *columns
+
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Return what names have in common, with `*` for the numbers in which they differ."""
+    parts = zip(*map(_NUMBER.split, names), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def spec_text(spec: PartitionSpec) -> str:

@@ -3,6 +3,7 @@
 import gc
 import json
 
+import numpy as np
 import pytest
 
 import autopar
@@ -38,16 +39,24 @@ def test_a_plan_does_not_change(plan):
         plan.cluster = "another"
 
 
-def test_a_printed_plan_shows_every_value_with_its_spec_and_bytes(plan):
+def test_a_printed_plan_shows_every_value_with_its_spec_and_bytes():
+    def step(params, batch):
+        return {name: p + batch.sum() for name, p in params.items()}, batch @ params["first"]
+
+    params = {"first": np.ones((64, 8)), "layer_0": np.ones(16), "layer_1": np.ones(16)}
+    plan = autopar.plan_step(
+        step, (params, np.ones((32, 64))), cluster="p3.16xlarge", mesh_shape=(8,)
+    )
     text = str(plan)
-    assert text.startswith("ShardParallel on p3.16xlarge, mesh x=2 x y=4, 1 microbatch(es)")
-    for value in plan.stages[0].inputs:
-        assert value.path in text
-    kernel = next(v for v in plan.stages[0].inputs if v.path == "0/params/params/Dense_1/kernel")
-    row = next(line for line in text.splitlines() if kernel.path in line)
-    assert "(64, 64)" in row
-    assert "float32" in row
-    assert f"{kernel.device_bytes(plan.stages[0].mesh):,}" in row
+    assert text.startswith("ShardParallel on p3.16xlarge, mesh x=8, 1 microbatch(es)")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    by_value = {row[0]: row[1:] for row in rows if row}
+    first = next(v for v in plan.stages[0].inputs if v.path == "0/first")
+    size = f"{first.device_bytes(plan.stages[0].mesh):,}"
+    assert by_value["0/first"][:4] == ["", first.role, "(64, 8)", "float32"]
+    assert by_value["0/first"][-1] == size
+    assert by_value["0/layer_*"][:3] == ["2", "state", "(16,)"]
+    assert by_value["result/0/layer_*"][0] == "2"
 
 
 def test_bytes_per_device_are_those_of_a_shard(plan):

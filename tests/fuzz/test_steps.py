@@ -41,6 +41,15 @@ ONE_TO_ONE = (
 OF_TWO = (jnp.add, jnp.multiply, jnp.subtract, jnp.maximum)
 
 
+@jax.custom_vjp
+def limited(a):
+    """`a`, with a gradient that is a nonlinear function of that of the result."""
+    return a
+
+
+limited.defvjp(lambda a: (a, None), lambda _, gradient: (jnp.tanh(20 * gradient),))
+
+
 def along(column, value):
     """A value per example, to be combined with `value`."""
     return column.reshape((-1,) + (1,) * (value.ndim - 1))
@@ -94,6 +103,24 @@ def operations(draw):
         "dropped features": lambda a, o, b: (
             a * jax.random.bernoulli(jax.random.key(size), 0.7, a.shape[1:])
         ),
+        "dropped elements": lambda a, o, b: (
+            a * jax.random.bernoulli(jax.random.key(size), 0.7, a.shape)
+        ),
+        "noise with the examples last": lambda a, o, b: (
+            a + jax.random.normal(jax.random.key(size), a.shape[::-1]).T
+        ),
+        "a key per row": lambda a, o, b: jax.vmap(
+            lambda key, row: row * jax.random.uniform(key, row.shape)
+        )(jax.random.split(jax.random.key(size), a.shape[0]), a),
+        "a key folded with the position": lambda a, o, b: jax.vmap(
+            lambda at, row: (
+                row + jax.random.normal(jax.random.fold_in(jax.random.key(size), at), row.shape)
+            )
+        )(jnp.arange(a.shape[0]), a),
+        "own element": lambda a, o, b: a.reshape(a.shape[0], -1)[
+            jnp.arange(a.shape[0]), b["label"]
+        ],
+        "a limited gradient": lambda a, o, b: limited(a),
         "in half precision": lambda a, o, b: (a.astype(jnp.float16) * scale).astype(jnp.float32),
         "in a loop": lambda a, o, b: lax.fori_loop(0, 2, lambda _, v: jnp.tanh(v) * scale, a),
     }
