@@ -61,6 +61,15 @@ def sgd_args(model: Model, tx: optax.GradientTransformation = SGD) -> tuple[Any,
     return state, jax.jit(model.make_batch)(jax.random.key(0))
 
 
+def model_step(model: Model) -> Callable[..., Any]:
+    """Return the training step of a model; gradients accumulate over microbatches if any."""
+
+    def step(state: Any, batch: Any) -> Any:
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    return step
+
+
 def assert_close_to_scale(actual: Any, expected: Any, rtol: float = 1e-4) -> None:
     """Assert that pytrees are close, up to `rtol` times each leaf's largest value.
 

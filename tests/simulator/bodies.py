@@ -6,7 +6,7 @@ from simulator.costs.cost_model import BandwidthOnly
 from simulator.engine.timeline import Timeline
 from simulator.program import Free, Instruction, Program, Recv, Run, Send
 from simulator.spans import Link
-from simulator.work import Collective, Done, Groups, Kernel, Loop, Start
+from simulator.work import Collective, Done, Groups, Kernel, Loop, Op, OpList, Start
 
 COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a FLOP or a sent byte takes a second
 PAIR = ((0, 1),)
@@ -42,6 +42,17 @@ def start(seconds: float, name: str = "gather", groups: Groups = PAIR) -> Start:
 def far(seconds: float, name: str = "far") -> Start:
     """Start a gather that `TwoLinks` sends over the second link."""
     return start(seconds, name, ((1, 0),))
+
+
+def one_task(*body: Op) -> Program:
+    """Return a program of one task on devices 0 and 1."""
+    return Program(((0, 1),), ((Run(0, "S"),),), {"0S": body})
+
+
+def unrolled(body: OpList) -> OpList:
+    """Replace each loop of a body by its iterations."""
+    parts = (unrolled(op.body) * op.count if isinstance(op, Loop) else (op,) for op in body)
+    return tuple(op for part in parts for op in part)
 
 
 seconds = st.integers(0, 20)

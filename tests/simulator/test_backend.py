@@ -12,26 +12,14 @@ from typer.testing import CliRunner
 from simulator import BACKENDS, Backend, Cluster, predict, save_program, simulate
 from simulator.backend import CUDA_GRAPH, EAGER, JITTED
 from simulator.cli import app
-from simulator.program import Program, Run
+from simulator.program import Program
 from simulator.work import Done, Gemm, Kernel, Loop, OpList
-from tests.simulator.bodies import COSTS, bodies, compute, programs, start
+from tests.simulator.bodies import COSTS, bodies, compute, one_task, programs, start, unrolled
 
 CLUSTER = Cluster.load("cpu-virtual")
 # 1 s for a kernel, 2 s for a step, 3 s for an instruction
 SLOW = Backend("slow", kernel_us=1e6, step_us=2e6, update_bytes=0, instruction_us=3e6)
 NOTHING = Backend("nothing", 0, 0, 0)
-
-
-def one_task(*body) -> Program:
-    return Program(((0, 1),), ((Run(0, "S"),),), {"0S": body})
-
-
-def unrolled(body: OpList) -> OpList:
-    return tuple(
-        part
-        for op in body
-        for part in (unrolled(op.body) * op.count if isinstance(op, Loop) else (op,))
-    )
 
 
 def test_a_kernel_starts_after_its_launch_by_the_host() -> None:

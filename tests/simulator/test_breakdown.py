@@ -17,7 +17,16 @@ from simulator.memory import MemoryUse
 from simulator.program import Program, Recv, Run, Send
 from simulator.report.prediction_table import prediction_json
 from simulator.work import Done, Kernel, Loop, Op, OpList, Start, TrainingPhase
-from tests.simulator.bodies import COSTS, Slowed, TwoLinks, compute, far, programs, start
+from tests.simulator.bodies import (
+    COSTS,
+    Slowed,
+    TwoLinks,
+    compute,
+    far,
+    one_task,
+    programs,
+    start,
+)
 
 CLUSTER = Cluster.load("cpu-virtual")
 
@@ -70,9 +79,7 @@ def test_the_breakdown_of_the_busiest_mesh_equals_values_by_hand() -> None:
 
 def test_exposed_seconds_count_for_the_collective_that_is_waited_for() -> None:
     body = (compute(1), Loop(1000, (start(3), compute(1), Done("gather"))))
-    prediction = predict(
-        Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS, dispatch=4
-    )
+    prediction = predict(one_task(*body), CLUSTER, COSTS, dispatch=4)
     assert prediction.exposed == {"all_gather": pytest.approx(2000)}
     assert (prediction.unattributed, prediction.host) == (pytest.approx(1001), 4)
 
@@ -96,7 +103,7 @@ def test_communication_counts_for_its_mesh_axes_else_for_its_kind() -> None:
 
 def test_collectives_under_contention_keep_their_axes() -> None:
     body = (*_waited(start(4), "x", compute(2)),)
-    prediction = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, Slowed(1.5))
+    prediction = predict(one_task(*body), CLUSTER, Slowed(1.5))
     # the collective runs for 3 s beside the product and for 2 s more
     assert (prediction.communication, prediction.exposed) == ({"x": 5}, {"x": 2})
 
@@ -112,8 +119,7 @@ def _waited(collective_start: Start, axis: str, *meanwhile: Op) -> OpList:
 def test_kernels_count_for_their_training_phase() -> None:
     parts: list[TrainingPhase] = ["forward", "recompute", "backward", "update", ""]
     body = tuple(replace(compute(2**k), phase=part) for k, part in enumerate(parts))
-    looped = (*body, Loop(10, body))
-    prediction = predict(Program(((0, 1),), ((Run(0, "S"),),), {"0S": looped}), CLUSTER, COSTS)
+    prediction = predict(one_task(*body, Loop(10, body)), CLUSTER, COSTS)
     assert (
         prediction.forward,
         prediction.recompute,
@@ -127,9 +133,7 @@ def test_kernels_count_for_their_training_phase() -> None:
         88,
         176,
     )
-    inference = predict(
-        Program(((0, 1),), ((Run(0, "S"),),), {"0S": (*body[:2], *body[3:])}), CLUSTER, COSTS
-    )
+    inference = predict(one_task(*body[:2], *body[3:]), CLUSTER, COSTS)
     assert (inference.unattributed, inference.forward, inference.update) == (27, 0, 0)
     task = predict(Program(((0, 1),), ((Run(0, "B"),),), {"0B": body}), CLUSTER, COSTS)
     assert (task.backward, task.recompute) == (29, 2)
@@ -195,9 +199,7 @@ def test_concurrent_exposed_communication_on_two_links_counts_once() -> None:
             for collective_start, axis in ((start(6), "x"), (far(2), "y"))
         ),
     )
-    prediction = predict(
-        Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, TwoLinks(1.0)
-    )
+    prediction = predict(one_task(*body), CLUSTER, TwoLinks(1.0))
     assert (prediction.seconds, prediction.unattributed, prediction.bubble) == (
         7,
         1,

@@ -21,9 +21,11 @@ from tests.simulator.bodies import (
     bodies,
     compute,
     exposed_communication,
+    one_task,
     programs,
     seconds,
     start,
+    unrolled,
 )
 
 CLUSTER = Cluster.load("cpu-virtual")
@@ -31,7 +33,7 @@ CLUSTER = Cluster.load("cpu-virtual")
 
 def step(*body: Op) -> Timeline:
     """Return the timeline of one task on devices 0 and 1."""
-    return simulate(Program(((0, 1),), ((Run(0, "S"),),), {"0S": body}), CLUSTER, COSTS)
+    return simulate(one_task(*body), CLUSTER, COSTS)
 
 
 def test_kernels_are_serial_on_the_compute_stream() -> None:
@@ -207,11 +209,6 @@ def test_the_error_of_a_deadlock_shows_where_meshes_wait() -> None:
     )
     with pytest.raises(DeadlockError, match=r"mesh 0: > recv y<1 \| send x>1"):
         simulate(Program(((0,), (1,)), rows), CLUSTER)
-
-
-def unrolled(body: OpList) -> OpList:
-    parts = (unrolled(op.body) * op.count if isinstance(op, Loop) else (op,) for op in body)
-    return tuple(op for part in parts for op in part)
 
 
 @given(bodies)

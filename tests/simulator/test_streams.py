@@ -23,15 +23,12 @@ from tests.simulator.bodies import (
     exposed_communication,
     far,
     flat,
+    one_task,
     programs,
     start,
 )
 
 CLUSTER = Cluster.load("cpu-virtual")
-
-
-def one_task(*ops) -> Program:
-    return Program(((0, 1),), ((Run(0, "S"),),), {"0S": ops})
 
 
 def simulate_slowed(*ops, factor: float = 1.5) -> Timeline:

@@ -18,7 +18,7 @@ from autopar.testing import assert_allclose
 from experiments.models import GPT
 from simulator.hardware.cluster import Cluster
 from tests.autopar.hosts.workers import join_hosts
-from tests.steps import SGD, sgd_args
+from tests.steps import SGD, model_step, sgd_args
 
 pytestmark = [pytest.mark.usefixtures("raylets"), pytest.mark.slow]
 
@@ -28,8 +28,7 @@ MODEL = GPT(
 HOSTS, DEVICES = 3, 2
 
 
-def step(state: Any, batch: Any) -> Any:
-    return MODEL.train_step(state, batch, autopar.value_and_grad)
+step = model_step(MODEL)
 
 
 def train_three_steps(function: Any, args: Any) -> Any:

@@ -23,7 +23,7 @@ from experiments.models import MLP
 from experiments.scripts.measure_cells import initial_args
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
-from tests.steps import mlp_args, mlp_step, serial
+from tests.steps import mlp_args, mlp_step, model_step, serial
 from tests.tiers import tiers
 
 
@@ -177,10 +177,7 @@ def test_an_unloaded_job_is_freed():
 @pytest.mark.slow
 def test_sent_values_outlive_the_donation_of_their_memory(monkeypatch):
     model = MLP(8, 4, 16)
-
-    def step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
+    step = model_step(model)
     args = initial_args(model)
     sent_arrays: list[jax.Array] = []
     device_put = jax.device_put

@@ -42,7 +42,7 @@ from tests.autopar.pipeline.stack_steps import (
     stack_params,
     stack_step,
 )
-from tests.steps import sgd_args
+from tests.steps import model_step, sgd_args
 
 LAYERS = 8
 ONE_F_ONE_B = PipelineSchedule(name="1f1b")
@@ -59,10 +59,9 @@ def mlp() -> StepGraph:
     """Return an MLP whose products take most of the time."""
     model = build_model("mlp", {"dim": 2048, "num_layers": LAYERS, "batch_size": 2048})
 
-    def step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
-    return trace(step, model.abstract_args(), (1,), 16, AutoLayerOption(LAYERS), marked=True)
+    return trace(
+        model_step(model), model.abstract_args(), (1,), 16, AutoLayerOption(LAYERS), marked=True
+    )
 
 
 def planned(step: StepGraph, cluster: AnyCluster, option=None, **options) -> Plan:

@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 
-import autopar
 from autopar.devices import submeshes
 from autopar.layering.layers import AutoLayerOption
 from autopar.lowering.planned import PlannedStep
@@ -19,7 +18,7 @@ from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
 from simulator.hardware.cluster import Cluster
-from tests.steps import assert_close_to_scale, sgd_args
+from tests.steps import assert_close_to_scale, model_step, sgd_args
 
 COUNT = 2
 
@@ -30,11 +29,8 @@ def traced_gpt():
     model = replace(SMALL["gpt"], batch_size=32)
     args = sgd_args(model, optax.sgd(1.0))
 
-    def step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
     return (
-        trace(step, args, (1,), COUNT, AutoLayerOption(2), True),
+        trace(model_step(model), args, (1,), COUNT, AutoLayerOption(2), True),
         args,
         jax.jit(model.train_step)(*args),
     )

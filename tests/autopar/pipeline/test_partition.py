@@ -14,6 +14,7 @@ from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 from tests.autopar.pipeline.test_pipelined_steps import tied_args, tied_step
+from tests.steps import model_step
 
 
 @cache
@@ -22,12 +23,8 @@ def traced(name: str) -> StepGraph:
         return trace(stack_step, (stack_params(), stack_batch()), (1,), 4, None, True)
     if name == "tied":
         return trace(tied_step, tied_args(), (1,), 4, None, True)
-    model = SMALL[name]
-
-    def step(state: Any, batch: Any) -> Any:
-        return model.train_step(state, batch, autopar.value_and_grad)
-
-    return trace(step, model.abstract_args(), (1,), 1, autopar.AutoLayerOption(STEPS[name]), True)
+    model, layers = SMALL[name], autopar.AutoLayerOption(STEPS[name])
+    return trace(model_step(model), model.abstract_args(), (1,), 1, layers, True)
 
 
 STEPS = {"stack": 4, "tied": 3, "gpt": 3, "gpt_scanned": 2, "wide_resnet": 3}

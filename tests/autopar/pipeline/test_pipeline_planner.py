@@ -29,6 +29,7 @@ from autopar.tracing.trace import trace
 from experiments.models import build_model
 from simulator.costs.cost_model import BandwidthOnly, ClusterCosts
 from simulator.hardware.cluster import Cluster
+from tests.steps import model_step
 
 LAYERS, BATCHES = 4, 8
 CLUSTER = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
@@ -53,14 +54,8 @@ def gpt() -> StepGraph:
 
 
 def traced(name: str, sizes: dict, num_layers: int) -> StepGraph:
-    model = build_model(name, sizes)
-
-    def step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
-    return trace(
-        step, model.abstract_args(), (1,), BATCHES, AutoLayerOption(num_layers), marked=True
-    )
+    model, layers = build_model(name, sizes), AutoLayerOption(num_layers)
+    return trace(model_step(model), model.abstract_args(), (1,), BATCHES, layers, marked=True)
 
 
 def planned(step: StepGraph, option, schedule: str = "1f1b", **options) -> Plan:

@@ -18,7 +18,7 @@ from autopar import AutoLayerOption, ManualLayerOption, ShardingOptions, Uniform
 from experiments.models.model import Model
 from experiments.models.model_sizes import SMALL
 from tests.autopar.pipeline.stack_steps import assert_as_serial, pipeline
-from tests.steps import assert_close_to_scale, sgd_args
+from tests.steps import assert_close_to_scale, model_step, sgd_args
 from tests.tiers import pairs
 
 QUICK = ShardingOptions(mode="heuristic")  # valid shardings without a solver
@@ -126,12 +126,7 @@ def test_a_model_with_layers_in_a_loop_trains_as_on_one_device() -> None:
     method = pipeline(
         2, devices=2, layer_option=AutoLayerOption(2), default_auto_sharding_option=QUICK
     )
-    assert_as_serial(
-        lambda s, b: model.train_step(s, b, autopar.value_and_grad),
-        method,
-        *sgd_args(model),
-        rtol=1e-4,
-    )
+    assert_as_serial(model_step(model), method, *sgd_args(model), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
