@@ -9,7 +9,7 @@ JAX reads these variables when it starts, so they are set before anything import
 - `tiers`: which combinations of parameters are fast and which slow tests.
 - `generators`: Hypothesis strategies of meshes and selection problems.
 - `autopar.checks.compiled_plans`: plans by bandwidth alone, and the collectives of compiled ones.
-- `autopar.directives.scheduled_models`: schedules of models, and the collectives they compile to.
+- `autopar.directives.scheduled_models`: schedules of models, and the collectives that they have.
 - `autopar.hosts.workers`: workers on a Ray cluster of this machine.
 - `autopar.pipeline.stack_steps`: a step with pipeline boundaries, and pipelines.
 - `autopar.report.planned_steps`: traced steps and their plans, cached by name.

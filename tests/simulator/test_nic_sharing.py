@@ -167,7 +167,7 @@ def test_a_nic_is_not_idle_while_messages_wait(messages: list[tuple[int, int]]) 
     """The last message ends when it would in a serial order."""
     nics = NicSharing()
     for mesh, (ready, seconds) in enumerate(messages):
-        nics.send(Message("", ("x", mesh, 9), ready, 0.0, seconds, {"card": 1.0}))
+        nics.send(Message("", ("x", mesh, 9), ready, 0.0, seconds, {"nic": 1.0}))
     ends = {}
     while message := nics.arrival():
         ends[message.mesh] = nics.time
@@ -191,7 +191,7 @@ class Shared(BandwidthOnly):
         return "between hosts"
 
     def nics(self, pairs: Groups) -> Mapping[Hashable, float]:
-        return {"card": 1.0} if self.together else {source: 1.0 for source, _ in pairs}
+        return {"nic": 1.0} if self.together else {source: 1.0 for source, _ in pairs}
 
 
 @given(programs(), st.sampled_from([0.0, 0.5]))
