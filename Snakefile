@@ -40,6 +40,7 @@ rule all:
         expand("results/cells/{job}", job=sweep.jobs),
         "results/tables/cells.csv",
         "results/measured/collectives_fit.csv",
+        "results/report/index.html",
         lambda _: list(figures),
 
 
@@ -48,6 +49,7 @@ include: "experiments/rules/measure_cells.smk"
 include: "experiments/rules/calibrate_collectives.smk"
 include: "experiments/rules/write_tables.smk"
 include: "experiments/rules/draw_figures.smk"
+include: "experiments/rules/write_report.smk"
 include: "experiments/rules/record.smk"
 
 

@@ -80,7 +80,8 @@ class SweepRun:
         minutes = (time.monotonic() - self._start) / 60
         print(
             f"Done in {minutes:.1f} min. Tables are in results/tables, figures in results/figures;"
-            " those of measurements on this machine in results/measured."
+            " those of measurements on this machine in results/measured. The page"
+            " results/report/index.html has all of them, with a report of each cell."
         )
 
     def fail(self) -> None:

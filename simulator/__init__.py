@@ -31,6 +31,7 @@ from simulator.engine.clock import Clock
 from simulator.engine.prediction import Prediction
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
+from simulator.engine.trace_reading import load_timeline
 from simulator.hardware.cluster import Cluster, Device, Link, cluster_files, cluster_names
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
@@ -91,6 +92,7 @@ __all__ = [
     "costs_of",
     "load_cluster",
     "load_program",
+    "load_timeline",
     "parse_instruction",
     "predict",
     "prediction_of",

@@ -32,12 +32,14 @@ from autopar.report.program_text import (
 from autopar.report.report_page import plan_report, report_page, save_report
 from autopar.report.sharding_picture import picture
 from autopar.report.stage_reports import StageInfo, TaskInfo, stage_infos
+from autopar.report.table_page import PageTable, table_page
 
 __all__ = [
     "DEBUG_FILES",
     "Alternative",
     "Classification",
     "JoinedPlacement",
+    "PageTable",
     "ParameterClass",
     "PlacementSpec",
     "PlanDiff",
@@ -67,6 +69,7 @@ __all__ = [
     "resharding_tasks",
     "save_report",
     "stage_infos",
+    "table_page",
     "traced",
     "unknown_status",
 ]

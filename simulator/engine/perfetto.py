@@ -11,7 +11,11 @@ from typing import Any
 from simulator.memory import Level, Role
 from simulator.spans import Arrow, Span
 
-_THREADS = ("tasks", "compute", "communication", "within hosts", "between hosts", "host")
+DETAILS = ("axis", "awaited", "phase")
+"""Fields of a span that its event has if they are not empty."""
+
+THREADS = ("tasks", "compute", "communication", "within hosts", "between hosts", "host")
+"""Names of threads by number: tasks, streams, and classes of links of the communication stream."""
 
 
 def chrome_trace(
@@ -38,7 +42,7 @@ def chrome_trace(
         )
         used = {0} | {_thread(span) for span in spans if span.mesh == mesh}
         events += [
-            _metadata("thread_name", mesh, thread, _THREADS[thread]) for thread in sorted(used)
+            _metadata("thread_name", mesh, thread, THREADS[thread]) for thread in sorted(used)
         ]
     events += [_event(span, 0) for span in tasks]
     events += [_event(span, _thread(span)) for span in spans]
@@ -70,7 +74,7 @@ def _metadata(name: str, mesh: int, thread: int, value: str) -> dict[str, Any]:
 
 
 def _thread(span: "Span") -> int:
-    return _THREADS.index(span.link or span.stream)
+    return THREADS.index(span.link or span.stream)
 
 
 def _event(span: "Span", thread: int) -> dict[str, Any]:
@@ -83,7 +87,7 @@ def _event(span: "Span", thread: int) -> dict[str, Any]:
         "ts": span.start * 1e6,
         "dur": (span.end - span.start) * 1e6,
         "args": {"task": span.task, "busy_us": span.seconds * 1e6}
-        | ({"axis": span.axis} if span.axis else {}),
+        | {name: text for name in DETAILS if (text := getattr(span, name))},
     }
 
 

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,23 @@ class Timeline:
         return "\n".join(rows)
 
     def chrome_trace(self) -> dict[str, Any]:
-        """Return the timeline in the Trace Event Format, which ui.perfetto.dev opens."""
-        return chrome_trace(self.meshes, self.tasks(), self.spans, self.arrows, self.levels)
+        """Return the timeline in the Trace Event Format, which ui.perfetto.dev opens.
+
+        What the format has no events for is under the key `otherData`.
+        """
+        trace = chrome_trace(self.meshes, self.tasks(), self.spans, self.arrows, self.levels)
+        other = {
+            "meshes": list(map(list, self.meshes)),
+            "memory": list(map(asdict, self.memory)),
+            "flops": dict(self.flops),
+            "unmodelled_kernels": dict(self.unmodelled_kernels),
+            "model_flops": self.model_flops,
+            "examples": self.examples,
+        }
+        return trace | {"otherData": other}
 
     def save_chrome_trace(self, path: str | Path) -> None:
-        """Write `chrome_trace` as JSON.
+        """Write `chrome_trace` as JSON; `load_timeline` reads it.
 
         Raises:
             FileError: the file can't be written.

@@ -117,6 +117,10 @@ def test_the_smoke_sweep_leaves_tables_and_figures_and_then_nothing_to_do(
         "figures/simulated/p3.16xlarge/mlp-tiny.svg",
         "measured/figures/cpu-virtual/mlp-odd.svg",
     }
+    index = (sweep / "results/report/index.html").read_text()
+    pages = set(re.findall(r'href="(cells/[^"]+)"', index))
+    assert len(pages) == len(done)  # each cell that ran has a plan or a timeline
+    assert all((sweep / "results/report" / page).is_file() for page in pages)
     fit = pd.read_csv(sweep / "results/measured/collectives_fit.csv")
     assert list(fit["kind"]) == [
         "all_reduce",

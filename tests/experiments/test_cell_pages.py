@@ -1,0 +1,88 @@
+"""The sweep has a page of all tables and figures, and one for each cell with something to show."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import autopar
+from experiments.cells import Cell, plan_path, timeline_path, write_cell, write_job
+from experiments.report.cell_table import cell_table
+from experiments.scripts import write_report
+from experiments.sweep_job import Job
+from simulator import load_cluster
+from tests.steps import mlp_args, mlp_step
+
+SIZES = {"dim": 16, "num_layers": 2, "batch_size": 16}
+JOB = Job("simulated", "mlp", "tiny", SIZES, "p3.16xlarge", (2,), ("shard", "pmap"))
+
+
+def args():
+    return mlp_args((16, 16), 16, 16)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """The results of a job of two timelines and one plan, and of a job that failed."""
+    results = tmp_path_factory.mktemp("sweep") / "results"
+    plan = autopar.plan_step(mlp_step, args(), cluster="p3.16xlarge", mesh_shape=(2,))
+    prediction = autopar.predict(mlp_step, args(), plan, "p3.16xlarge", fidelity="analytic")
+    assert prediction.timeline is not None
+    directory = results / "cells" / JOB.name
+    write_job(directory, JOB)
+    plan.save(plan_path(directory, "shard"))
+    for strategy in JOB.strategies:
+        prediction.timeline.save_chrome_trace(timeline_path(directory, strategy))
+        write_cell(JOB, directory, strategy, Cell(step_time_s=prediction.seconds))
+    failed = replace(JOB, source="measured", cluster="cpu-virtual", strategies=("shard",))
+    other = results / "cells" / failed.name
+    write_job(other, failed)
+    write_cell(failed, other, "shard", Cell("failed", "it failed"))
+    (results / "tables").mkdir()
+    cell_table([directory, other], []).to_csv(results / "tables" / "cells.csv", index=False)
+    (results / "tables" / "mixed.csv").write_text("name,value\n<b>,1.5\nc,\n")
+    (results / "figures").mkdir()
+    (results / "figures" / "mlp.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    write_report.main(str(results), str(directory), str(other))
+    return results
+
+
+def test_the_index_links_to_the_page_of_each_cell_that_has_one(results):
+    index = (results / "report" / "index.html").read_text()
+    links = re.findall(r'<a href="(cells/[^"]+)">', index)
+    assert links == [f"cells/{JOB.name}/{strategy}.html" for strategy in JOB.strategies]
+    assert all((results / "report" / link).is_file() for link in links)
+    assert "Tables: 2, figures: 1, cells with a report: 2." in index
+    assert "&lt;b&gt;" in index
+    assert "data:image/svg+xml;base64" in index
+    assert len(list((results / "report").rglob("*.html"))) == 3
+
+
+def test_the_page_of_a_cell_has_its_plan_and_the_prediction_of_its_timeline(results):
+    folder = results / "report" / "cells" / JOB.name
+    pages = {}
+    for strategy in JOB.strategies:
+        text = (folder / f"{strategy}.html").read_text()
+        [block] = re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)
+        [pages[strategy]] = json.loads(block)["plans"]
+    plan = autopar.Plan.load(plan_path(results / "cells" / JOB.name, "shard"))
+    assert pages["shard"]["plan"]["fingerprint"] == plan.fingerprint
+    assert pages["pmap"]["plan"] is None
+    prediction = autopar.predict(mlp_step, args(), plan, "p3.16xlarge", fidelity="analytic")
+    for page in pages.values():
+        row = page["prediction"]["row"]
+        assert row["seconds"] == pytest.approx(prediction.seconds)
+        assert row["backward"] == pytest.approx(prediction.backward)
+        assert page["memory"] == prediction.memory.parts
+        assert page["prediction"]["cluster"] == load_cluster("p3.16xlarge").name
+        assert page["prediction"]["kernels"] is None
+
+
+def test_an_empty_folder_of_results_has_a_page(tmp_path):
+    write_report.main(str(tmp_path))
+    assert (
+        "Tables: 0, figures: 0, cells with a report: 0."
+        in (tmp_path / "report" / "index.html").read_text()
+    )
