@@ -5,6 +5,7 @@
 import json
 import sys
 from pathlib import Path
+from shlex import quote
 
 ROOT = Path(workflow.basedir)  # the project may not be the working directory
 sys.path.insert(0, str(ROOT))
@@ -26,7 +27,7 @@ seconds = recorded_seconds(
 priorities = job_priorities(sweep, seconds)
 run = SweepRun(workflow, sweep, seconds)
 
-PYTHON = f"PYTHONPATH={ROOT} {sys.executable} -m"
+PYTHON = f"PYTHONPATH={quote(str(ROOT))} {quote(sys.executable)} -m"
 ISOLATE = f"{PYTHON} experiments.isolate"  # a cell that fails gets a result that says so
 
 

@@ -113,7 +113,7 @@ def write_cell(job: Job, directory: Path, strategy: str, cell: Cell) -> None:
     progress = sweep_progress.finish(f"{job.name}/{strategy}")
     model, mesh = f"{job.model}-{job.size}", mesh_name(job.mesh)
     where = f"{job.source:<9} {model:<13} {job.platform:<12} {mesh:<4} {strategy:<18}"
-    print(f"{where} {cell}{progress and f'  ({progress})'}", flush=True)
+    sweep_progress.say(f"{where} {cell}{progress and f'  ({progress})'}")
 
 
 def remaining(job: Job, directory: Path) -> Sequence[str]:

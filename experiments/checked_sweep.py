@@ -1,6 +1,7 @@
 """The sweep of a configuration, checked once: the check imports JAX, and its result is kept."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +22,7 @@ def checked_sweep(config: Mapping[str, Any], kept: Path) -> Sweep:
     Raises:
         ValueError: a key, a name or a number is wrong; the message says which, and what is valid.
     """
-    inputs = json.dumps([config, code_hash(*CODE)], sort_keys=True, default=str)
+    inputs = repr((config, code_hash(*CODE)))  # JSON would not tell a key 2048 from "2048"
     if kept.exists():
         result = json.loads(kept.read_text())
         if result["inputs"] == inputs and result["files"] == _hashes(result["files"]):
@@ -33,7 +34,9 @@ def checked_sweep(config: Mapping[str, Any], kept: Path) -> Sweep:
     read += [Path(file) for files in sweep.cluster_files.values() for file in files]
     kept.parent.mkdir(parents=True, exist_ok=True)
     result = {"inputs": inputs, "files": _hashes(map(str, read)), "sweep": sweep.to_json()}
-    kept.write_text(json.dumps(result))
+    partial = kept.with_suffix(".partial")
+    partial.write_text(json.dumps(result))
+    os.replace(partial, kept)
     return sweep
 
 

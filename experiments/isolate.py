@@ -49,7 +49,7 @@ def main(job_json: str, directory: str, code: str, *settings: str) -> None:
     while left := remaining(job, results):
         status, errors = _run(command)
         unfinished = remaining(job, results)
-        if status in (-signal.SIGINT, -signal.SIGTERM):
+        if status in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
             raise SystemExit("stopped")
         if status == 0:
             assert not unfinished, f"{script} ended well but left out {left}"

@@ -6,6 +6,8 @@ Processes write a line with one call to the operating system, so lines do not mi
 
 import csv
 import json
+import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +52,14 @@ def job_priorities(sweep: Sweep, seconds: Mapping[str, float]) -> dict[str, floa
         + sum(seconds.get(cell, USUAL_SECONDS) for cell in job.cells)
         for name, job in sweep.jobs.items()
     }
+
+
+def say(line: str) -> None:
+    """Print a line; a run whose reader has gone, e.g. `head`, goes on without one."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def begin(total: int, expected_seconds: Mapping[str, float], path: Path = PROGRESS) -> None:

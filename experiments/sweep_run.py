@@ -23,6 +23,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 from experiments import sweep_progress
 from experiments.isolate import SWEEP_PROCESS
 from experiments.sweep_job import Sweep
+from experiments.sweep_progress import say
 
 LOCK = Path(".snakemake/sweep.lock")
 """A file that a run locks. The lock ends with the process, however it ends."""
@@ -73,12 +74,12 @@ class SweepRun:
         done = len(self._sweep.cells) - len(expected)
         up_to_date = f", {done} are up to date" if done else ""
         how_to_stop = "Ctrl-C stops; the same command goes on."
-        print(f"{len(expected)} cells to compute{up_to_date}. {how_to_stop}", flush=True)
+        say(f"{len(expected)} cells to compute{up_to_date}. {how_to_stop}")
 
     def succeed(self) -> None:
         """Say where the results are."""
         minutes = (time.monotonic() - self._start) / 60
-        print(
+        say(
             f"Done in {minutes:.1f} min. Tables are in results/tables, figures in results/figures;"
             " those of measurements on this machine in results/measured. The page"
             " results/report/index.html has all of them, with a report of each cell."
@@ -87,9 +88,9 @@ class SweepRun:
     def fail(self) -> None:
         """Say how to go on."""
         if self.stopped:
-            print("Stopped. Results so far are kept; the same command goes on from there.")
+            say("Stopped. Results so far are kept; the same command goes on from there.")
         else:
-            print("Some jobs failed; see FAILED above. The same command tries them again.")
+            say("Some jobs failed; see FAILED above. The same command tries them again.")
 
     def _lock(self) -> None:
         self._lock_file = LOCK.open("a")
@@ -138,11 +139,11 @@ class _SweepLog(logging.Handler):
         message = record.getMessage()
         if getattr(record, "event", None) == LogEvent.JOB_ERROR:
             if not self._run.stopped:
-                print(_job_error(vars(record)), flush=True)
+                say(_job_error(vars(record)))
         elif message == NOTHING_TO_BE_DONE_MSG:
-            print(self._nothing_to_do, flush=True)
+            say(self._nothing_to_do)
         elif record.levelno >= logging.WARNING and not _repeats_a_job_error(message):
-            print(message, flush=True)
+            say(message)
 
 
 def _job_error(job: Mapping[str, Any]) -> str:

@@ -31,4 +31,4 @@ rule draw_figures:
         "figure {wildcards.figure}"
     shell:
         "{PYTHON} experiments.scripts.draw_figures"
-        " {output} {input.published} {input.cells} 2> {log}"
+        " {output} {input.published:q} {input.cells} 2> {log}"

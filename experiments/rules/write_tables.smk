@@ -18,4 +18,4 @@ rule write_tables:
         "tables"
     shell:
         "{PYTHON} experiments.scripts.write_tables"
-        " results/tables results/measured {input.published} {input.cells} 2> {log}"
+        " results/tables results/measured {input.published:q} {input.cells} 2> {log}"

@@ -11,6 +11,7 @@ import jax
 
 from experiments.measurements.collective_timing import measure_collectives
 from experiments.scripts.measure_cells import use_devices_like
+from experiments.sweep_progress import say
 from simulator import Cluster
 from simulator.calibration import fit_collective_profile, write_profile
 
@@ -42,7 +43,7 @@ def main(settings_json: str, table_path: str, errors_path: str, profile_path: st
     errors.to_csv(errors_path, index=False, float_format="%.4g")
     write_profile(Path(profile_path), profile)
     for kind, error in zip(errors["kind"], errors["held_out_error"], strict=True):
-        print(f"collective {kind}: error {error:.1%} where it was not fitted")
+        say(f"collective {kind}: error {error:.1%} where it was not fitted")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from experiments.cells import read_job
 from experiments.report.bar_charts import draw_cells, save_svg
 from experiments.report.cell_table import cell_table, rows_of
+from experiments.sweep_progress import say
 from simulator.files import read_yaml
 
 
@@ -24,7 +25,7 @@ def main(figure: str, published: str, *cells: str) -> None:
     rows = rows_of(cell_table(map(Path, cells), read_yaml(published)))
     shown = [row for row in rows if row["platform"] == job.platform]
     save_svg(draw_cells(shown, job.source), Path(figure))
-    print(f"figure    {figure}")
+    say(f"figure    {figure}")
 
 
 if __name__ == "__main__":

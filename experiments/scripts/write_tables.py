@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from experiments.report.cell_table import cell_table, predicted_cells, quickstart_table, rows_of
+from experiments.sweep_progress import say
 from simulator.files import read_yaml
 
 
@@ -28,7 +29,7 @@ def main(tables: str, measured: str, published: str, *cells: str) -> None:
     table.to_csv(Path(measured) / "cells.csv", index=False, lineterminator="\n")
     table.to_parquet(Path(measured) / "cells.parquet", index=False)
     for row in rows_of(comparison):
-        print(
+        say(
             "published  {model}-{size} {platform} {mesh} {strategy}: {published_step_time_ms} ms,"
             " predicted {predicted_step_time_ms} ms".format_map(row)
         )

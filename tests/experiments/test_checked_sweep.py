@@ -88,6 +88,21 @@ def test_a_wrong_configuration_is_refused_every_time(config: Any, tmp_path: Path
             checked_sweep(config, tmp_path / "sweep.json")
 
 
+def test_a_key_without_quotes_is_refused_although_it_reads_like_a_checked_one(
+    config: Any, tmp_path: Path
+) -> None:
+    config["models"]["mlp"] |= {"2048": {"dim": 2, "num_layers": 1, "batch_size": 2}}
+    checked_sweep(config, tmp_path / "sweep.json")
+    config["models"]["mlp"][2048] = config["models"]["mlp"].pop("2048")
+    with pytest.raises(ValueError, match=r"models\.mlp: a key 2048; expected a text, in quotes"):
+        checked_sweep(config, tmp_path / "sweep.json")
+
+
+def test_a_result_that_was_cut_off_is_no_obstacle(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "sweep.partial").write_text("{")
+    assert checked_sweep(config, tmp_path / "sweep.json") == make_sweep(config)
+
+
 def test_what_a_run_with_nothing_to_do_imports_is_light() -> None:
     """JAX alone would take a second."""
     program = (

@@ -100,7 +100,7 @@ def test_a_cell_that_takes_the_process_with_it_loses_no_other(
     ]
 
 
-@pytest.mark.parametrize("end", [-signal.SIGINT, -signal.SIGTERM])
+@pytest.mark.parametrize("end", [-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP])
 def test_a_stopped_job_goes_on_where_it_was(
     directory: Path, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:

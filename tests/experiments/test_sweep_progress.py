@@ -1,11 +1,15 @@
 """A run says how many cells are done, and estimates the time left from those that it computed."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from experiments import sweep_progress
+from experiments.sources import ROOT
 from experiments.sweep_job import Job, Sweep
 from experiments.sweep_progress import begin, finish, job_priorities, recorded_seconds
 
@@ -95,3 +99,19 @@ def test_lines_of_several_processes_are_all_counted(tmp_path: Path) -> None:
             file.write(json.dumps({"cell": cell, "computed": True}) + "\n")
     assert finish("c", path=path) == "3/3"
     assert sweep_progress.PROGRESS.name == "progress.jsonl"
+
+
+def test_a_run_whose_reader_has_gone_goes_on() -> None:
+    program = (
+        "from experiments.sweep_progress import say\n"
+        "import sys\n"
+        "for _ in range(3): say('a line')\n"
+        "print('all said', file=sys.stderr)\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (0, "all said\n")

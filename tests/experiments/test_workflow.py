@@ -27,7 +27,7 @@ type Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """Return a copy of the project, which can't change during a run."""
-    copy = tmp_path / "project"
+    copy = tmp_path / "a project"
     for folder in ("autopar", "experiments", "simulator", "profiles"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "Snakefile", copy)
