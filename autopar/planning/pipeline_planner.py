@@ -239,11 +239,14 @@ class PipelinePlanner:
         partition = partition_step(self.step, stage_of_layer, splits_backward(schedule.name))
         graphs = stage_graphs(partition)
         pools = [self._pool(stage, assignment) for stage, assignment in enumerate(assignments)]
-        stages = []
-        for graph, assignment, pool in zip(graphs, assignments, pools, strict=True):
-            costs = self._stage_costs(assignment.options, schedule).pools[pool]
+        solved: dict[int, SolvedStage] = {}
+        # Stages with more microbatches in flight often take the solution of those with fewer.
+        for k in sorted(range(len(graphs)), key=lambda stage: in_flight[stage]):
+            assignment = assignments[k]
+            costs = self._stage_costs(assignment.options, schedule).pools[pools[k]]
             layers, shapes = assignment.layers, assignment.shapes
-            stages.append(costs.cheapest(graph, layers, shapes, in_flight[graph.stage]))
+            solved[k] = costs.cheapest(graphs[k], layers, shapes, in_flight[k])
+        stages = [solved[k] for k in range(len(graphs))]
         timed = stages
         if measure:
             timed = [measure(graph, stage) for graph, stage in zip(graphs, stages, strict=True)]

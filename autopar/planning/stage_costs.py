@@ -299,7 +299,13 @@ class StageCosts:
         Raises:
             MemoryBudgetError: the stage does not fit although its composition does.
         """
-        key = self.layers.kind(graph), composed.mesh_choice, in_flight
+        kind = self.layers.kind(graph)
+        for fewer in range(in_flight, 0, -1):
+            # The best stage among those that fit with fewer microbatches is the best one if it fits.
+            stage = self._solved.get((kind, composed.mesh_choice, fewer))
+            if stage is not None and stage.bytes(in_flight) <= self.budget:
+                return stage
+        key = kind, composed.mesh_choice, in_flight
         if key not in self._solved:
             start = Start(
                 composed.mesh_choice.deferred,
