@@ -7,7 +7,7 @@ computes.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -193,17 +193,28 @@ class FollowLayerOption:
 
 LayerOption = AutoLayerOption | ManualLayerOption | FollowLayerOption
 
+type Assignments = dict[Hashable, list[int]]
+"""The layers of functions that have been divided, by their equations."""
+
 _option: ContextVar[LayerOption | None] = ContextVar("layer_option", default=None)
+_assignments: ContextVar[Assignments | None] = ContextVar("assignments", default=None)
 
 
 @contextmanager
-def layering(option: LayerOption | None) -> Iterator[None]:
-    """Make `autopar.grad` and `value_and_grad` divide functions into layers inside the block."""
-    token = _option.set(option)
+def layering(option: LayerOption | None, assignments: Assignments) -> Iterator[None]:
+    """Make `autopar.grad` and `value_and_grad` divide functions into layers inside the block.
+
+    Args:
+        option: How to divide them; None if they are not divided.
+        assignments: The layers of functions divided so far. A function that is traced again, for
+            another batch size, is divided in the same way.
+    """
+    tokens = _option.set(option), _assignments.set(assignments)
     try:
         yield
     finally:
-        _option.reset(token)
+        _option.reset(tokens[0])
+        _assignments.reset(tokens[1])
 
 
 def layered_by_context(
@@ -392,7 +403,13 @@ def _divided(jaxpr: Jaxpr, option: LayerOption, weights: Sequence[Var]) -> tuple
     if not isinstance(option, AutoLayerOption):
         return jaxpr, option.assign(jaxpr)
     iterations = Iterations(jaxpr, weights)
-    layers, scans = iterations.cuts(option.assign(jaxpr, iterations))
+    assignments = _assignments.get()
+    if assignments is None:
+        assignments = {}
+    key = option, tuple(iterations.counts), tuple(eqn.primitive for eqn in jaxpr.eqns)
+    if key not in assignments:
+        assignments[key] = option.assign(jaxpr, iterations)
+    layers, scans = iterations.cuts(assignments[key])
     if not scans:
         return jaxpr, layers
     cut = cut_stacks(jaxpr, seeds_of(jaxpr, scans), layers=layers, scans=scans)

@@ -301,7 +301,7 @@ class StageCosts:
         """
         kind = self.layers.kind(graph)
         for fewer in range(in_flight, 0, -1):
-            # The best stage among those that fit with fewer microbatches is the best one if it fits.
+            # The best stage that fits with fewer microbatches is the best one if it still fits.
             stage = self._solved.get((kind, composed.mesh_choice, fewer))
             if stage is not None and stage.bytes(in_flight) <= self.budget:
                 return stage

@@ -16,7 +16,7 @@ from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import MicrobatchError, Microbatching, RandomBits, StepGraph
-from autopar.layering.layers import LayerOption, layered, layering
+from autopar.layering.layers import Assignments, LayerOption, layered, layering
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
 from autopar.microbatch.created_rows import ROWS_OF
 from autopar.microbatch.gradients import mark_results, marking, tracing_whole_arrays
@@ -151,6 +151,7 @@ class _StepTracer:
             for i, key in enumerate(self.in_keys)
             if key[0].idx in batch_argnums and self.avals[i].ndim > 0
         )
+        self._assignments: Assignments = {}
         self.graph = cache(self._graph)
         self._traced = cache(self._trace)
 
@@ -166,7 +167,8 @@ class _StepTracer:
             _with_rows(aval, int(aval.shape[0] * scale)) if i in self.batch else aval
             for i, aval in enumerate(self.avals)
         ]
-        with layering(self.layers), tracing_whole_arrays() if whole_arrays else nullcontext():
+        whole = tracing_whole_arrays() if whole_arrays else nullcontext()
+        with layering(self.layers, self._assignments), whole:
             jaxpr, out_keys, out_tree = _flat_jaxpr(self.fun, self.in_tree, scaled, marked)
         in_pieces = [var for i, var in enumerate(jaxpr.invars) if i not in self.batch]
         seeds = stack_seeds(jaxpr)

@@ -81,8 +81,8 @@ def cast_stack(params, x):
 
 def tied_stack(params, x):
     """Read all weights again after the layers."""
-    y, hidden = lax.scan(lambda y, w: (jnp.tanh(y @ w), y[:2]), x, params["stack"])
-    return jnp.mean((y @ params["stack"][0]) ** 2) + 0 * jnp.sum(hidden[-1])
+    y, norms = lax.scan(lambda y, w: (jnp.tanh(y @ w), jnp.mean(y**2)), x, params["stack"])
+    return jnp.mean((y @ params["stack"][0]) ** 2) + norms[-1] + norms[1]
 
 
 def nested(params, x):
@@ -127,7 +127,8 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_other_ways_to_use_a_stack_give_the_same_numbers(name, count):
     loss, params = LOSSES[name]
-    assert_as_serial(loss_step(loss), stages(count), params, X, steps=3)
+    rtol = 2e-3 if name == "cast" else 2e-5  # each microbatch rounds its gradients to bfloat16
+    assert_as_serial(loss_step(loss), stages(count), params, X, steps=3, rtol=rtol)
 
 
 def recurrent(params, x):
