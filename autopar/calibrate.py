@@ -199,7 +199,14 @@ def spread[T](items: Sequence[T]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class _Measurements:
-    """The measurements on devices, each of which takes at least `least` seconds."""
+    """Measures kernels and collectives on devices.
+
+    Attributes:
+        devices: the devices.
+        effort: the sizes to measure.
+        least: minimum duration of a measurement, in seconds.
+        clock: the budget.
+    """
 
     devices: Sequence[Any]
     effort: Effort

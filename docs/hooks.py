@@ -3,11 +3,13 @@
 - `{{ table PATH | pivot: NAME | columns: a, b | where: EXPRESSION }}` includes a CSV file of the
   repository. The pivot is a column whose values become columns, filled with those of the column
   `value`. The expression is one of `pandas.DataFrame.query`. All three may be left out.
+- `{{ origin PATH }}` names a CSV file, its number of rows, and the day of its last commit.
 - `{{ fields }}` lists the fields of the files that describe hardware, from their JSON schemas.
 - `{{ backends }}` lists the software backends of the simulator and their costs.
 """
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from simulator import BACKENDS
 from simulator.hardware.schema import SCHEMAS
 
 ROOT = Path(__file__).parent.parent
-MARKER = re.compile(r"^\{\{ (table|fields|backends)(.*?) \}\}$", re.MULTILINE)
+MARKER = re.compile(r"\{\{ (table|origin|fields|backends)(.*?) \}\}")
 
 UNITS = {
     "gb_per_s": "GB/s",
@@ -42,6 +44,8 @@ def _generated(marker: re.Match[str]) -> str:
             return hardware_fields()
         case "backends":
             return backends()
+        case "origin":
+            return csv_origin(marker[2].strip())
         case _:
             path, *parts = (part.strip() for part in marker[2].split(" | "))
             options = dict(part.split(": ", 1) for part in parts)
@@ -61,6 +65,14 @@ def csv_table(path: str, *, pivot: str = "", columns: str = "", where: str = "")
         raise ValueError(f"no row of {path} fulfils {where!r}")
     rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
     return _markdown([*frame.columns], rows)
+
+
+def csv_origin(path: str) -> str:
+    """Return a sentence about a CSV file of the repository; the day is left out without git."""
+    command = ["git", "log", "-1", "--format=%cs", "--", path]
+    day = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    since = f", as of {day}" if day else ""
+    return f"Rows of `{path}`: {len(pd.read_csv(ROOT / path))}{since}."
 
 
 def hardware_fields() -> str:

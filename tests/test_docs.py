@@ -1,12 +1,13 @@
 """The Python blocks of README.md and of the documentation run, and print what the pages claim.
 
-The blocks of a page are one script. A `text` block after a Python block claims some of the lines
-that the script prints, in order; `...` stands for anything, and runs of spaces and of table borders
-count as one space.
+The blocks of a page are one script, and the commands of its `sh` blocks are one session. A `text`
+block claims some of the lines that the Python block or the commands before it print, in order;
+`...` stands for anything, and runs of spaces and of table borders count as one space.
 """
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,18 @@ def name(page: Path) -> str:
 
 def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def claims(page: Path, language: str) -> list[str]:
+    """Return the lines of `text` blocks whose last block before them is in a language."""
+    lines: list[str] = []
+    last = ""
+    for kind, text in BLOCK.findall(page.read_text()):
+        if kind != "text":
+            last = kind
+        elif last == language:
+            lines += [words(line) for line in text.splitlines() if words(line)]
+    return lines
 
 
 SCRIPTS = [
@@ -72,9 +85,8 @@ def test_a_page_runs_and_prints_what_it_claims(page: Path, tmp_path: Path) -> No
         [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
     assert not done.returncode, done.stderr[-4000:]
-    claims = [words(line) for text in blocks(page, "text") for line in text.splitlines()]
     printed = [words(line) for line in done.stdout.splitlines()]
-    assert missing([claim for claim in claims if claim], printed) == [], done.stdout[-4000:]
+    assert missing(claims(page, "python"), printed) == [], done.stdout[-4000:]
 
 
 def test_the_claims_of_the_readme_are_those_of_the_tables() -> None:
@@ -106,10 +118,13 @@ def test_the_commands_of_a_page_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    printed: list[str] = []
     for text in blocks(page, "sh"):
         for command in re.findall(STEP_COMMAND, text, re.MULTILINE):
-            result = CliRunner().invoke(app, command.split())
+            result = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "105"})
             assert result.exit_code in (0, NO), f"{command}: {result.output}"
+            printed += map(words, result.output.splitlines())
+    assert missing(claims(page, "sh"), printed) == [], "\n".join(printed)
 
 
 def test_a_link_to_a_page_exists() -> None:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from docs.hooks import on_page_markdown
+from docs.hooks import ROOT, on_page_markdown
 from simulator import BACKENDS
 from simulator.hardware.schema import SCHEMAS
 
@@ -28,6 +28,21 @@ def test_a_table_has_the_columns_and_rows_of_its_file(tmp_path) -> None:
     assert selected == [["seconds", "name"], ["2", "b"]]
     with pytest.raises(ValueError, match=r"no row of .* fulfils"):
         rows(f"{{{{ table {path} | where: seconds > 9 }}}}")
+
+
+def test_an_origin_names_the_file_its_rows_and_a_day() -> None:
+    text = on_page_markdown("before {{ origin results/tables/quickstart.csv }} after")
+    pattern = r"before Rows of `results/tables/quickstart.csv`: 3(, as of \d{4}-\d\d-\d\d)?\. after"
+    assert re.fullmatch(pattern, text)
+
+
+def test_every_table_of_results_is_on_the_results_page() -> None:
+    page = (ROOT / "docs" / "results.md").read_text()
+    files = [*ROOT.glob("results/tables/*.csv"), *ROOT.glob("results/validation/*.csv")]
+    names = [path.relative_to(ROOT).as_posix() for path in files]
+    assert len(names) > 5
+    assert [name for name in names if f"{{{{ table {name}" not in page] == []
+    assert [name for name in names if f"{{{{ origin {name} }}}}" not in page] == []
 
 
 def test_a_pivot_makes_columns_of_values(tmp_path) -> None:

@@ -59,7 +59,6 @@ def test_the_notice_lists_every_data_file_and_only_files_that_exist():
     written_here = {
         "simulator/py.typed",
         "simulator/validation/data/README.md",
-        "tests/golden/intro_to_distributed.txt",
     }
     data = [
         file

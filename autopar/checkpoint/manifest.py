@@ -92,7 +92,11 @@ class SavedArray(BaseModel):
         return self
 
     def with_checksums(self, checksums: Mapping[tuple[str, str], int]) -> "SavedArray":
-        """Return the same array with the checksum of each piece, found by part and name."""
+        """Return a copy of the array whose pieces have checksums.
+
+        Args:
+            checksums: a checksum for each pair of part and name of a piece.
+        """
         pieces = [
             piece.model_copy(update={"checksum": checksums[piece.part, piece.name]})
             for piece in self.pieces

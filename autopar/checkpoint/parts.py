@@ -64,7 +64,12 @@ def checksums(arrays: Mapping[Any, np.ndarray]) -> dict[Any, int]:
 
 
 def in_part(part: str, by_name: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """Return checksums by part and name, given those of one part by name."""
+    """Return the checksums of one part with the part's name added to each key.
+
+    Args:
+        part: the name of the part.
+        by_name: the checksum of each array of the part by the array's name.
+    """
     return {(part, name): checksum for name, checksum in by_name.items()}
 
 

@@ -37,7 +37,7 @@ _DRIVER = "driver"
 """Name of the part that this process writes."""
 
 type Writer = Callable[[], Mapping[tuple[str, str], int]]
-"""Writes a part, and returns the checksum of each piece by part and name."""
+"""A function that writes a part and returns a checksum for each pair of part and piece."""
 
 
 @dataclass(frozen=True, slots=True)

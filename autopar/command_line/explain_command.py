@@ -133,8 +133,8 @@ def _matches(row: Mapping[str, Any], path: str) -> bool:
     return path == f"#{row['eqn']}" or fnmatchcase(row["name"], path)
 
 
-def _explanation(row: Mapping[str, Any]) -> Table:
-    """Return a decision as a table of its candidates, under its reason and its costs."""
+def _explanation(row: Mapping[str, Any]) -> Group:
+    """Return a decision: its reason, a table of its candidates, and its costs."""
     number = "" if row["eqn"] is None else f"#{row['eqn']} "
     follows = f"follows {row['follows']}: " if row["kind"] == "follows" else ""
     costs = [
@@ -142,16 +142,11 @@ def _explanation(row: Mapping[str, Any]) -> Table:
         for name in _SECONDS
         if row[name] is not None
     ]
-    title = f"{number}{row['name']} {row['array']} is {row['result']} ({follows}{row['why']})"
-    table = Table(
-        "candidate",
-        title=escape(title),
-        title_justify="left",
-        caption=", ".join([*costs, f"{row['memory_bytes']:,} bytes per device"]),
-        caption_justify="left",
-    )
+    reason = f"{number}{row['name']} {row['array']} is {row['result']} ({follows}{row['why']})"
+    table = Table("candidate")
     table.add_column("costs more by", justify="right")
     table.add_row(row["choice"], "selected")
     for other in row["runners_up"]:
         table.add_row(other["choice"], f"{other['extra_seconds'] * 1e6:.4g} us")
-    return table
+    memory = f"{row['memory_bytes']:,} bytes per device"
+    return Group(escape(reason), table, f"{', '.join([*costs, memory])}\n")
