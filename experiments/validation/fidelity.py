@@ -120,7 +120,9 @@ def cases() -> Iterator[PlanCase]:
     """Yield all cases of the table."""
     for name, model in MODELS.items():
         yield from (PlanCase(name, model, mesh) for mesh in ((8,), (2, 4)))
-    for job in make_sweep(read_yaml(SWEEP)).jobs["simulated"].values():
+    for job in make_sweep(read_yaml(SWEEP)).jobs.values():
+        if job.source != "simulated":
+            continue
         model = build_model(job.model, job.sizes)
         for strategy in job.strategies:
             # On one device all strategies have the same plan.
