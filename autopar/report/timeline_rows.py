@@ -5,8 +5,10 @@ microseconds.
 """
 
 from collections.abc import Iterable, Mapping
+from heapq import nlargest
 from typing import Any
 
+from simulator.engine.perfetto import chrome_trace
 from simulator.engine.timeline import Timeline
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import Role
@@ -41,19 +43,29 @@ def timeline_rows(timeline: Timeline, max_spans: int = MAX_SPANS) -> dict[str, A
         the numbers of name, category, task and axis in `texts`; `arrows` as rows of source lane,
         start, target lane, end and name; `total`, the number of all spans.
     """
-    events = timeline.chrome_trace()["traceEvents"]
+    spans = [*((span, True) for span in timeline.tasks())]
+    spans += ((span, False) for span in timeline.spans)
+    # Only the events of the spans that are kept are made: there may be a million others.
+    kept = nlargest(max_spans, spans, key=lambda pair: pair[0].end - pair[0].start)
+    trace = chrome_trace(
+        timeline.meshes,
+        [span for span, is_task in kept if is_task],
+        [span for span, is_task in kept if not is_task],
+        timeline.arrows,
+        (),
+    )
+    events = trace["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     numbers = {lane: number for number, lane in enumerate(lanes)}
-    spans = [event for event in events if event["ph"] == "X"]
-    kept = sorted(sorted(spans, key=lambda e: -e["dur"])[:max_spans], key=lambda e: e["ts"])
+    shown = sorted((event for event in events if event["ph"] == "X"), key=lambda e: e["ts"])
     texts = _Texts()
     return {
         "microseconds": timeline.makespan * 1e6,
         "meshes": [names[mesh] for mesh in sorted(names)],
         "lanes": [{"mesh": mesh, "name": name} for (mesh, _), name in lanes.items()],
         "total": len(spans),
-        "spans": [_span_row(event, numbers, texts) for event in kept],
+        "spans": [_span_row(event, numbers, texts) for event in shown],
         "arrows": list(_arrow_rows(events, numbers, texts, max_spans)),
         "texts": texts.texts,
     }

@@ -72,14 +72,16 @@ class Timeline:
 
     def tasks(self) -> list[Span]:
         """Return one span for each instruction, from its first to its last kernel, with waits."""
-        tasks: dict[tuple[int, str], Span] = {}
+        starts: dict[tuple[int, str], float] = {}
+        last: dict[tuple[int, str], Span] = {}
         for span in self.spans:
             if span.task and span.stream == "compute":
-                first = tasks.get((span.mesh, span.task), span)
-                tasks[span.mesh, span.task] = replace(
-                    span, name=span.task, start=first.start, busy=None
-                )
-        return list(tasks.values())
+                starts.setdefault((span.mesh, span.task), span.start)
+                last[span.mesh, span.task] = span
+        return [
+            replace(span, name=span.task, start=starts[key], busy=None)
+            for key, span in last.items()
+        ]
 
     def fits(self, cluster: AnyCluster) -> bool:
         """Return whether the memory of every mesh fits on its devices of `cluster`.

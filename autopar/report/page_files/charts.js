@@ -89,13 +89,16 @@ function frame(width, height, options) {
 
 const KERNEL_COLOURS = { gemm: "blue", conv: "indigo", attention: "green", "attention backward": "teal", memory: "orange" };
 
+const LEAST_SHARE = 1e-4; // of the kernels' time, for a point of a roofline
+
 charts.rooflines = (holder) => {
   for (const plan of DATA.plans) {
     const kernels = plan.prediction?.kernels;
     if (!kernels) continue;
     const timed = kernels.kernels.filter((k) => k.seconds > 0);
     const all = timed.reduce((sum, k) => sum + k.seconds * k.launches, 0);
-    const points = timed.filter((k) => k.flops > 0 && k.bytes > 0);
+    const withFlops = timed.filter((k) => k.flops > 0 && k.bytes > 0);
+    const points = withFlops.filter((k) => k.seconds * k.launches >= LEAST_SHARE * all);
     const shown = points.reduce((sum, k) => sum + k.seconds * k.launches, 0);
     const figure = el("figure", {}, el("figcaption", { text: `Roofline of kernels${DATA.plans.length > 1 ? `, ${plan.name}` : ""}` }));
     holder.append(figure);
@@ -155,7 +158,7 @@ charts.rooflines = (holder) => {
     figure.append(
       legend(kinds.map((kind) => [kind, KERNEL_COLOURS[kind] || "grey"])),
       el("p", { class: "note", text:
-        `A circle is a kind of equal kernels, its area their share of the time. ${percent(all ? shown / all : 0)} of the kernels' time is shown; the rest has no FLOP.`
+        `A circle is a kind of equal kernels, its area their share of the time. ${percent(all ? shown / all : 0)} of the kernels' time is shown; the rest has no FLOP${withFlops.length > points.length ? `, or is one of ${count(withFlops.length - points.length)} kinds of less than ${100 * LEAST_SHARE} % each` : ""}.`
         + (movingTime ? ` Those without FLOP move ${rate(moved / movingTime, "B/s")}, of ${roofs.map((r) => rate(r.bandwidth, "B/s")).join(" or ")}.` : "")
         + (left > 0 ? ` ${count(left)} kinds of kernels of the least time are left out.` : "")
         + (plan.fidelity === "analytic" ? " Bytes are those of single equations, so fused ones may lie above the roof." : "") }));

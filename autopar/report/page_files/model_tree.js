@@ -143,11 +143,10 @@
     }
     const entries = rowsOf(nest(leaves), 0);
     body.replaceChildren(...entries.flatMap((entry) => entry.rows()));
-    // A small model is open, and so is the only module at the top of a large one.
-    const levels = leaves.length <= SMALL ? Infinity : entries.length === 1 ? 1 : 0;
-    for (let level = 0; level < levels; level += 1) {
+    // A small model is open, and so are modules that are the only one of their level.
+    for (;;) {
       const closed = body.querySelectorAll('[aria-expanded="false"]');
-      if (!closed.length) break;
+      if (!closed.length || (closed.length > 1 && leaves.length > SMALL)) break;
       closed.forEach((button) => button.click());
     }
     status.textContent = `${count(leaves.length)} arrays`;
