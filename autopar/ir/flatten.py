@@ -3,7 +3,8 @@
 Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined: when a whole step is traced its
 derivatives have been taken. A differentiated `jax.checkpoint` becomes an `optimization_barrier` on
 its inputs followed by its body, as JAX lowers it, so that the recomputation stays. The bodies of
-`scan`, `while_loop` and `cond` stand between markers (`autopar.ir.control_flow`).
+`scan`, `while_loop` and `cond` stand between markers (`autopar.ir.control_flow`). A `psum` over an
+axis of `jax.vmap` becomes a sum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,12 @@ from jax.extend.core.primitives import (
     custom_jvp_call_p,
     custom_vjp_call_p,
     jit_p,
+    pmax_p,
+    pmin_p,
+    psum_p,
+    reduce_max_p,
+    reduce_min_p,
+    reduce_sum_p,
     remat_p,
     scan_p,
     while_p,
@@ -103,7 +110,7 @@ class _Builder:
             elif eqn.primitive in self._control:
                 outvars = self._control[eqn.primitive](_at(eqn, stack), invars, stack)
             else:
-                outvars = self._apply(_at(eqn, stack).replace(invars=invars))
+                outvars = self._apply(_reduction(_at(eqn, stack)).replace(invars=invars))
             env.update(zip(eqn.outvars, outvars, strict=True))
         return [rename(atom) for atom in jaxpr.outvars]
 
@@ -248,6 +255,23 @@ def _var() -> Var:
 
 def _at(eqn: JaxprEqn, name_stack: Any) -> JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
+
+
+def _reduction(eqn: JaxprEqn) -> JaxprEqn:
+    """Return an all_reduce over an axis of `jax.vmap` as the reduction that it is.
+
+    `vmap` with an axis name turns `psum` over the name into `psum` over the number of a dim.
+    """
+    reduce = _REDUCTIONS.get(eqn.primitive)
+    if reduce is None or eqn.params["axis_index_groups"] is not None:
+        return eqn
+    axes = eqn.params["axes"]
+    if len(eqn.invars) > 1 or not all(isinstance(axis, int) for axis in axes):
+        return eqn
+    return eqn.replace(primitive=reduce, params={"axes": tuple(axes), "out_sharding": None})
+
+
+_REDUCTIONS = {psum_p: reduce_sum_p, pmax_p: reduce_max_p, pmin_p: reduce_min_p}
 
 
 def _value_number(eqn: JaxprEqn) -> Any:

@@ -1,7 +1,9 @@
 """Lowering of all tasks of a plan, and compilation for clusters that are not here."""
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -12,6 +14,7 @@ from autopar.lowering.program_memory import MeshMemory
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.lowering.target import compile_for, target_mesh
 from autopar.progress import log_progress
+from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo import memory_roles_at_peak, parse_hlo
 from simulator.memory import MemoryUse, Role
@@ -35,6 +38,30 @@ def lower_stage(
     return [function for function in lowering.functions() if function.task.name in planned.tasks]
 
 
+@contextmanager
+def _explained(name: str, cluster: AnyCluster) -> Iterator[None]:
+    """Explain errors of code that only a process with the GPU can compile.
+
+    Args:
+        name: name of the step.
+        cluster: the cluster that it is compiled for.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        handler = re.search(r"No FFI handler registered for (\w+)", str(error))
+        if handler is not None:
+            cause = f"it calls {handler[1]}, a library of the GPU"
+        elif "Unknown backend" in str(error):
+            cause = "it calls Python (jax.pure_callback, jax.debug.callback or the like)"
+        else:
+            raise
+        raise ClusterError(
+            f"{name} can't be compiled for {cluster.name} without its devices: {cause};"
+            ' fidelity="analytic" predicts it without compilation'
+        ) from error
+
+
 def compile_planned(
     planned: PlannedStep, cluster: AnyCluster, donated: frozenset[int]
 ) -> tuple[Program, float]:
@@ -53,7 +80,8 @@ def compile_planned(
         compilation took.
 
     Raises:
-        ClusterError: a stage has devices that the cluster lacks, or of several pools.
+        ClusterError: a stage has devices that the cluster lacks, or of several pools; or the step
+            calls Python or a library that this process cannot compile for the cluster.
     """
     start = time.perf_counter()
     compiled: dict[tuple[str, Mesh], tuple[OpList, MemoryUse, Mapping[Role, float]]] = {}
@@ -63,9 +91,14 @@ def compile_planned(
         pool = cluster.pools[cluster.pool_of(stage.devices)]
         mesh = target_mesh(pool, stage.mesh_shape, stage.axis_names)
         for function in lower_stage(planned, number, mesh, donated):
-            key = function.jitted.lower(*function.in_avals).as_text(), mesh
-            if key not in compiled:
-                target = compile_for(function.jitted, function.in_avals, pool)
+            with _explained(planned.step.name, cluster):
+                key = function.jitted.lower(*function.in_avals).as_text(), mesh
+                target = (
+                    None
+                    if key in compiled
+                    else compile_for(function.jitted, function.in_avals, pool)
+                )
+            if target is not None:
                 body = with_axes(parse_hlo(target.hlo_text), stage.mesh.axes_of_groups)
                 compiled[key] = body, target.memory, memory_roles_at_peak(target.hlo_text)
             body, used, temporaries = compiled[key]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from autopar.ir.flatten import flatten
+from autopar.planning.plan_step import packed_step
 from autopar.primitives import MissingRuleError, op_factors, record_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def primitives(train_step: Callable[..., Any], *args: Any) -> "pd.DataFrame":
     """
     import pandas as pd  # imported late because it takes a second
 
-    jaxpr = flatten(jax.make_jaxpr(train_step)(*args))
+    step, arrays, _ = packed_step(train_step, args, ())
+    jaxpr = flatten(jax.make_jaxpr(step)(*arrays))
     counts = Counter(eqn.primitive for eqn in jaxpr.eqns)
     examples = {eqn.primitive: eqn for eqn in reversed(jaxpr.eqns)}
     rows = []

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pandas as pd
 import pytest
 from jax.sharding import AbstractMesh, Mesh
@@ -145,3 +146,18 @@ def test_an_executable_predicts_what_its_plan_does():
         == autopar.simulate(mlp_step, args, plan, "dgx_a100_80", fidelity="analytic")
     )
     assert (prediction.seconds, prediction.tokens) == (timeline.makespan, 64)
+
+
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [
+        (lambda x: jax.pure_callback(np.sin, x, x), "calls Python"),
+        (lambda x: jnp.linalg.svd(x, compute_uv=False), "calls cusolver_"),
+    ],
+)
+def test_code_that_only_a_gpu_process_compiles_is_refused_with_the_other_fidelity(step, cause):
+    args = (jax.ShapeDtypeStruct((8, 8), jnp.float32),)
+    plan = autopar.plan_step(step, args, cluster="dgx_h100")
+    with pytest.raises(ValueError, match=rf'compiled for .*: it {cause}.*fidelity="analytic"'):
+        autopar.predict(step, args, plan, "dgx_h100")
+    assert autopar.predict(step, args, plan, "dgx_h100", fidelity="analytic").seconds > 0
