@@ -248,6 +248,31 @@ def test_the_command_line_of_a_wheel_plans_and_predicts_the_template_step(python
     run(autopar, "plan", place, *cluster, folder=tmp_path)
     predicted = run(autopar, "predict", "plan.json", place, *cluster, "--json", folder=tmp_path)
     assert json.loads(predicted)
+    run(autopar, "report", "plan.json", place, folder=tmp_path)
+    assert "<html" in (tmp_path / "report.html").read_text()
+    assert "dgx_h100" in run(autopar, "clusters", folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (
+            ("predict", "plan.json", "my_step:make_step", "--cluster", "h200", "--compiled"),
+            "compile",
+        ),
+        (("validate", "mt-nlg", "--output", "figures"), "figures"),
+    ],
+)
+def test_a_command_that_needs_an_extra_names_it_in_one_line(python, tmp_path, arguments, extra):
+    autopar = python.with_name("autopar")
+    run(autopar, "new", "my_step.py", folder=tmp_path)
+    run(autopar, "plan", "my_step:make_step", "--cluster", "h200", folder=tmp_path)
+    done = subprocess.run([autopar, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"pip install 'autopar[{extra}]'" in line
+    assert not (tmp_path / "figures").exists()
 
 
 @pytest.mark.slow

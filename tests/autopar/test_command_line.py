@@ -13,7 +13,9 @@ import simulator
 import simulator.cli
 import simulator.transformer
 from autopar.command_line import app
+from autopar.command_line.planning_progress import planning_progress
 from autopar.command_line.user_step import load_step
+from autopar.progress import log_progress
 from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
 from simulator.hardware.schema import SCHEMAS
 
@@ -361,6 +363,75 @@ def test_the_simulator_alone_has_its_subcommands_without_jax():
     commands = {command.callback for command in app.registered_commands}
     alone = {command.callback for command in simulator.cli.app.registered_commands}
     assert alone <= commands
+
+
+def test_json_has_the_names_of_the_python_api(folder):
+    """The table of the page on the command line lists what is compared here."""
+    plan = autopar.Plan.load("plan.json")
+    assert set(values("show", "plan.json")) == set(autopar.Plan.model_fields)
+    prediction = autopar.predict(*api(), plan, "dgx_h100", fidelity="analytic")
+    names = set(prediction.row())
+    assert set(values("predict", "plan.json", STEP, "--cluster", "dgx_h100")["dgx_h100"]) == names
+    compared = values("compare", STEP, "--cluster", "dgx_h100", "--method", "shard")
+    assert set(compared["shard"]) == names
+    (row,) = values("explain", "plan.json", STEP, "0/a")
+    table = autopar.report.decisions(autopar.planned_step(*api(), plan))
+    assert set(row) == {"stage", *table.columns}
+    assert all(set(other) == {"choice", "extra_seconds"} for other in row["runners_up"])
+    assert [*values("diff", "plan.json", "plan.json")] == ["lines"]
+    assert all([*row] == ["name", "devices", "description"] for row in values("clusters"))
+
+
+def complete(words, *, shell="zsh"):
+    """Return what a shell is offered after the words of a command line."""
+    environment = {
+        "_AUTOPAR_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": f"autopar {words}",
+        "COMP_WORDS": f"autopar {words}",
+        "COMP_CWORD": str(len(words.split()) + words.endswith(" ")),
+    }
+    result = CliRunner().invoke(app, [], env=environment, prog_name="autopar")
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered", "not_offered"),
+    [
+        ("pl", ["plan"], ["predict", "diff"]),
+        ("plan step --method zer", ["zero2", "zero3"], ["shard"]),
+        ("plan step --cluster dgx_", ["dgx_h100", "dgx_a100_80"], ["p3_beside_p4d"]),
+        ("predict plan.json step --cluster p3_", ["p3_beside_p4d"], ["dgx_h100"]),
+        ("compare step --cl", ["--cluster"], ["--method"]),
+        ("validate mt", ["mt-nlg"], ["simumax-time"]),
+        ("schema dev", ["device"], ["cluster"]),
+        ("llm scenario.yaml --backend jit", ["jitted"], ["eager"]),
+    ],
+)
+def test_a_shell_completes_names(words, offered, not_offered):
+    text = complete(words)
+    assert all(name in text for name in offered)
+    assert not any(f'"{name}"' in text for name in not_offered)
+    lines = complete(words, shell="bash").splitlines()
+    assert set(offered) <= set(lines)
+    assert not set(not_offered) & set(lines)
+
+
+def test_completion_has_a_script_for_the_shell(monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="autopar")
+    assert result.exit_code == 0
+    assert "_AUTOPAR_COMPLETE=complete_bash" in result.stdout
+
+
+@pytest.mark.parametrize(("terminal", "as_json"), [(True, False), (True, True), (False, False)])
+def test_progress_is_a_bar_on_a_terminal_only(monkeypatch, capsys, terminal, as_json):
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal
+    with planning_progress("planning", as_json=as_json) as bar:
+        log_progress("half of it", 1, 2)
+        assert bar.is_shown == (terminal and not as_json)
+    assert ("half of it" in capsys.readouterr().err) == bar.is_shown
 
 
 def test_every_subcommand_that_prints_values_prints_json():
