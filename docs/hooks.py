@@ -113,6 +113,8 @@ def _default(field: dict[str, Any], required: bool) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return "" if pd.isna(value) else f"{value:.4g}"
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return f"{value:,}"
     return "" if value is None else str(value).replace("|", "\\|")
 
 

@@ -165,6 +165,8 @@ def use_plan(path: Path, place: str) -> None:
     run("diff", path, "plan.json", "--json")
     run("predict", path, place, "--cluster", "dgx_h100", "--json")
     run("explain", path, place, "*", "--json")
+    run("report", path, "-o", path.with_suffix(".html"))
+    run("report", path, place, "--cluster", "dgx_h100", "-o", path.with_suffix(".html"))
 
 
 def use_program(path: Path) -> None:
