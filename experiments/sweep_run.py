@@ -77,7 +77,8 @@ class SweepRun:
         say(f"{len(expected)} cells to compute{up_to_date}. {how_to_stop}")
 
     def succeed(self) -> None:
-        """Say where the results are."""
+        """Unlock the results, and say where they are."""
+        self._lock_file.close()
         minutes = (time.monotonic() - self._start) / 60
         say(
             f"Done in {minutes:.1f} min. Tables are in results/tables, figures in results/figures;"
@@ -86,7 +87,8 @@ class SweepRun:
         )
 
     def fail(self) -> None:
-        """Say how to go on."""
+        """Unlock the results, and say how to go on."""
+        self._lock_file.close()
         if self.stopped:
             say("Stopped. Results so far are kept; the same command goes on from there.")
         else:
@@ -97,6 +99,7 @@ class SweepRun:
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock_file.close()
             raise SystemExit(
                 f"another run of the sweep is writing to {Path.cwd() / 'results'}; wait for its"
                 " end, or stop it with Ctrl-C"

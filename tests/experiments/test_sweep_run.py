@@ -1,0 +1,158 @@
+"""A run prints failures in a line each, says if there is nothing to do, and excludes another run."""
+
+import logging
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from snakemake.common import NOTHING_TO_BE_DONE_MSG
+from snakemake.logging import logger
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from experiments.isolate import SWEEP_PROCESS
+from experiments.sweep_job import Job, Sweep
+from experiments.sweep_run import SweepRun
+
+JOBS = [
+    Job("simulated", "mlp", "s", {}, "dgx", (1,), ("shard", "zero2")),
+    Job("measured", "mlp", "s", {}, "cpu", (1,), ("shard",)),
+]
+SWEEP = Sweep({job.name: job for job in JOBS}, {}, {}, {}, "")
+
+
+def workflow(*needed: tuple[str, str, int], **shown: Any) -> Any:
+    """Return a workflow with two cores whose jobs to run have these rules, outputs and threads."""
+    jobs = [
+        SimpleNamespace(rule=SimpleNamespace(name=rule), output=[output], threads=threads)
+        for rule, output, threads in needed
+    ]
+    settings = {"dryrun": False, "verbose": False, "quiet": None} | shown
+    return SimpleNamespace(
+        cores=2,
+        output_settings=SimpleNamespace(**settings),
+        dag_settings=SimpleNamespace(targets=set()),
+        dag=SimpleNamespace(needrun_jobs=lambda: jobs),
+    )
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in an empty directory; restore handlers of logs and signals."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".snakemake").mkdir()
+    monkeypatch.setenv(SWEEP_PROCESS, "")
+    monkeypatch.setattr(logger, "handlers", [])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def log(level: int, message: str, **fields: Any) -> None:
+    """Log a message with the fields of a record of Snakemake."""
+    logger.handle(logger.makeRecord("", level, "", 0, message, (), None, extra=fields))
+
+
+def job_error(log_file: str) -> None:
+    """Log that a job failed, as Snakemake does, in several records."""
+    fields = {
+        "rule_name": "write_tables",
+        "output": ["results/tables/cells.csv"],
+        "log": [log_file],
+    }
+    log(logging.ERROR, "RuleException:\nCalledProcessError in file x.smk, line 3:\n" + 6000 * "x")
+    log(logging.ERROR, "Error in rule write_tables", event=LogEvent.JOB_ERROR, **fields)
+    log(logging.ERROR, "Exiting because a job execution failed. Look above for error messages")
+
+
+def test_nothing_to_do_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    SweepRun(workflow(), SWEEP, {})
+    log(logging.INFO, "Building DAG of jobs...")
+    log(logging.INFO, NOTHING_TO_BE_DONE_MSG)
+    assert capsys.readouterr().out == (
+        "Nothing to do: 3 cells, tables and figures are up to date."
+        " --forceall computes everything again.\n"
+    )
+
+
+def test_a_failed_job_is_one_line_with_the_end_of_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SweepRun(workflow(), SWEEP, {})
+    (tmp_path / "tables.log").write_text("Traceback:\n  ...\nKeyError: 'mesh'\n\n")
+    job_error("tables.log")
+    job_error("none.log")
+    assert capsys.readouterr().out.splitlines() == [
+        "FAILED write_tables results/tables/cells.csv: KeyError: 'mesh' (log: tables.log)",
+        "FAILED write_tables results/tables/cells.csv: no message (log: none.log)",
+    ]
+
+
+def test_other_errors_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    SweepRun(workflow(), SWEEP, {})
+    log(logging.ERROR, "MissingInputException in rule all")
+    assert capsys.readouterr().out == "MissingInputException in rule all\n"
+
+
+@pytest.mark.parametrize("shown", [{"dryrun": True}, {"verbose": True}])
+def test_a_dry_run_prints_what_snakemake_prints(shown: dict[str, bool]) -> None:
+    handler = logging.NullHandler()
+    handler.name = "DefaultStreamHandler"
+    logger.handlers.append(handler)
+    SweepRun(workflow(**shown), SWEEP, {})
+    assert logger.handlers == [handler]
+    SweepRun(workflow(), SWEEP, {})
+    assert handler not in logger.handlers
+
+
+def test_a_run_starts_with_what_it_has_to_compute(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [
+        ("simulate_cells", "results/cells/simulated/dgx/mlp-s/1", 1),
+        ("write_tables", "results/tables/cells.csv", 1),
+    ]
+    seconds = {"simulated/dgx/mlp-s/1/shard": 30.0}
+    run = SweepRun(workflow(*jobs), SWEEP, seconds)
+    run.start()
+    run.succeed()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == (
+        "2 cells to compute, 1 are up to date. Ctrl-C stops; the same command goes on."
+    )
+    assert last.startswith("Done in 0.0 min. Tables are in results/tables")
+    assert (
+        '"simulated/dgx/mlp-s/1/shard": 15.0' in (tmp_path / "results/progress.jsonl").read_text()
+    )
+
+
+def test_a_stopped_run_ends_its_jobs_and_reports_no_failures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+    job = SimpleNamespace(terminate=lambda: ended.append("job"))
+    process = SimpleNamespace(children=lambda recursive: [job] if recursive else [])
+    monkeypatch.setattr("psutil.Process", lambda: process)
+    run = SweepRun(workflow(), SWEEP, {})
+    run.start()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    job_error("none.log")
+    run.fail()
+    assert ended == ["job"]
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "Stopped. Results so far are kept; the same command goes on from there."
+    ]
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    first, second = (SweepRun(workflow(), SWEEP, {}) for _ in range(2))
+    first.start()
+    with pytest.raises(SystemExit, match=f"another run of the sweep is writing to {tmp_path}"):
+        second.start()
+    first.succeed()
+    second.start()
+    second.fail()
