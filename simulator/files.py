@@ -7,6 +7,7 @@ import json
 import os
 import reprlib
 import shutil
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ __all__ = [
     "read_table",
     "read_text",
     "read_yaml",
-    "replace_text",
     "unwritable",
     "write_text",
 ]
@@ -97,8 +97,9 @@ def write_text(path: str | Path, text: str) -> None:
     Raises:
         FileError: it can't be written, e.g. because its folder doesn't exist.
     """
-    target = Path(os.path.realpath(path))
-    is_special = target.exists() and not target.is_file()  # /dev/stdout, a pipe, or a folder
+    # /dev/stdout, a pipe, or a folder. Methods of Path raise for names that are too long.
+    is_special = os.path.exists(path) and not os.path.isfile(path)
+    target = Path(path) if is_special else Path(os.path.realpath(path))
     partial = target if is_special else target.with_name(f".{target.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -108,30 +109,8 @@ def write_text(path: str | Path, text: str) -> None:
             partial.replace(target)
     except OSError as reason:
         if not is_special:
-            partial.unlink(missing_ok=True)
-        raise unwritable(path, reason) from None
-
-
-def replace_text(path: str | Path, text: str) -> None:
-    """Write a file as a whole or not at all: a temporary file beside it takes its place.
-
-    What is no regular file, such as /dev/stdout, is written to.
-
-    Raises:
-        FileError: it can't be written, e.g. because its folder doesn't exist.
-    """
-    path = Path(path)
-    check_writable(path)
-    target = path.resolve()
-    if target.exists() and not target.is_file():
-        write_text(target, text)
-        return
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    except OSError as reason:
-        partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
         raise unwritable(path, reason) from None
 
 
@@ -155,11 +134,12 @@ def check_writable(*paths: Path | None) -> None:
         if path is None:
             continue
         folder = path.absolute().parent
-        if path.is_dir():
+        # Unlike the methods of Path, these functions return False for names that are too long.
+        if os.path.isdir(path):
             reason = "it is a folder"
-        elif not folder.is_dir():
+        elif not os.path.isdir(folder):
             reason = f"there is no folder {folder}"
-        elif not os.access(path if path.exists() else folder, os.W_OK):
+        elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
             reason = "no permission to write"
         else:
             continue

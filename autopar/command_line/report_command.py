@@ -1,6 +1,7 @@
 """The subcommand `report`: plans and their predictions as a page for a browser."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import isfile
 from pathlib import Path
 from shlex import join
 from typing import Annotated
@@ -90,7 +91,7 @@ def report(
 def _split(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Return the plan files, without repetitions, and the step if the last argument is one."""
     files, last = list(arguments[:-1]), arguments[-1]
-    if ":" in last and not Path(last).is_file():
+    if ":" in last and not isfile(last):
         if not files:
             raise typer.BadParameter(f"{last} is a step; give a plan of it first, a file")
         return unique(files), last

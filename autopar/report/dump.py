@@ -14,7 +14,7 @@ from autopar.report.classify import classify
 from autopar.report.decisions import default_costs
 from autopar.report.program_text import Status
 from autopar.report.stage_reports import StageInfo
-from simulator.files import replace_text
+from simulator.files import write_text
 from simulator.memory import MemoryUse
 from simulator.program import Program
 
@@ -108,7 +108,7 @@ def dump_debug_info(
 
 
 def _write(path: Path, text: str) -> Path:
-    replace_text(path, text if text.endswith("\n") else f"{text}\n")
+    write_text(path, text if text.endswith("\n") else f"{text}\n")
     return path
 
 

@@ -20,7 +20,7 @@ from autopar.report.page_template import format_seconds, render_page
 from autopar.tracing.arguments import DEFAULT_BATCH, Argnums
 from simulator.engine.breakdown import prediction_of
 from simulator.engine.simulation import simulate
-from simulator.files import replace_text
+from simulator.files import write_text
 from simulator.hardware.heterogeneous import AnyCluster
 
 _PACKAGES = ("autopar", "jax", "jaxlib")
@@ -188,7 +188,7 @@ def save_report(
         ValueError: there is no plan, or two have the same name.
         FileError: the file can't be written.
     """
-    replace_text(path, report_page(reports, alternatives, command=command))
+    write_text(path, report_page(reports, alternatives, command=command))
 
 
 def _version(package: str) -> str:

@@ -11,7 +11,7 @@ import pandas as pd
 from autopar.report import PageTable, table_page
 from experiments.report.cell_pages import page_path, write_cell_pages
 from experiments.report.cell_table import rows_of
-from simulator.files import read_table, replace_text
+from simulator.files import read_table, write_text
 
 _CELLS = "cells.csv"
 
@@ -31,7 +31,7 @@ def main(results: str, *cells: str) -> None:
     figures = {_title(path, root): path.read_text() for path in _files(root, "svg")}
     summary = f"Tables: {len(tables)}, figures: {len(figures)}, cells with a report: {len(pages)}."
     page = table_page("Results of the sweep", tables, figures, summary=summary)
-    replace_text(folder / "index.html", page)
+    write_text(folder / "index.html", page)
 
 
 def _files(root: Path, ending: str) -> list[Path]:

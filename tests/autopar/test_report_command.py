@@ -148,6 +148,9 @@ def test_alternatives_are_the_other_methods_and_the_combinations_of_the_search(f
         (["plan.json", "-o", "plan.json"], "is one of the plans"),
         (["plan.json", "-o", "absent/report.html"], "can't be written"),
         (["plan.json", "-o", "."], "it is a folder"),
+        (["plan.json", "-o", 300 * "a"], "can't be written (File name too long)"),
+        ([300 * "a"], "can't be read (File name too long)"),
+        (["plan.json", 300 * "a" + ":make_step"], "there is no module"),
         ([], "Missing argument"),
     ],
 )
