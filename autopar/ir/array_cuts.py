@@ -5,6 +5,7 @@ stage stores only the piece with its own layers. A `CutTree` maps the user's arr
 and pieces to the user's arrays.
 """
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,14 @@ class Cut:
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the shapes of the pieces of an array of shape `shape`."""
         return [(*shape[: self.dim], size, *shape[self.dim + 1 :]) for size in self.sizes]
+
+    @property
+    def slices(self) -> list[str]:
+        """The text of the index of each piece, such as `[0:3]` or `[:,0:3]`."""
+        return [
+            f"[{':,' * self.dim}{stop - size}:{stop}]"
+            for size, stop in zip(self.sizes, accumulate(self.sizes), strict=True)
+        ]
 
     def split(self, array: Any) -> list[Any]:
         """Return the pieces of an array, or of a ShapeDtypeStruct."""
@@ -85,11 +94,11 @@ class CutTree:
 
     @cached_property
     def piece_paths(self) -> tuple[str, ...]:
-        """The name of each piece."""
+        """The name of each piece: that of the user's array and, if it is cut, a slice."""
         return tuple(
-            path if cut is None else f"{path}/{k}"
+            f"{path}{piece}"
             for path, cut in zip(self.paths, self.cuts, strict=True)
-            for k in range(1 if cut is None else len(cut.sizes))
+            for piece in ([""] if cut is None else cut.slices)
         )
 
     def numbers_of_pieces(self, arrays: Collection[int]) -> frozenset[int]:
@@ -124,6 +133,14 @@ class CutTree:
             for numbers, cut in zip(self._piece_numbers, self.cuts, strict=True)
         ]
         return jax.tree.unflatten(self.tree, leaves)
+
+
+_SLICE = re.compile(r"\[[:,]*\d+:\d+\]$")
+
+
+def path_of_array(path: str) -> str:
+    """Return the name of the user's array that the path of an input or output belongs to."""
+    return _SLICE.sub("", path)
 
 
 NO_ARRAYS = CutTree(jax.tree.structure(()), (), ())

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, groupby
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import scan_p, while_p
+from jax.extend.core.primitives import remat_p, scan_p, while_p
 
 from autopar.ir.array_cuts import Cut
 from autopar.ir.array_sizes import value_bytes
@@ -166,6 +166,21 @@ def seeds_of(jaxpr: Jaxpr, cuts: Mapping[int, Cut]) -> dict[Var, Cut]:
     return seeds
 
 
+_OUTSIDE = {remat_p: "jax.checkpoint"}
+"""What the user calls the equations that may contain a scan."""
+
+
+def _inner_scans(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Return the scans in the jaxprs of an equation that is no loop."""
+    jaxprs = [param for param in eqn.params.values() if isinstance(param, Jaxpr)]
+    inner = [member for jaxpr in jaxprs for member in jaxpr.eqns]
+    return [
+        scan
+        for member in inner
+        for scan in ([member] if member.primitive is scan_p else _inner_scans(member))
+    ]
+
+
 def uncut_loops(jaxpr: Jaxpr, scans: Collection[int]) -> str:
     """Return why the loops of a function are no layers, for an error; "" without such loops."""
     reasons = []
@@ -177,6 +192,12 @@ def uncut_loops(jaxpr: Jaxpr, scans: Collection[int]) -> str:
                 f"the scan at {source_line(eqn)} over {eqn.params['length']} iterations slices no"
                 " weights"
             )
+        else:
+            reasons += [
+                f"the scan at {source_line(inner)} is inside of {eqn.primitive.name}; apply"
+                f" {_OUTSIDE.get(eqn.primitive, 'it')} to the layer instead"
+                for inner in _inner_scans(eqn)
+            ]
     if not reasons:
         return ""
     return (

@@ -250,6 +250,8 @@ class StageCosts:
             MemoryBudgetError: the stage does not fit.
             ShardingError, InfeasibleError: the options leave no sharding.
         """
+        if len(layers) == 1 and len(shapes) == 1:  # a composition would be the stage itself
+            return self._solved_once(graph, shapes[0], in_flight, None)
         while composed := self.composed(layers[0], layers[-1] + 1, shapes, in_flight):
             if not self._runs(graph, composed.mesh_choice):
                 self.revisions += 1
@@ -299,22 +301,28 @@ class StageCosts:
         Raises:
             MemoryBudgetError: the stage does not fit although its composition does.
         """
-        kind = self.layers.kind(graph)
+        return self._solved_once(graph, composed.mesh_choice.shape, in_flight, composed)
+
+    def _solved_once(
+        self, graph: StageGraph, shape: Shape, in_flight: int, composed: ComposedStage | None
+    ) -> SolvedStage:
+        """Return a stage solved whole, if possible the solution of another stage that is alike.
+
+        The best stage that fits with fewer microbatches in flight is the best one if it still fits.
+        """
+        key = self.layers.kind(graph), shape, composed and composed.mesh_choice
         for fewer in range(in_flight, 0, -1):
-            # The best stage that fits with fewer microbatches is the best one if it still fits.
-            stage = self._solved.get((kind, composed.mesh_choice, fewer))
+            stage = self._solved.get((*key, fewer))
             if stage is not None and stage.bytes(in_flight) <= self.budget:
                 return stage
-        key = kind, composed.mesh_choice, in_flight
-        if key not in self._solved:
-            start = Start(
-                composed.mesh_choice.deferred,
-                self._specs(composed),
-                composed.bound(in_flight, self.budget),
-            )
-            shape = composed.mesh_choice.shape
-            self._solved[key] = self._solve_whole(graph, shape, in_flight, start)
-        return self._solved[key]
+        start = composed and Start(
+            composed.mesh_choice.deferred,
+            self._specs(composed),
+            composed.bound(in_flight, self.budget),
+        )
+        stage = self._solve_whole(graph, shape, in_flight, start)
+        self._solved[*key, in_flight] = stage
+        return stage
 
     def _solve_whole(
         self, graph: StageGraph, shape: Shape, in_flight: int, start: Start | None

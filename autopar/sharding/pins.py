@@ -9,6 +9,7 @@ import jax
 from jax.extend.core.primitives import name_p
 from jax.sharding import PartitionSpec
 
+from autopar.ir.array_cuts import path_of_array
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import (
     LogicalMesh,
@@ -172,7 +173,10 @@ def _shapes(step: StepGraph) -> dict[str, tuple[int, ...]]:
 
 
 def _matching(pattern: str, names: Collection[str]) -> list[str]:
-    return [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
+    """Return the names that a pattern matches; that of an array matches all of its pieces."""
+    if pattern in names:
+        return [pattern]
+    return [name for name in names if fnmatchcase(path_of_array(name), pattern)]
 
 
 class Pins:

@@ -213,7 +213,7 @@ class _StepTracer:
         else:
             traced = self._traced(Fraction(1), self.marked, False)
         jaxpr = traced.jaxpr
-        out_paths = tuple(map(_text, traced.out_keys))
+        out_paths = traced.result.piece_paths
         microbatching = None
         if self.marked or count > 1:
             jaxpr, microbatching = self._split(traced, count, out_paths)
@@ -221,7 +221,7 @@ class _StepTracer:
         has_positions = len(jaxpr.invars) > num_inputs
         return StepGraph(
             jaxpr=jaxpr,
-            in_paths=(*map(_text, traced.in_keys), *([POSITIONS] if has_positions else [])),
+            in_paths=(*traced.arguments.piece_paths, *([POSITIONS] if has_positions else [])),
             out_paths=out_paths,
             batch=traced.batch | ({num_inputs} if has_positions else set()),
             carried=_carried(jaxpr, traced.in_keys, traced.out_keys, traced.batch),

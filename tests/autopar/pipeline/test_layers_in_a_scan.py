@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.ir.joined_array import JoinedArray
@@ -143,6 +144,21 @@ def indexed(params, x):
     return jnp.mean(lax.fori_loop(0, 4, lambda i, y: jnp.tanh(y @ params["stack"][i]), x) ** 2)
 
 
+def checkpointed(params, x):
+    """Recompute the whole stack."""
+    run = jax.checkpoint(lambda ws: lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, ws)[0])
+    return jnp.mean(run(params["stack"]) ** 2)
+
+
+def test_a_scan_that_is_recomputed_as_a_whole_is_refused_with_what_to_write():
+    params = {"stack": weights(4, WIDTH, WIDTH)}
+    message = r"test_layers_in_a_scan.py:\d+ is inside .*; apply jax.checkpoint to the layer"
+    with pytest.raises(NoLayersError, match=message):
+        autopar.plan_step(
+            loss_step(checkpointed), (params, X), method=stages(4), cluster="dgx_h100"
+        )
+
+
 @pytest.mark.parametrize("loss", [recurrent, indexed])
 def test_a_scan_that_slices_no_weights_is_refused_with_its_line(loss):
     params = {name: weights(4, WIDTH, WIDTH) for name in ("stack",)}
@@ -186,6 +202,24 @@ def test_five_layers_in_a_scan_train_in_two_stages_that_store_their_own_layers()
     for memory in executable.memory:
         assert memory.roles["parameters"] <= 3 * of_a_layer
         assert memory.roles["optimizer"] <= 3 * of_a_layer
+
+
+def test_a_pin_of_a_stack_holds_for_its_pieces():
+    options = autopar.ShardingOptions(pins={"0/0/stack": P(None, None, "x")})
+    method = stages(2, 4, default_auto_sharding_option=options)
+    args = momentum_state(), X
+    plan = autopar.plan_step(momentum_step, args, method=method, cluster="dgx_h100")
+    specs = {
+        value.path: value.spec
+        for stage in plan.stages
+        for value in stage.inputs
+        if value.path.startswith("0/0/stack")
+    }
+    assert set(specs.values()) == {((), (), ("x",))}
+    assert sorted(specs) in (
+        ["0/0/stack[0:2]", "0/0/stack[2:5]"],
+        ["0/0/stack[0:3]", "0/0/stack[3:5]"],
+    )
 
 
 def test_a_checkpoint_of_layers_in_stages_is_restored_for_any_plan(tmp_path):
