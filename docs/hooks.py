@@ -6,20 +6,25 @@
 - `{{ origin PATH }}` names a CSV file, its number of rows, and the day of its last commit.
 - `{{ fields }}` lists the fields of the files that describe hardware, from their JSON schemas.
 - `{{ backends }}` lists the software backends of the simulator and their costs.
+- `{{ reach methods }}`, `{{ reach models }}` and `{{ reach refusals }}` summarize what became of
+  public models: by method, by model, and by the reason of a refusal.
+- `{{ primitives }}` lists the primitives in the registry of the planner, by family.
 """
 
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from autopar.primitives import FAMILIES
 from simulator import BACKENDS
 from simulator.hardware.schema import SCHEMAS
 
 ROOT = Path(__file__).parent.parent
-MARKER = re.compile(r"\{\{ (table|origin|fields|backends)(.*?) \}\}")
+MARKER = re.compile(r"\{\{ (table|origin|fields|backends|reach|primitives)(.*?) \}\}")
 
 UNITS = {
     "gb_per_s": "GB/s",
@@ -46,6 +51,10 @@ def _generated(marker: re.Match[str]) -> str:
             return backends()
         case "origin":
             return csv_origin(marker[2].strip())
+        case "primitives":
+            return primitives()
+        case "reach":
+            return REACH[marker[2].strip()](pd.read_csv(ROOT / "results/tables/reach.csv"))
         case _:
             path, *parts = (part.strip() for part in marker[2].split(" | "))
             options = dict(part.split(": ", 1) for part in parts)
@@ -100,6 +109,57 @@ def backends() -> str:
         for each in BACKENDS.values()
     ]
     return _markdown(["backend", "kernel (µs)", "instruction (µs)", "step (µs)"], rows)
+
+
+def primitives() -> str:
+    """Return a table of the primitives with a record: those with a sharding rule, and others."""
+    rows = []
+    for family, records in FAMILIES.items():
+        whole = {name for name, record in records.items() if record.is_replicated_only}
+        names = [", ".join(f"`{name}`" for name in group) for group in _split(records, whole)]
+        rows.append([family.replace("_", " "), *names])
+    return _markdown(["family", "sharded", "whole, or as written in shard_map"], rows)
+
+
+def _split(names: Iterable[Any], second: set[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the names outside and inside of a set, sorted by their text."""
+    ordered = sorted(names, key=str)
+    return [name for name in ordered if name not in second], [n for n in ordered if n in second]
+
+
+def reach_methods(cells: pd.DataFrame) -> str:
+    """Return the number of public models with each outcome by method, and the planning time."""
+    counts = pd.crosstab(cells.method, cells.outcome).reindex(cells.method.unique())
+    rows = [
+        [f"`{method}`", *map(str, row), _cell(cells[cells.method == method].planning_s.median())]
+        for method, *row in counts.itertuples()
+    ]
+    return _markdown(["method", *counts.columns, "median planning time (s)"], rows)
+
+
+def reach_models(cells: pd.DataFrame) -> str:
+    """Return the number of methods with each outcome by public model."""
+    counts = pd.crosstab(cells.model, cells.outcome)
+    rows = [[f"`{model}`", *map(str, row)] for model, *row in counts.itertuples()]
+    return _markdown(["model", *counts.columns], rows)
+
+
+def reach_refusals(cells: pd.DataFrame) -> str:
+    """Return an example of each kind of refusal and failure, with its models."""
+    others = cells[~cells.outcome.isin(["equal", "predicted"])]
+    if others.empty:
+        return "No model is refused."
+    kinds = others.reason.str.replace(r"[`'\"].*?[`'\"]|\S*\d\S*|\w+_step", "", regex=True).str[:60]
+    rows = []
+    for _, kind in others.groupby(kinds, sort=False):
+        models = ", ".join(f"`{model}`" for model in kind.model.unique())
+        rows.append([kind.outcome.iloc[0], str(len(kind)), models, _cell(kind.reason.iloc[0])])
+    rows.sort(key=lambda row: -int(row[1]))
+    return _markdown(["outcome", "cells", "models", "for example"], rows)
+
+
+REACH = {"methods": reach_methods, "models": reach_models, "refusals": reach_refusals}
+"""The tables of public models, by the word in their marker."""
 
 
 def _unit(field: str) -> str:

@@ -2,9 +2,11 @@
 
 import re
 
+import pandas as pd
 import pytest
 
-from docs.hooks import ROOT, on_page_markdown
+from autopar.primitives import FAMILIES
+from docs.hooks import ROOT, on_page_markdown, reach_methods, reach_models, reach_refusals
 from simulator import BACKENDS
 from simulator.hardware.schema import SCHEMAS
 
@@ -68,3 +70,29 @@ def test_every_field_of_a_hardware_file_has_a_row() -> None:
 
 def test_every_backend_has_a_row() -> None:
     assert [row[0] for row in rows("{{ backends }}")[1:]] == [f"`{name}`" for name in BACKENDS]
+
+
+CELLS = pd.DataFrame({
+    "model": ["a/x", "a/x", "b/y", "b/y"],
+    "method": ["shard_2x4", "1f1b_2", "shard_2x4", "1f1b_2"],
+    "outcome": ["equal", "refused", "equal", "refused"],
+    "reason": ["", "E: a_step at x.py:3 has 8 rows", "", "E: b_step at y.py:7 has 4 rows"],
+    "planning_s": [0.5, None, 1.5, None],
+})  # fmt: skip
+
+
+def test_public_models_are_counted_by_method_model_and_reason() -> None:
+    assert reach_methods(CELLS).splitlines()[2:] == [
+        "| `shard_2x4` | 2 | 0 | 1 |",
+        "| `1f1b_2` | 0 | 2 |  |",
+    ]
+    assert reach_models(CELLS).splitlines()[2:] == ["| `a/x` | 1 | 1 |", "| `b/y` | 1 | 1 |"]
+    assert reach_refusals(CELLS).splitlines()[2:] == [
+        "| refused | 2 | `a/x`, `b/y` | E: a_step at x.py:3 has 8 rows |"
+    ]
+    assert reach_refusals(CELLS[CELLS.outcome == "equal"]) == "No model is refused."
+
+
+def test_every_primitive_with_a_record_is_listed() -> None:
+    text = on_page_markdown("{{ primitives }}")
+    assert all(f"`{name}`" in text for records in FAMILIES.values() for name in records)
