@@ -33,11 +33,7 @@ CREATED = {
 
 
 def data(array):
-    return (
-        jax.random.key_data(array)
-        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-        else array
-    )
+    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
 
 
 def assert_rows_are_those_of_the_whole(create, keys, count, chunks, run, rows, before, after):
@@ -82,7 +78,7 @@ cases = given(
 
 def check(create, keys, count, chunks, per_run, before, after):
     assert_rows_are_those_of_the_whole(
-        CREATED[create], KEYS[keys], count, chunks, *per_run, before, after
+        CREATED[create], KEYS[keys], count, chunks, per_run[0], per_run[1], before, after
     )
 
 
