@@ -5,6 +5,7 @@ of its own shard.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,12 +66,17 @@ def _scatter(combine: Kind) -> ShardingRule:
 
     A dim of the operand may be sharded if an update covers one element of it or all of them. Dims
     of the updates are of kind `combine`; for "sum" only the first device adds the operand.
+
+    A single update has its indexed dims whole. XLA writes it as a dynamic_update_slice, and loses
+    the check that the index is in the device's shard when it merges that with slices of what is
+    added to the result (jaxlib 0.11.2).
     """
 
     def rule(eqn: JaxprEqn) -> OpFactors:
         numbers = eqn.params["dimension_numbers"]
         operand_shape, indices_shape, updates_shape = map(shape_of, eqn.invars)
         build = FactorBuilder()
+        indexed = numbers.scatter_dims_to_operand_dims if prod(indices_shape[:-1]) != 1 else ()
         batching = dict(
             zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
         )
@@ -90,11 +96,7 @@ def _scatter(combine: Kind) -> ShardingRule:
             if dim in batching:
                 operand.append(indices[batching[dim]])
             elif dim in numbers.inserted_window_dims:
-                operand.append(
-                    build.new(
-                        size, "parallel" if dim in numbers.scatter_dims_to_operand_dims else "whole"
-                    )
-                )
+                operand.append(build.new(size, "parallel" if dim in indexed else "whole"))
             else:
                 window = next(windows)
                 full = updates_shape[window] == size
