@@ -26,6 +26,7 @@ from autopar.ir.graph import Atom, Where, aval_of, constant, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable, power_of
 from autopar.microbatch.created_rows import why_whole
+from autopar.microbatch.inner_bodies import why_body_differs
 from autopar.primitives import op_factors, record_of
 from autopar.primitives.index import indexed_dims
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
@@ -447,6 +448,8 @@ class BatchScalings:
         batch = {factors.operands[k][operands[k].dim] for k in rows}
         if len(batch) != 1 or not (batch_dim := batch.pop()):
             raise NotSeparable(f"{where} pairs examples with one another")
+        if reason := why_body_differs(eqn, whole):
+            raise NotSeparable(f"{where} {reason}")
         if 0 in rows and operands[0].dim in indexed_dims(eqn):
             raise NotSeparable(f"{where} looks up examples by their positions in the batch")
         factor = batch_dim[0]

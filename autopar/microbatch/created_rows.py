@@ -248,6 +248,23 @@ def created_by(eqn: JaxprEqn) -> Primitive:
     return _ORIGINAL.get(eqn.primitive, eqn.primitive)
 
 
+def dim_of_examples(eqn: JaxprEqn, larger: JaxprEqn) -> int | None:
+    """Return the dim that `larger` creates more rows in than `eqn`, the same equation.
+
+    None if there are none or several such dims, or if all rows are equal. The dims of keys do not
+    count.
+
+    Args:
+        eqn: an equation with one of the primitives in `ROWS_OF`.
+        larger: the equation in the trace for a larger batch.
+    """
+    sizes = zip(eqn.params["shape"], larger.params["shape"], strict=True)
+    grown = [dim for dim, (rows, more) in enumerate(sizes) if rows != more]
+    if len(grown) != 1 or (eqn.primitive is iota_p and eqn.params["dimension"] not in grown):
+        return None
+    return grown[0]
+
+
 def folds_position(eqn: JaxprEqn) -> bool:
     """Return whether an equation draws other random bits than for the whole batch."""
     return eqn.primitive in _ORIGINAL and bool(eqn.params["folds"])

@@ -14,11 +14,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import iota_p
 
 from autopar.ir import control_flow
 from autopar.ir.graph import aval_of
-from autopar.microbatch.created_rows import ROWS_OF, is_exact_by_row, rows_of, whole_of
+from autopar.microbatch.created_rows import (
+    ROWS_OF,
+    dim_of_examples,
+    is_exact_by_row,
+    rows_of,
+    whole_of,
+)
 
 POSITIONS = "positions of the examples"
 """The path of the input with the positions of the examples."""
@@ -100,22 +105,12 @@ def _sites(pair: Pair, batch: frozenset[int], folds: bool) -> list[_Site]:
         return []
     sites: list[_Site] = []
     for order, ((number, mine), (other_number, other)) in enumerate(zip(*created, strict=True)):
-        dim = _dim_of_examples(mine, other, more // rows)
-        if dim is not None and (folds or is_exact_by_row(mine)):
+        dim = dim_of_examples(mine, other)
+        if dim is None or not (folds or is_exact_by_row(mine)):
+            continue
+        if other.params["shape"][dim] == more // rows * mine.params["shape"][dim]:
             sites.append(_Site(order, (number, other_number), dim))
     return sites
-
-
-def _dim_of_examples(eqn: JaxprEqn, larger: JaxprEqn, ratio: int) -> int | None:
-    """Return the dim in which `larger` creates `ratio` times as many rows as `eqn`.
-
-    None if there is no such dim, or if all rows are equal.
-    """
-    sizes = list(zip(eqn.params["shape"], larger.params["shape"], strict=True))
-    grown = [dim for dim, (rows, more) in enumerate(sizes) if rows != more]
-    if len(grown) != 1 or sizes[grown[0]][1] != ratio * sizes[grown[0]][0]:
-        return None
-    return grown[0] if eqn.primitive is not iota_p or eqn.params["dimension"] in grown else None
 
 
 def _with_positions(

@@ -89,7 +89,7 @@ def test_random_rows_are_those_of_the_whole_array(**case):
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=60)
 @cases
 def test_many_random_rows_are_those_of_the_whole_array(**case):
     check(**case)

@@ -16,7 +16,9 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import autopar
+from autopar.ir.flatten import flatten
 from autopar.pipeline.pipeline_schedules import has_backward, schedule_names
+from autopar.primitives import op_factors
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
 from tests.tiers import slow
@@ -324,6 +326,13 @@ def summed_up(hidden, key):
     return hidden * sums[:, None]
 
 
+def on_shards(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of hidden values and a key that runs on shards of the examples."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.P("x"), jax.P()
+    return jax.shard_map(change, mesh=mesh, in_specs=(rows, whole), out_specs=rows, check_vma=False)
+
+
 REFUSED: dict[str, tuple[Change, str]] = {
     "permutation": (
         lambda h, k, p, b: h * jax.random.permutation(k, len(h))[:, None],
@@ -358,6 +367,14 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "positions in halves of the batch": (
         lambda h, k, p, b: h * jnp.where(jnp.arange(len(h)) < len(h) // 2, 1.0, 2.0)[:, None],
         "lt at",
+    ),
+    "random bits of a shard": (
+        lambda h, k, p, b: h + on_shards(lambda x, k: dropout(k, x))(b["x"], k).sum(1)[:, None],
+        "shard_map at .* draws random bits for examples",
+    ),
+    "size of a shard": (
+        lambda h, k, p, b: h + on_shards(lambda x, k: x * len(x))(b["x"], k).sum(1)[:, None],
+        "shard_map at .* uses the size of the batch inside its body",
     ),
     "a loop through the examples": (lambda h, k, p, b: summed_up(h, k), "a loop at"),
 }
@@ -502,6 +519,21 @@ def test_any_number_of_microbatches_equals_one_device(name, count):
     assert_equals_one_device(step_with(CHANGES[name]), method, (PARAMS, BATCH, KEY))
     pipeline = replace(METHODS["pipeline"], num_micro_batches=count)
     assert_equals_one_device(step_with(CHANGES[name]), pipeline, (PARAMS, BATCH, KEY))
+
+
+def test_a_single_update_is_not_sharded_along_what_it_indexes():
+    """XLA's partitioner would write it into every shard."""
+
+    def update(x, column):
+        return x.at[jnp.zeros(1, jnp.int32), column].add(1.0)
+
+    (eqn,) = (
+        eqn
+        for eqn in flatten(jax.make_jaxpr(update)(jnp.ones((2, 8)), jnp.array([3]))).eqns
+        if eqn.primitive is lax.scatter_add_p
+    )
+    factors = op_factors(eqn)
+    assert [factors.kinds[dim[0]] for dim in factors.operands[0]] == ["whole", "whole"]
 
 
 @pytest.mark.slow
