@@ -52,7 +52,7 @@ def dropout_step(state: Any, batch: Any, key: jax.Array) -> Any:
             if i:
                 autopar.mark_pipeline_boundary()
             layer_key, mask_key = jax.random.split(layer_key)
-            x = jnp.tanh(x @ params[f"w{i}"]) * jax.random.bernoulli(mask_key, 0.8, x.shape[1:])
+            x = jnp.tanh(x @ params[f"w{i}"]) * jax.random.bernoulli(mask_key, 0.8, x.shape)
         return jnp.mean((x - batch["y"]) ** 2)
 
     params, value = descend(state["params"], autopar.value_and_grad(loss)(state["params"]))
