@@ -6,6 +6,7 @@ they decided.
 
 from dataclasses import dataclass
 
+from autopar.ir.spec import LogicalMesh
 from autopar.plan import PipelineSchedule
 from autopar.planning.stage_construction import ConstructedStages
 
@@ -20,6 +21,7 @@ class OptionTrial:
         seconds: predicted time of a step; None if there is no plan.
         reason: why there is no plan; "" if there is one.
         num_bytes: predicted bytes of the fullest device; None if there is no plan.
+        mesh: logical mesh of a step that runs as one program; None for pipelines.
     """
 
     num_micro_batches: int
@@ -27,6 +29,7 @@ class OptionTrial:
     seconds: float | None
     reason: str = ""
     num_bytes: int | None = None
+    mesh: LogicalMesh | None = None
 
     @property
     def options(self) -> str:
@@ -34,7 +37,8 @@ class OptionTrial:
         chunks = f" x {self.schedule.num_chunks} chunks" if self.schedule.num_chunks > 1 else ""
         option = self.schedule.layer_option
         remat = ", remat" if option is not None and option.remat_layer else ""
-        return f"{self.num_micro_batches} microbatches, {self.schedule.name}{chunks}{remat}"
+        mesh = f" on {' x '.join(map(str, self.mesh.shape))}" if self.mesh else ""
+        return f"{self.num_micro_batches} microbatches, {self.schedule.name}{mesh}{chunks}{remat}"
 
     def __str__(self) -> str:
         outcome = f"{self.seconds:.4g} s" if self.seconds is not None else self.reason

@@ -165,16 +165,16 @@ def search(
     candidates: list[tuple[StepGraph, Plan]] = []
     planning_seconds = 0.0
     errors: list[ValueError] = []
-    for count, schedule, attempt in _attempts(planning, space, stage_option, method):
+    for count, schedule, mesh, attempt in _attempts(planning, space, stage_option, method):
         try:
             step, plans = attempt()
         except _PLANNING_ERRORS as error:
             errors.append(error)
-            trials.append(OptionTrial(count, schedule, None, str(error)))
+            trials.append(OptionTrial(count, schedule, None, str(error), mesh=mesh))
         else:
             best = min(plans, key=lambda plan: plan.predicted_seconds)
             seconds, num_bytes = best.predicted_seconds, best.predicted_bytes
-            trials.append(OptionTrial(count, schedule, seconds, num_bytes=num_bytes))
+            trials.append(OptionTrial(count, schedule, seconds, "", num_bytes, mesh))
             planning_seconds += sum(plan.planning_seconds for plan in plans)
             candidates.append((step, best))
         if space.has_choice:
@@ -187,19 +187,24 @@ def search(
 
 def _attempts(
     planning: StepPlanning, space: OptionSpace, stage_option: StageOption, method: str
-) -> Iterator[tuple[int, PipelineSchedule, Callable[[], _Candidates]]]:
-    """Yield the number of microbatches and the schedule of each combination, and its planning."""
+) -> Iterator[tuple[int, PipelineSchedule, LogicalMesh | None, Callable[[], _Candidates]]]:
+    """Yield the options of each combination, and its planning.
+
+    The options are the number of microbatches, the schedule, and the mesh of a step that runs as
+    one program.
+    """
     for mesh in space.whole_step_meshes:
         seconds: list[float] = []
         for count in space.micro_batch_counts:
             # Microbatches make one program faster only where memory limits its shardings.
             if len(seconds) < 2 or seconds[-1] < seconds[-2]:
-                yield count, WHOLE_STEP, partial(_plan_whole_step, planning, count, mesh, seconds)
+                attempt = partial(_plan_whole_step, planning, count, mesh, seconds)
+                yield count, WHOLE_STEP, mesh, attempt
     for count, option in product(space.micro_batch_counts, space.layer_options):
         planner = cache(partial(_planner, planning, count, option))  # one for all schedules
         for name, chunks in space.schedules:
             schedule = PipelineSchedule(name=name, num_chunks=chunks, layer_option=option)
-            yield count, schedule, partial(_plans, planner, stage_option, schedule, method)
+            yield count, schedule, None, partial(_plans, planner, stage_option, schedule, method)
 
 
 def _planner(planning: StepPlanning, count: int, option: LayerOption | None) -> PipelinePlanner:
