@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, override
@@ -22,7 +22,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 from experiments import sweep_progress
 from experiments.isolate import SWEEP_PROCESS
-from experiments.sweep_job import Sweep
+from experiments.sweep_job import Job, Sweep
 from experiments.sweep_progress import say
 
 LOCK = Path(".snakemake/sweep.lock")
@@ -55,13 +55,14 @@ class SweepRun:
             for handler in logger.handlers:
                 if handler.name == "DefaultStreamHandler":
                     logger.removeHandler(handler)
-            targets = workflow.dag_settings.targets if workflow.dag_settings else ()
-            asked = "what was asked for is" if targets else "tables and figures are"
-            nothing = (
-                f"Nothing to do: {len(sweep.cells)} cells, {asked} up to date."
-                " --forceall computes everything again."
-            )
-            logger.addHandler(_SweepLog(self, nothing))
+            logger.addHandler(_SweepLog(self))
+
+    def nothing_to_do(self) -> str:
+        """Return the line that says that there is nothing to do."""
+        asked = f"{len(self._sweep.cells)} cells, tables and figures are"
+        if self._workflow.dag_settings.targets:
+            asked = "what was asked for is"
+        return f"Nothing to do: {asked} up to date. --forceall computes everything again."
 
     def start(self) -> None:
         """Lock the results, and say what there is to compute."""
@@ -69,9 +70,10 @@ class SweepRun:
         os.environ[SWEEP_PROCESS] = str(os.getpid())  # the environment of all jobs
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, self._stop)
+        total = sum(len(job.cells) for _, job in self._jobs(self._workflow.dag.jobs))
         expected = self._expected_seconds()
-        sweep_progress.begin(len(self._sweep.cells), expected)
-        done = len(self._sweep.cells) - len(expected)
+        sweep_progress.begin(total, expected)
+        done = total - len(expected)
         up_to_date = f", {done} are up to date" if done else ""
         how_to_stop = "Ctrl-C stops; the same command goes on."
         say(f"{len(expected)} cells to compute{up_to_date}. {how_to_stop}")
@@ -118,24 +120,25 @@ class SweepRun:
         """Return by how many seconds each cell to compute is expected to delay the end."""
         cores = self._workflow.cores
         return {
-            cell: self._seconds.get(cell, sweep_progress.USUAL_SECONDS) * job.threads / cores
-            for job in self._workflow.dag.needrun_jobs()
-            if job.rule.name in CELL_RULES
-            for cell in self._sweep.jobs[_name(job)].cells
+            cell: self._seconds.get(cell, sweep_progress.USUAL_SECONDS) * threads / cores
+            for threads, job in self._jobs(self._workflow.dag.needrun_jobs())
+            for cell in job.cells
         }
 
-
-def _name(job: Any) -> str:
-    """Return the name of the job of the sweep that a job of Snakemake computes."""
-    return str(job.output[0]).removeprefix("results/cells/")
+    def _jobs(self, jobs: Iterable[Any]) -> Iterator[tuple[int, Job]]:
+        """Yield those of Snakemake's jobs that are jobs of the sweep, with their threads."""
+        for job in jobs:
+            if job.rule.name in CELL_RULES:
+                name = str(job.output[0]).removeprefix("results/cells/")
+                yield job.threads, self._sweep.jobs[name]
 
 
 class _SweepLog(logging.Handler):
     """Prints failures in one line each, and that there is nothing to do."""
 
-    def __init__(self, run: SweepRun, nothing_to_do: str) -> None:
+    def __init__(self, run: SweepRun) -> None:
         super().__init__()
-        self._run, self._nothing_to_do = run, nothing_to_do
+        self._run = run
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
@@ -144,7 +147,7 @@ class _SweepLog(logging.Handler):
             if not self._run.stopped:
                 say(_job_error(vars(record)))
         elif message == NOTHING_TO_BE_DONE_MSG:
-            say(self._nothing_to_do)
+            say(self._run.nothing_to_do())
         elif record.levelno >= logging.WARNING and not _repeats_a_job_error(message):
             say(message)
 

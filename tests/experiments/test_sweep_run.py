@@ -23,19 +23,25 @@ JOBS = [
 SWEEP = Sweep({job.name: job for job in JOBS}, {}, {}, {}, "")
 
 
-def workflow(*needed: tuple[str, str, int], **shown: Any) -> Any:
+def workflow(
+    *needed: tuple[str, str, int], up_to_date: Any = (), targets: Any = (), **shown: Any
+) -> Any:
     """Return a workflow with two cores whose jobs to run have these rules, outputs and threads."""
-    jobs = [
-        SimpleNamespace(rule=SimpleNamespace(name=rule), output=[output], threads=threads)
-        for rule, output, threads in needed
-    ]
+    needed_jobs, other_jobs = _jobs(needed), _jobs(up_to_date)
     settings = {"dryrun": False, "verbose": False, "quiet": None} | shown
     return SimpleNamespace(
         cores=2,
         output_settings=SimpleNamespace(**settings),
-        dag_settings=SimpleNamespace(targets=set()),
-        dag=SimpleNamespace(needrun_jobs=lambda: jobs),
+        dag_settings=SimpleNamespace(targets=targets),
+        dag=SimpleNamespace(needrun_jobs=lambda: needed_jobs, jobs=[*needed_jobs, *other_jobs]),
     )
+
+
+def _jobs(jobs: Any) -> Any:
+    return [
+        SimpleNamespace(rule=SimpleNamespace(name=rule), output=[output], threads=threads)
+        for rule, output, threads in jobs
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +84,21 @@ def test_nothing_to_do_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_a_run_of_some_targets_counts_their_cells_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    jobs = [("simulate_cells", "results/cells/simulated/dgx/mlp-s/1", 1)]
+    run = SweepRun(workflow(*jobs, targets={"figure.svg"}), SWEEP, {})
+    run.start()
+    run.succeed()
+    log(logging.INFO, NOTHING_TO_BE_DONE_MSG)
+    first, _, last = capsys.readouterr().out.splitlines()
+    assert first == "2 cells to compute. Ctrl-C stops; the same command goes on."
+    assert last == (
+        "Nothing to do: what was asked for is up to date. --forceall computes everything again."
+    )
+
+
 def test_a_failed_job_is_one_line_with_the_end_of_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +137,8 @@ def test_a_run_starts_with_what_it_has_to_compute(
         ("write_tables", "results/tables/cells.csv", 1),
     ]
     seconds = {"simulated/dgx/mlp-s/1/shard": 30.0}
-    run = SweepRun(workflow(*jobs), SWEEP, seconds)
+    measured = [("measure_cells", "results/cells/measured/cpu/mlp-s/1", 2)]
+    run = SweepRun(workflow(*jobs, up_to_date=measured), SWEEP, seconds)
     run.start()
     run.succeed()
     first, last = capsys.readouterr().out.splitlines()
