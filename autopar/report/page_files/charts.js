@@ -158,7 +158,7 @@ charts.rooflines = (holder) => {
     figure.append(
       legend(kinds.map((kind) => [kind, KERNEL_COLOURS[kind] || "grey"])),
       el("p", { class: "note", text:
-        `A circle is a kind of equal kernels, its area their share of the time. ${percent(all ? shown / all : 0)} of the kernels' time is shown; the rest has no FLOP${withFlops.length > points.length ? `, or is one of ${count(withFlops.length - points.length)} kinds of less than ${100 * LEAST_SHARE} % each` : ""}.`
+        `A circle is a kind of equal kernels, its area their share of the time. ${percent(all ? shown / all : 0)} of the kernels' time is shown; the rest has no FLOP${withFlops.length > points.length ? `, or takes less than ${100 * LEAST_SHARE} % per kind (${count(withFlops.length - points.length)} left out)` : ""}.`
         + (movingTime ? ` Those without FLOP move ${rate(moved / movingTime, "B/s")}, of ${roofs.map((r) => rate(r.bandwidth, "B/s")).join(" or ")}.` : "")
         + (left > 0 ? ` ${count(left)} kinds of kernels of the least time are left out.` : "")
         + (plan.fidelity === "analytic" ? " Bytes are those of single equations, so fused ones may lie above the roof." : "") }));
