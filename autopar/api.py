@@ -25,6 +25,7 @@ from autopar.checks import (
 )
 from autopar.hosts import session
 from autopar.hosts.arrays import DistributedArray
+from autopar.ir.joined_array import JoinedArray
 from autopar.ir.memo import forget_steps
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import (
@@ -302,11 +303,8 @@ class ParallelizedFunction[E: AnyExecutable]:
         packing = Packing(args, static, batch_dims(self._batch_argnums, args))
         dynamic = tuple(dynamic_arguments(packing.args, static))
         leaves, tree = jax.tree.flatten(dynamic)
-        if self._backend is LOCAL and any(isinstance(leaf, DistributedArray) for leaf in leaves):
-            leaves = [
-                leaf.__jax_array__() if isinstance(leaf, DistributedArray) else leaf
-                for leaf in leaves
-            ]
+        if self._backend is LOCAL and any(map(_is_on_hosts, leaves)):
+            leaves = [leaf.__jax_array__() if _is_on_hosts(leaf) else leaf for leaf in leaves]
             dynamic = jax.tree.unflatten(tree, leaves)
         avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
         static_args = tuple(static_key(args[i]) for i in static)
@@ -479,6 +477,12 @@ def shutdown() -> None:
         jax.clear_caches()
         forget_steps()
         gc.collect()  # steps and their executables refer to one another
+
+
+def _is_on_hosts(leaf: Any) -> bool:
+    """Return whether an array, or a piece of it, is on other hosts."""
+    pieces = leaf.pieces if isinstance(leaf, JoinedArray) else (leaf,)
+    return any(isinstance(piece, DistributedArray) for piece in pieces)
 
 
 def _parallelized(function: Any, name: str) -> ParallelizedFunction:

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 
 from autopar.hosts.errors import HostsError
 from autopar.ir.array_handle import ArrayHandle
+from autopar.ir.joined_array import JoinedArray
 from autopar.ir.keys import is_key
 from autopar.lowering.job import Array
 
@@ -170,9 +171,10 @@ def plain(leaf: Any) -> np.ndarray:
 def prefetch(tree: Any) -> None:
     """Fetch all distributed arrays of a pytree together, so that `np.array` of each is fast."""
     handles = [
-        leaf
+        piece
         for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, DistributedArray) and leaf._fetched is None
+        for piece in (leaf.pieces if isinstance(leaf, JoinedArray) else (leaf,))
+        if isinstance(piece, DistributedArray) and piece._fetched is None
     ]
     for hosts in dict.fromkeys(handle.hosts for handle in handles):
         group = [handle for handle in handles if handle.hosts is hosts]

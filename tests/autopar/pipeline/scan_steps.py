@@ -127,6 +127,33 @@ def scanned_step(model: nn.Module, tx: Any = TX) -> tuple[Any, Any, Any]:
     return step, (params, tx.init(params)), batch
 
 
+def weights(*shape: int) -> np.ndarray:
+    """Return weights of a shape."""
+    return np.random.default_rng(0).normal(0, 0.3, shape).astype(np.float32)
+
+
+X = np.random.default_rng(1).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+def momentum_step(state: Any, batch: Any) -> Any:
+    """Take a step of gradient descent with momentum on a model of stacked layers."""
+    params, moments = state
+
+    def loss(params: Any) -> jax.Array:
+        y, _ = jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), batch, params["stack"])
+        return jnp.mean(y**2)
+
+    value, gradients = autopar.value_and_grad(loss)(params)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
+    return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), value
+
+
+def momentum_state() -> tuple[Any, Any]:
+    """Return the weights and moments of `momentum_step`."""
+    stack = {"stack": weights(5, WIDTH, WIDTH)}
+    return stack, jax.tree.map(np.zeros_like, stack)
+
+
 def stages(count: int, devices: int | None = None, **options: Any) -> autopar.PipeshardParallel:
     """Return a pipeline with `count` stages of one layer and four microbatches."""
     options.setdefault("num_micro_batches", 4)

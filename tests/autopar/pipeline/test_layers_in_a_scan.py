@@ -10,7 +10,17 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.ir.joined_array import JoinedArray
 from autopar.layering.layer_clustering import NoLayersError
-from tests.autopar.pipeline.scan_steps import WIDTH, Scanned, llama_step, scanned_step, stages
+from tests.autopar.pipeline.scan_steps import (
+    WIDTH,
+    Scanned,
+    X,
+    llama_step,
+    momentum_state,
+    momentum_step,
+    scanned_step,
+    stages,
+    weights,
+)
 from tests.autopar.pipeline.stack_steps import assert_as_serial
 
 FULL = {
@@ -57,13 +67,6 @@ def loss_step(loss, width=WIDTH):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
     return step
-
-
-def weights(*shape):
-    return np.random.default_rng(0).normal(0, 0.3, shape).astype(np.float32)
-
-
-X = np.random.default_rng(1).normal(size=(16, WIDTH)).astype(np.float32)
 
 
 def encoder_decoder(params, x):
@@ -168,24 +171,6 @@ def test_a_scan_that_slices_no_weights_is_refused_with_its_line(loss):
         NoLayersError, match=r"test_layers_in_a_scan.py:\d+ over .*slices no weights"
     ):
         autopar.plan_step(loss_step(loss), (params, X), method=stages(4), cluster="dgx_h100")
-
-
-def momentum_step(state, batch):
-    """Take a step of gradient descent with momentum on a model of stacked layers."""
-    params, moments = state
-
-    def loss(params):
-        y, _ = lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), batch, params["stack"])
-        return jnp.mean(y**2)
-
-    value, gradients = autopar.value_and_grad(loss)(params)
-    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
-    return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), value
-
-
-def momentum_state():
-    stack = {"stack": weights(5, WIDTH, WIDTH)}
-    return stack, jax.tree.map(np.zeros_like, stack)
 
 
 def test_five_layers_in_a_scan_train_in_two_stages_that_store_their_own_layers():
