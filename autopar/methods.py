@@ -60,8 +60,7 @@ class PlanningMethod:
     Attributes:
         devices: the devices to run on: a `jax.sharding.Mesh`, a mesh shape such as (2, 4), a number
             or a list of devices; all by default.
-        num_micro_batches: number of slices of the batch, over which gradients from `autopar.grad`
-            or `autopar.value_and_grad` are accumulated.
+        num_micro_batches: number of slices of the batch, over which gradients are accumulated.
         cluster: the hardware that the cost model describes: a `simulator.Cluster`, the name of a
             shipped one or the path of a cluster file, and for pipelines also a
             `simulator.HeterogeneousCluster`. By default the shipped one with devices of this kind.
@@ -403,7 +402,7 @@ class FollowParallel:
 
     The step reads the inputs that both steps share where the followed step keeps them, without
     resharding. Inputs are matched by name, shape and dtype. If the followed step is a pipeline, the
-    step runs in the same stages, forward only, and results with a row per example are concatenated
+    step runs in the same stages, forward only, and results with a row per example are put together
     from the microbatches.
 
     Attributes:

@@ -92,7 +92,7 @@ class _RemoteState:
     def __init__(self, hosts: RayHosts, step: StepGraph, places: Sequence[Array]) -> None:
         job = export_state(step, places, hosts.platform)
         self._hosts = hosts
-        self._outputs = {output.number: output.whole for output in job.outputs}
+        self._outputs = {output.number: output.value for output in job.outputs}
         self._number = hosts.load(job, self)
 
     def __call__(self, leaves: Sequence[Any]) -> Mapping[int, DistributedArray]:

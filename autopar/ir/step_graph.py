@@ -20,7 +20,7 @@ class MicrobatchError(ValueError):
 
 type Combine = Literal["sum", "mean", "same", "rows"]
 """How the values of microbatches are combined: summed, averaged, any one of equal values, or
-concatenated row by row."""
+put together row by row."""
 
 
 type RandomBits = Literal["exact", "fold_in"]
@@ -77,6 +77,11 @@ class Microbatching:
     def num_marks(self) -> list[int]:
         """The number of marks in each loop."""
         return [len(loop.marks) for loop in self.loops]
+
+
+def _joins(microbatching: Microbatching) -> list[bool]:
+    """Return for each accumulated value whether it has the rows of all microbatches."""
+    return [how == "rows" for how in microbatching.combine]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +162,17 @@ class StepGraph:
                 raise MicrobatchError(
                     f"runs of {parts.run_length} examples, which stay together, are not in runs of"
                     f" {self.run_length}"
+                )
+            if self.num_micro_batches == 1:
+                raise MicrobatchError("a single microbatch is not split further")
+            if "rows" in self.microbatching.combine and self.chunks % ways:
+                raise MicrobatchError(
+                    f"the {self.chunks} runs of examples of a microbatch, whose rows are joined,"
+                    f" can't be split {ways} ways"
+                )
+            if _joins(parts.microbatching) != _joins(self.microbatching):
+                raise MicrobatchError(
+                    "the parts of a microbatch accumulate other values than a microbatch does"
                 )
             if parts.microbatching.num_marks != self.microbatching.num_marks:
                 raise MicrobatchError(

@@ -204,8 +204,6 @@ class _ProgramBuilder:
         jaxpr = partition.step.jaxpr
         outputs = [atom for atom in jaxpr.outvars if isinstance(atom, Var)]
         names = {self._names.of(var, 0) for var in outputs if var in partition.producers}
-        for micro_batch in range(self._schedule.pipeline.num_micro_batches):
-            names |= {self._names.of(part, micro_batch) for part in partition.concatenated.values()}
         return names | {f"in{i}" for i in range(len(jaxpr.invars))}
 
     def rows(self) -> Iterator[Iterator[Instruction]]:

@@ -201,21 +201,19 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of the step, assembled from values of one mesh.
+    """An output of the step.
 
     Attributes:
         number: number of the output.
         mesh: number of the mesh.
-        parts: its value, or its values for all microbatches, whose rows are put together.
-        whole: the output.
+        value: its value.
         is_copy: whether it is a copy, because its value is also another output or an argument that
             the caller keeps.
     """
 
     number: int
     mesh: int
-    parts: tuple[Array, ...]
-    whole: Array
+    value: Array
     is_copy: bool = False
 
 

@@ -101,7 +101,7 @@ class _Describer:
             positions=self._step.positions,
         )
         whole_outputs = tuple(
-            output.whole if isinstance(output, Output) else output for output in outputs
+            output.value if isinstance(output, Output) else output for output in outputs
         )
         functions = {task.name: function for task, function in self._functions.items()}
         arguments = homes[: self._step.in_tree.num_leaves]
@@ -176,10 +176,9 @@ class _Describer:
         outputs = []
         for o, atom in enumerate(self._step.jaxpr.outvars):
             output = self._output(o, atom)
-            if isinstance(output, Output) and len(output.parts) == 1:
-                name = output.parts[0].name
-                output = replace(output, is_copy=name in taken)
-                taken.add(name)
+            if isinstance(output, Output):
+                output = replace(output, is_copy=output.value.name in taken)
+                taken.add(output.value.name)
             outputs.append(output)
         return outputs
 
@@ -189,14 +188,6 @@ class _Describer:
             return _constant(atom.val, atom)
         if atom in jaxpr.constvars:
             return _constant(jaxpr.consts[jaxpr.constvars.index(atom)], atom)
-        if atom in partition.concatenated:
-            part = partition.concatenated[atom]
-            stage = partition.producers[part].stage
-            count = self._step.num_micro_batches
-            parts = tuple(self._array(stage, part, self._names.of(part, k)) for k in range(count))
-            shape = (parts[0].shape[0] * count, *parts[0].shape[1:])
-            whole = replace(parts[0], name=f"out{o}", shape=shape)
-            return Output(o, self._mesh_of(stage), parts, whole)
         if atom in partition.producers:
             stage = partition.producers[atom].stage
             value = self._array(stage, atom, self._names.of(atom, 0))
@@ -204,7 +195,7 @@ class _Describer:
             i = jaxpr.invars.index(atom)
             stage = partition.input_stages[i][0]
             value = self._home(i)
-        return Output(o, self._mesh_of(stage), (value,), value)
+        return Output(o, self._mesh_of(stage), value)
 
 
 def _constant(value: Any, atom: Atom) -> Constant:

@@ -109,6 +109,7 @@ class PlannedStep:
     @cached_property
     def instructions(self) -> PipelineProgram:
         """The program with the values that its instructions name."""
+        _check_order(self.partition, self.schedule)
         meshes = tuple(
             stage.devices for stage in self.plan.stages[: self.schedule.pipeline.num_meshes]
         )
@@ -124,6 +125,28 @@ class PlannedStep:
         """Names of the tasks that the program runs. Tasks with nothing to do are left out."""
         instructions = (instruction for row in self.program.instructions for instruction in row)
         return frozenset(run.task for run in instructions if isinstance(run, Run))
+
+
+def _check_order(partition: Partition, schedule: Schedule) -> None:
+    """Check that tasks that put rows together run the microbatches in order: they count them.
+
+    Raises:
+        PlanError: one does not.
+    """
+    joining = {
+        (task.stage, task.phase)
+        for task, totals in partition.totals.items()
+        if any(total.index is not None for total in totals)
+    }
+    for row in schedule.rows:
+        for stage, phase in joining:
+            order = [run.micro_batch for run in row if (run.stage, run.phase) == (stage, phase)]
+            if order != sorted(order):
+                raise PlanError(
+                    f"schedule {schedule.name!r} runs the microbatches of stage {stage} in the"
+                    f" order {order}, but the step returns or reads rows of all microbatches, which"
+                    " are put together in order; use a schedule that keeps the order"
+                )
 
 
 def _check_constraints(graph: StageGraph, stage: Stage) -> None:

@@ -134,7 +134,10 @@ class MeshMemory:
         """Return the sums of microbatches on a mesh."""
         names, mesh_of = self.planned.names, self.planned.schedule.mesh_of
         return {
-            names.of(total.sum, 0): _Value("gradients", self._bytes(task.stage, total.sum))
+            names.of(total.sum, 0): _Value(
+                "gradients" if total.index is None else "activations",
+                self._bytes(task.stage, total.sum),
+            )
             for task, totals in self.planned.partition.totals.items()
             if mesh_of(task.stage) == mesh
             for total in totals

@@ -24,6 +24,7 @@ from autopar.microbatch.accumulation import (
     finish_total,
     gather,
 )
+from autopar.microbatch.batch_rows import put_rows
 from autopar.pipeline.partition import Task
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
 from autopar.plan import Stage
@@ -199,10 +200,15 @@ class StageLowering:
                 env[var] = (env[var] * self._scales[whole_var]).astype(env[var].dtype)
         self.run_eqns(stage_graph.tasks[task], env, sharding_of)
         sums = []
-        count = self.partition.step.num_micro_batches
+        whole = self.partition.step
+        count = whole.num_micro_batches
+        chunks = whole.chunks * count // stage_graph.partition.step.num_micro_batches
         for total in totals:
             part = jnp.asarray(graph.read(total.part, env))
-            sums.append(add_to_total(total.combine, env[total.sum], part, count))
+            if total.index is not None:
+                sums.append(put_rows(env[total.sum], part, env[total.index], count, chunks))
+            else:
+                sums.append(add_to_total(total.combine, env[total.sum], part, count))
         return [*(env[var] for var in stage_graph.partition.results[task]), *sums]
 
     def _run_whole_step(self, task: Task, *operands: Any) -> list[Any]:
@@ -247,7 +253,7 @@ class StageLowering:
         for total, local_total in zip(totals, local_totals, strict=True):
             combine = local_total.combine
             value = finish_total(combine, env[total.sum], count, num_parts)
-            if self.stage.deferred:
+            if total.sum in self.values.per_device:
                 value = value[0] if combine == "same" else value.sum(0)
             sharding = self.sharding(total.total)
             env[total.total] = jax.lax.with_sharding_constraint(value, sharding)
@@ -298,7 +304,7 @@ class StageLowering:
         """
         if var in self.values.per_device:
             return shard[0]
-        if var in self.partition.batch_facts.rows:
+        if var in self.partition.batch_facts.rows or var in self.values.joined:
             return shard
         return gather(shard, self._deferred_spec(var))
 

@@ -23,6 +23,7 @@ class StageValues:
         deferred: its deferred axes.
         ways: number of devices along the deferred axes.
         per_device: values with an entry per device.
+        joined: running sums that have the rows of all microbatches.
         roles: memory role of each input.
     """
 
@@ -52,12 +53,14 @@ class StageValues:
         totals = [total for task in stage_graph.tasks for total in partition.totals.get(task, ())]
         for total in totals:
             spec = self._specs.get(total.total, replicated(aval_of(total.total).ndim))
-            self._specs[total.sum] = tuple(
-                tuple(axis for axis in axes if axis not in stage.deferred) for axes in spec
-            )
+            joined = total.index is not None
+            self._specs[total.sum] = spec if joined else _without(spec, stage.deferred)
         self.per_device: frozenset[Var] = frozenset()
         if stage.deferred and not is_whole_step:
-            self.per_device = partition.batch_facts.mixed.union(total.sum for total in totals)
+            self.per_device = partition.batch_facts.mixed.union(
+                total.sum for total in totals if total.index is None
+            )
+        self.joined = frozenset(total.sum for total in totals if total.index is not None)
 
     def shape(self, var: Var) -> tuple[int, ...]:
         """Return the shape of a value between tasks."""
@@ -73,3 +76,7 @@ class StageValues:
         """Return the bytes of one device's shard of a value."""
         shape = local_shape(self.shape(var), self.spec(var), self.mesh)
         return array_bytes(shape, aval_of(var).dtype)
+
+
+def _without(spec: Spec, axes: tuple[str, ...]) -> Spec:
+    return tuple(tuple(axis for axis in of_dim if axis not in axes) for of_dim in spec)

@@ -15,9 +15,10 @@ from jax.extend.core import Var
 
 from autopar.ir import graph
 from autopar.ir.evaluate import Hook
+from autopar.ir.graph import Atom
 from autopar.ir.spec import AnyMesh, Spec, axes_of, partition_spec
 from autopar.ir.step_graph import Combine, Loop, StepGraph
-from autopar.microbatch.batch_rows import cut_rows
+from autopar.microbatch.batch_rows import cut_rows, put_rows, rows_dim
 
 type Env = dict[Var, Any]
 """Values by variable."""
@@ -34,6 +35,7 @@ def accumulate(step: StepGraph, env: Env, evaluate: Callable[..., None], pin: Ho
     """
     assert step.microbatching is not None
     count, combine = step.num_micro_batches, _combine(step)
+    env.update((total, env[var]) for total, var in _whole_inputs(step).items())
     for loop in step.microbatching.loops:
         totals = _loop(step, loop, count, env, evaluate, pin)
         env.update(
@@ -85,14 +87,19 @@ def accumulate_locally(
     parts = accumulation.parts
     micro = parts.microbatching
     assert micro is not None
-    combine = _combine(parts)
+    combine, accumulated, rows = _combine(parts), _accumulated(parts), _row_dims(parts)
     inputs = [
         ((*accumulation.axes,), *spec[1:])
         if i in step.batch
         else spec_along(spec, accumulation.axes)
         for i, spec in enumerate(accumulation.inputs)
     ]
-    results = [spec_along(spec, accumulation.axes) for spec in accumulation.results]
+    results = [
+        spec_along(spec, accumulation.axes)
+        if (dim := rows.get(var)) is None
+        else (*((),) * dim, accumulation.axes, *((),) * (len(spec) - dim - 1))
+        for var, spec in zip(accumulated, accumulation.results, strict=True)
+    ]
     sharded = {
         var: spec
         for i, (var, spec) in enumerate(zip(parts.jaxpr.invars, inputs, strict=True))
@@ -103,19 +110,19 @@ def accumulate_locally(
         inner.update((var, gather(inner[var], spec)) for var, spec in sharded.items())
         evaluate(eqns, inner)
 
-    accumulated = _accumulated(parts)
     spec_of = dict(zip(accumulated, results, strict=True))
 
     def local(*shards: jax.Array) -> list[jax.Array]:
         inner = dict(zip(parts.jaxpr.invars, shards, strict=True))
         inner.update(zip(parts.jaxpr.constvars, parts.jaxpr.consts, strict=True))
+        inner.update((total, inner[var]) for total, var in _whole_inputs(parts).items())
         count = step.num_micro_batches
         for loop in micro.loops:
             for var, total in _loop(parts, loop, count, inner, evaluate_gathered, pin).items():
                 value = finish_total(combine[var], total, count, parts.num_micro_batches)
                 inner[var] = (
                     value
-                    if combine[var] == "same"
+                    if combine[var] in ("same", "rows")
                     else complete_sum(value, spec_of[var], accumulation.axes)
                 )
         return [inner[var] for var in accumulated]
@@ -143,30 +150,65 @@ def _loop(
     """
     micro = step.microbatching
     assert micro is not None
-    combine = _combine(step)
-    results = [var for _, eqn in loop.marks for var in eqn.outvars]
+    combine, rows, whole_inputs = _combine(step), _row_dims(step), _whole_inputs(step)
     batch = [step.jaxpr.invars[i] for i in sorted(step.batch)]
-    zeros = [
-        value
-        for number, eqn in loop.marks
-        for value in pin(
-            number, [jnp.zeros(graph.aval_of(v).shape, graph.aval_of(v).dtype) for v in eqn.outvars]
-        )
-    ]
 
-    def add(totals: list[jax.Array], shares: list[jax.Array]) -> tuple[list[jax.Array], None]:
-        inner = env | dict(zip(batch, shares, strict=True))
+    def zeros(atom: Atom, var: Var) -> jax.Array:
+        shape = graph.aval_of(atom).shape
+        if (dim := rows.get(var)) is not None:
+            shape = (*shape[:dim], count * shape[dim], *shape[dim + 1 :])
+        return jnp.zeros(shape, graph.aval_of(var).dtype)
+
+    def add(
+        totals: list[jax.Array], share: tuple[jax.Array, list[jax.Array]]
+    ) -> tuple[list[jax.Array], None]:
+        index, examples = share
+        inner = env | dict(zip(batch, examples, strict=True))
         evaluate(loop.body, inner)
-        values = [
-            v
-            for number, eqn in loop.marks
-            for v in pin(number, [graph.read(atom, inner) for atom in eqn.invars])
+        values: Env = {}
+        for number, eqn in loop.marks:
+            operands = pin(number, [graph.read(atom, inner) for atom in eqn.invars])
+            values.update(zip(eqn.outvars, operands, strict=True))
+        sums = [
+            put_rows(total, values[var], index, count, micro.chunks)
+            if var in rows
+            else add_to_total(combine[var], total, values[var], count)
+            for var, total in zip(results, totals, strict=True)
         ]
-        kept = zip(results, totals, values, strict=True)
-        return [add_to_total(combine[var], total, value, count) for var, total, value in kept], None
+        return sums, None
 
-    totals, _ = jax.lax.scan(add, zeros, [cut_rows(env[var], count, micro.chunks) for var in batch])
+    initial: Env = {}
+    for number, eqn in loop.marks:
+        start = pin(number, list(map(zeros, eqn.invars, eqn.outvars)))
+        initial.update(zip(eqn.outvars, start, strict=True))
+    results = [var for var in initial if var not in whole_inputs]
+    shares = jnp.arange(count), [cut_rows(env[var], count, micro.chunks) for var in batch]
+    totals, _ = jax.lax.scan(add, [initial[var] for var in results], shares)
     return dict(zip(results, totals, strict=True))
+
+
+def _whole_inputs(step: StepGraph) -> dict[Var, Var]:
+    """Return for each total that is a whole input of the batch that input."""
+    assert step.microbatching is not None
+    combine, inputs = _combine(step), {step.jaxpr.invars[i] for i in step.batch}
+    return {
+        var: atom
+        for _, eqn in step.microbatching.marks
+        for atom, var in zip(eqn.invars, eqn.outvars, strict=True)
+        if combine[var] == "rows" and isinstance(atom, Var) and atom in inputs
+    }
+
+
+def _row_dims(step: StepGraph) -> dict[Var, int]:
+    """Return the dim of the rows of each total that has the rows of all examples."""
+    assert step.microbatching is not None
+    combine = _combine(step)
+    return {
+        var: rows_dim(graph.aval_of(var).shape, graph.aval_of(atom).shape)
+        for _, eqn in step.microbatching.marks
+        for atom, var in zip(eqn.invars, eqn.outvars, strict=True)
+        if combine[var] == "rows"
+    }
 
 
 def _accumulated(step: StepGraph) -> list[Var]:

@@ -1,14 +1,14 @@
-"""Cut a batch into microbatches by its rows, and join their rows again.
+"""Cut a batch into microbatches by its rows, and put their rows together again.
 
 Microbatch k of n has the examples k, k + n, k + 2n, ... So the shard of the batch on every device
 has examples of every microbatch. Where a step combines neighbouring examples, as the pairs of a
 preference loss, runs of neighbouring examples take the place of single examples.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -30,15 +30,27 @@ def cut_rows[Array: (jax.Array, np.ndarray)](whole: Array, count: int, chunks: i
     return cast(Any, runs.swapaxes(0, 1).reshape(count, rows, *rest))
 
 
-def join_rows(chunks: int, *parts: jax.Array) -> jax.Array:
-    """Return the rows of microbatches in the order that they have before `cut_rows`.
+def rows_dim(whole: Sequence[int], part: Sequence[int]) -> int:
+    """Return the dim of the rows: the one that is larger in shape `whole` than in shape `part`."""
+    sizes = zip(whole, part, strict=True)
+    return next(dim for dim, (all_rows, rows) in enumerate(sizes) if all_rows > rows)
+
+
+def put_rows(
+    whole: jax.Array, part: jax.Array, number: jax.Array, count: int, chunks: int
+) -> jax.Array:
+    """Return `whole` with the rows of one microbatch where they are before `cut_rows`.
 
     Args:
+        whole: the rows of all microbatches, in any dim.
+        part: the rows of one microbatch.
+        number: number of the microbatch.
+        count: number of microbatches.
         chunks: number of runs of rows in each microbatch.
-        *parts: the microbatches, of any number of rows that `chunks` divides.
     """
-    rows, rest = parts[0].shape[0], parts[0].shape[1:]
-    if chunks == rows:
-        return jnp.stack(parts, axis=1).reshape(-1, *rest)
-    runs = [part.reshape(chunks, rows // chunks, *rest) for part in parts]
-    return jnp.stack(runs, axis=1).reshape(-1, *rest)
+    dim = rows_dim(whole.shape, part.shape)
+    before, rows, rest = part.shape[:dim], part.shape[dim], part.shape[dim + 1 :]
+    runs = whole.reshape(*before, chunks, count, rows // chunks, *rest)
+    new = part.reshape(*before, chunks, 1, rows // chunks, *rest)
+    updated = jax.lax.dynamic_update_slice_in_dim(runs, new, number, dim + 1)
+    return updated.reshape(whole.shape)

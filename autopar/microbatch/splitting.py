@@ -18,13 +18,19 @@ from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, aval_of, needed, source_line
 from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
-from autopar.microbatch.batch_scaling import BatchScalings, power_of_constant
-from autopar.microbatch.batch_scaling_rules import BatchScaling
-from autopar.microbatch.created_rows import folds_position
+from autopar.microbatch.batch_scaling import BatchScalings, Repair, power_of_constant
+from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
+from autopar.microbatch.body_boundary import (
+    before_update,
+    find_boundary,
+    has_gradient,
+    mark_boundary,
+    same_boundary,
+)
 from autopar.microbatch.deferred_division import defer_divisions, equations, statistics
 from autopar.microbatch.gradients import accumulate_p
 from autopar.microbatch.row_positions import without_positions
-from autopar.microbatch.whole_batch import join_traces, substitute_operands
+from autopar.microbatch.whole_batch import join_traces
 from autopar.primitives import record_of
 
 
@@ -34,8 +40,8 @@ def split(
     sizes: tuple[Jaxpr, Jaxpr],
     batch: frozenset[int],
     count: int,
-    out_paths: Sequence[str],
-    rows: bool = False,
+    part: Jaxpr,
+    gradient_free: bool = False,
     stages: bool = False,
     positions: int | None = None,
 ) -> tuple[Jaxpr, Microbatching]:
@@ -49,56 +55,27 @@ def split(
             size one away.
         batch: inputs whose first dim is the batch, with the positions of the examples.
         count: number of microbatches.
-        out_paths: the user's name of each output.
-        rows: whether marked values may have a row per example, in dim 0.
+        part: the step for one microbatch, traced as `sizes` are.
+        gradient_free: whether the step may take no gradient.
         stages: whether the step is cut into pipeline stages, which run each microbatch only once.
         positions: the input with the positions of the examples
             (`autopar.microbatch.row_positions`); None if the step needs none.
 
     Returns:
-        The jaxpr to run, with the equations after the marked values from `whole`, and the
+        The jaxpr to run, with the equations after the accumulated values from `whole`, and the
         microbatching, which says which of its equations run when.
 
     Raises:
-        MicrobatchError: nothing is marked, an output depends on the batch other than through marked
-            values, or a marked value is not separable.
+        MicrobatchError: the step takes no gradient, or an accumulated value is not separable.
     """
-    marks, body, tail = _parts(micro, batch)
-    if not marks:
-        raise MicrobatchError(
-            "the step takes no gradient with autopar.grad or autopar.value_and_grad; use one of"
-            " them in place of jax's, so that it is known what to accumulate over microbatches"
-        )
-    if any(eqn.primitive is accumulate_p for _, eqn in body):
-        raise MicrobatchError(
-            "a loss depends on the gradients of another autopar.grad; that can't run in"
-            " microbatches"
-        )
-    if count == 1:
-        same: tuple[Combine, ...] = ("same",) * sum(len(eqn.outvars) for _, eqn in marks)
-        examples = gcd(*(aval_of(micro.invars[i]).shape[0] for i in batch))
-        return micro, Microbatching(
-            1, tuple(body), tuple(tail), tuple(marks), same, chunks=examples
-        )
-    if (
-        len(
-            {
-                tuple(len(eqn.invars) for _, eqn in _named(each, accumulate_p))
-                for each in (micro, whole, *sizes)
-            }
-        )
-        > 1
-    ):
-        raise MicrobatchError(
-            "the step takes other gradients when a microbatch has a single example; use fewer"
-            " microbatches"
-        )
+    _check_gradient(micro, gradient_free)
+    micro, whole, sizes = _marked(micro, whole, sizes, part, batch, positions, count, stages)
     aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
     if aligned:
         _check_sizes(micro, whole, sizes, count)
     found = BatchScalings(*sizes, batch, count, functions=not stages)
     try:
-        contributions = _contributions(micro, sizes, found, batch - {positions})
+        contributions = _contributions(sizes, found)
     except MicrobatchError as refused:
         if not aligned:
             raise MicrobatchError(
@@ -109,33 +86,32 @@ def split(
             *sizes,
             batch,
             count,
-            {number for number, _ in body},
+            {number for number, _ in _parts(micro, batch)[1]},
             totals=not stages,
             functions=not stages,
         )
         try:
-            contributions = _contributions(micro, sizes, found, batch - {positions})
+            contributions = _contributions(sizes, found)
         except MicrobatchError:
             raise refused from None
-    computed = {at for at, kind in contributions.items() if kind is None}
-    whole = without_positions(substitute_operands(whole, computed))
+    whole = without_positions(whole)
     _, _, once = _parts(whole, batch)
-    _check_outputs(whole, once, batch, out_paths)
     powers = found.powers_of_rows(sizes[0].eqns) if aligned else {}
-    jaxpr, numbers = join_traces(micro, whole, {n for n, _ in body}, {n for n, _ in once}, computed)
+    _, body, _ = _parts(micro, batch)
+    jaxpr, numbers = join_traces(micro, whole, {n for n, _ in body}, {n for n, _ in once})
     combine: list[Combine] = []
     weights: list[list[Var | None]] = []
     for position, (_, eqn) in enumerate(_named(sizes[0], accumulate_p)):
-        kept = [
-            (eqn.invars[k], kind)
-            for k in range(len(eqn.invars))
-            if (kind := contributions[position, k]) is not None
-        ]
+        kept = [(atom, contributions[position, k]) for k, atom in enumerate(eqn.invars)]
         weights.append([kind.per for _, kind in kept])
         functions = [atom for atom, kind in kept if kind.form == "function"]
-        combine.extend(_combine(kind, atom, rows) for atom, kind in kept if kind.form != "function")
-        added = statistics([*functions, *weights[-1]], found.functions)
-        combine.extend(_combine(found.of(var, var), var, rows) for var in added)
+        kinds = [kind for _, kind in kept if kind.form != "function"]
+        rows = [(k, kind.power) for k, kind in enumerate(kinds) if kind.form == "rows"]
+        scaled = {k: -power for k, power in rows if power}
+        if scaled:
+            found.repairs[_named(micro, accumulate_p)[position][0]] = Repair((), scaled)
+        divisors = statistics([*functions, *weights[-1]], found.functions)
+        combine.extend(map(_combine, (*kinds, *(found.of(var, var) for var in divisors))))
     if found.functions or any(map(any, weights)):
         jaxpr, later = _divided_afterwards(micro, sizes[0], jaxpr, numbers, found, weights)
         numbers = {number: later[at] for number, at in numbers.items()}
@@ -154,6 +130,72 @@ def split(
     body = sorted({number: eqn for loop in loops for number, eqn in loop.body}.items())
     return jaxpr, Microbatching(
         count, tuple(body), tuple(tail), tuple(marks), tuple(combined), powers, chunks, tuple(loops)
+    )
+
+
+def split_once(
+    jaxpr: Jaxpr, batch: frozenset[int], gradient_free: bool
+) -> tuple[Jaxpr, Microbatching]:
+    """Split a flat jaxpr whose only microbatch is the whole batch; see `split`."""
+    _check_gradient(jaxpr, gradient_free)
+    jaxpr = mark_boundary(jaxpr, find_boundary(jaxpr, batch, None))
+    marks, body, tail = _parts(jaxpr, batch)
+    if not marks:
+        raise _no_batch()
+    same: tuple[Combine, ...] = ("same",) * sum(len(eqn.outvars) for _, eqn in marks)
+    examples = gcd(*(aval_of(jaxpr.invars[i]).shape[0] for i in batch))
+    return jaxpr, Microbatching(1, tuple(body), tuple(tail), tuple(marks), same, chunks=examples)
+
+
+def _check_gradient(jaxpr: Jaxpr, gradient_free: bool) -> None:
+    if not gradient_free and not has_gradient(jaxpr):
+        raise MicrobatchError(
+            "the step takes no gradient, so there are no stages of a backward pass; use"
+            " ShardParallel, or autopar.FollowParallel for an evaluation"
+        )
+
+
+def _marked(
+    micro: Jaxpr,
+    whole: Jaxpr,
+    sizes: tuple[Jaxpr, Jaxpr],
+    part: Jaxpr,
+    batch: frozenset[int],
+    positions: int | None,
+    count: int,
+    stages: bool,
+) -> tuple[Jaxpr, Jaxpr, tuple[Jaxpr, Jaxpr]]:
+    """Return traces of a step with their accumulated values marked; see `split`."""
+    small, large = sizes
+    scalings = BatchScalings(small, large, batch, count, functions=not stages)
+    boundary = find_boundary(small, batch - {positions}, scalings)
+    if any(isinstance(scalings.kinds[var], NotSeparable) for var in boundary.values):
+        repairable = before_update(small, batch - {positions})
+        scalings = BatchScalings(
+            small, large, batch, count, repairable, totals=not stages, functions=not stages
+        )
+        boundary = find_boundary(small, batch - {positions}, scalings)
+    if not boundary.values:
+        raise _no_batch()
+    try:
+        boundaries = [same_boundary(small, boundary, each) for each in (micro, whole, large, part)]
+    except MicrobatchError:
+        twins = same_boundary(small, boundary, large).values
+        for value, larger in zip(boundary.values, twins, strict=True):
+            scalings.of(value, larger)  # a value that is not separable is the better reason
+        raise
+    micro, whole, large, part = (
+        mark_boundary(each, own)
+        for each, own in zip((micro, whole, large, part), boundaries, strict=True)
+    )
+    small = mark_boundary(small, boundary)
+    _check_computation(part, small, batch)
+    return micro, whole, (small, large)
+
+
+def _no_batch() -> MicrobatchError:
+    return MicrobatchError(
+        "no result of the step depends on the batch; use num_micro_batches=1 without a pipeline"
     )
 
 
@@ -183,7 +225,7 @@ def _repaired(
             var, known = micro.eqns[number].invars[k], traced.eqns[number].invars[k]
             assert isinstance(var, Var)
             total = totals.setdefault(var, Var(var.aval))
-            combine[total] = _combine(found.of(known, known), known, False)
+            combine[total] = _combine(found.of(known, known))
     eqns: list[JaxprEqn] = []
     later: list[int] = []
     for number, eqn in enumerate(jaxpr.eqns):
@@ -234,7 +276,7 @@ def _loops(
     return [Loop(tuple(_parts(jaxpr, batch, group, before)[1]), tuple(group)) for group in groups]
 
 
-def check_computation(micro: Jaxpr, larger: Jaxpr, batch: frozenset[int]) -> None:
+def _check_computation(micro: Jaxpr, larger: Jaxpr, batch: frozenset[int]) -> None:
     """Check that a step computes the same for batches of different sizes.
 
     Args:
@@ -287,59 +329,15 @@ def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: 
 
 
 def _contributions(
-    micro: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], found: BatchScalings, batch: frozenset[int]
-) -> dict[tuple[int, int], BatchScaling | None]:
-    """Return the scaling of each operand of the `accumulate` equations, by the positions of both.
-
-    None stands for an operand that depends on the size of the batch but not on its values. It is
-    computed for the whole batch.
-
-    Args:
-        micro: the step for one microbatch.
-        sizes: the traces that `found` describes.
-        found: the batch scalings.
-        batch: inputs whose first dim is the batch, without the positions of the examples.
-    """
-    other_bits = [var for eqn in micro.eqns if folds_position(eqn) for var in eqn.outvars]
-    inputs = (micro.invars[i] for i in batch)
-    depending = dependents(enumerate(micro.eqns), (*inputs, *other_bits))
-    contributions: dict[tuple[int, int], BatchScaling | None] = {}
-    marks = (_named(each, accumulate_p) for each in (micro, *sizes))
-    for position, ((_, mine), (_, small), (_, large)) in enumerate(zip(*marks, strict=True)):
-        for k, atom in enumerate(mine.invars):
-            depends = isinstance(atom, Var) and atom in depending
-            try:
-                kind = found.of(small.invars[k], large.invars[k])
-            except MicrobatchError:
-                if depends:
-                    raise
-                kind = None
-            if not depends and kind not in (BatchScaling("same"), BatchScaling("same", None)):
-                kind = None
-            contributions[position, k] = kind
-    return contributions
-
-
-def _check_outputs(
-    whole: Jaxpr, tail: Sequence[Numbered], batch: frozenset[int], out_paths: Sequence[str]
-) -> None:
-    """Raise MicrobatchError if what runs once reads the batch."""
-    batch_vars = {whole.invars[i] for i in batch}
-    accumulated = tuple(var for _, eqn in _named(whole, accumulate_p) for var in eqn.outvars)
-
-    def reads_batch(eqns: Sequence[Numbered], results: Sequence[Atom]) -> bool:
-        read = [*results, *(operand for _, eqn in eqns for operand in eqn.invars)]
-        return any(isinstance(atom, Var) and atom in batch_vars for atom in read)
-
-    for path, atom in (
-        zip(out_paths, whole.outvars, strict=True) if reads_batch(tail, whole.outvars) else ()
-    ):
-        if reads_batch(needed(tail, [atom], given=accumulated), [atom]):
-            raise MicrobatchError(
-                f"output {path or 'of the step'} depends on the batch outside autopar.grad /"
-                " value_and_grad, so it can't be put together from microbatches; return it from"
-                " the loss function with has_aux=True"
-            )
+    sizes: tuple[Jaxpr, Jaxpr], found: BatchScalings
+) -> dict[tuple[int, int], BatchScaling]:
+    """Return the scaling of each operand of the `accumulate` equations, by both positions."""
+    marks = (_named(each, accumulate_p) for each in sizes)
+    return {
+        (position, k): found.of(*atoms)
+        for position, ((_, small), (_, large)) in enumerate(zip(*marks, strict=True))
+        for k, atoms in enumerate(zip(small.invars, large.invars, strict=True))
+    }
 
 
 def _chunks(micro: Jaxpr, traced: Jaxpr, found: BatchScalings, batch: frozenset[int]) -> int:
@@ -473,21 +471,10 @@ def _named(jaxpr: Jaxpr, primitive: Primitive) -> list[Numbered]:
     return [(number, eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive is primitive]
 
 
-def _combine(kind: BatchScaling, atom: Atom, rows: bool) -> Combine:
+def _combine(kind: BatchScaling) -> Combine:
     """Return how values of that scaling are combined; raise MicrobatchError if they can't be."""
-    if kind.form == "rows" and rows:
-        if kind.dim or kind.power or kind.per:
-            raise MicrobatchError(
-                f"a result has a row per example in dim {kind.dim}, or rows that grow with the"
-                f" batch size, of shape {aval_of(atom).shape} for a microbatch; return it with"
-                " the batch as its first dim, or use num_micro_batches=1"
-            )
-        return "rows"
     if kind.form == "rows":
-        raise MicrobatchError(
-            f"autopar.grad returns a value with one row per example, of shape {aval_of(atom).shape}"
-            " for a microbatch; return sums or means over the batch, or use num_micro_batches=1"
-        )
+        return "rows"
     match kind.power:
         case 0 | None:
             return "same" if kind.form == "same" else "mean"

@@ -27,7 +27,6 @@ def join_traces(
     whole: Jaxpr,
     body: Collection[int],
     tail: Collection[int],
-    computed: Collection[tuple[int, int]],
 ) -> tuple[Jaxpr, dict[int, int]]:
     """Join the equations `body` of a microbatch and `tail` of the whole batch.
 
@@ -38,8 +37,6 @@ def join_traces(
         whole: flat jaxpr of the step for the whole batch, with the same `accumulate` equations.
         body: numbers of equations of `micro`, without the `accumulate` equations.
         tail: numbers of equations of `whole`, without the `accumulate` equations.
-        computed: operands of `accumulate` equations that the tail computes for the whole batch
-            instead, each as the positions of the equation and of the operand.
 
     Returns:
         The joined jaxpr, and a map from the numbers of equations of `micro` to theirs in it.
@@ -55,7 +52,7 @@ def join_traces(
             constants[var] = value
         else:
             names[var] = twin
-    marks = _marks(micro, whole, computed, names)
+    marks = _marks(micro, whole, names)
     aligned = list(map(created_by, micro.eqns)) == list(map(created_by, whole.eqns))
     ours, theirs = units(enumerate(micro.eqns)), units(enumerate(whole.eqns))
     pairs: Iterable[tuple[Unit | None, Unit | None]] = (
@@ -89,45 +86,21 @@ def join_traces(
     ), numbers
 
 
-def substitute_operands(whole: Jaxpr, computed: Collection[tuple[int, int]]) -> Jaxpr:
-    """Return `whole` with results of its `accumulate` equations replaced by their operands.
+def _marks(micro: Jaxpr, whole: Jaxpr, names: Names) -> dict[int, JaxprEqn]:
+    """Return the `accumulate` equations of `micro`, by number, and add their results to `names`.
 
-    Args:
-        whole: flat jaxpr of the step for the whole batch.
-        computed: the results, as the positions of the equation and of the result.
-    """
-    names: Names = {}
-    for position, eqn in enumerate(eqn for eqn in whole.eqns if eqn.primitive is accumulate_p):
-        names.update(
-            (var, eqn.invars[k]) for k, var in enumerate(eqn.outvars) if (position, k) in computed
-        )
-    if not names:
-        return whole
-    eqns = [
-        eqn
-        if names.keys().isdisjoint(a for a in eqn.invars if isinstance(a, Var))
-        else _renamed(eqn, names)
-        for eqn in whole.eqns
-    ]
-    return whole.replace(eqns=eqns, outvars=[_named(atom, names) for atom in whole.outvars])
-
-
-def _marks(
-    micro: Jaxpr, whole: Jaxpr, computed: Collection[tuple[int, int]], names: Names
-) -> dict[int, JaxprEqn]:
-    """Return the `accumulate` equations of `micro`, by number, without the `computed` operands.
-
-    Adds their results to `names`.
+    Rows are joined to those of the whole batch.
     """
     ours = [(number, eqn) for number, eqn in enumerate(micro.eqns) if eqn.primitive is accumulate_p]
     theirs = [eqn for eqn in whole.eqns if eqn.primitive is accumulate_p]
     marks: dict[int, JaxprEqn] = {}
-    for position, ((number, mine), other) in enumerate(zip(ours, theirs, strict=True)):
-        names.update(zip(other.outvars, mine.outvars, strict=True))
-        kept = [k for k in range(len(mine.outvars)) if (position, k) not in computed]
-        marks[number] = mine.replace(
-            invars=[mine.invars[k] for k in kept], outvars=[mine.outvars[k] for k in kept]
-        )
+    for (number, mine), other in zip(ours, theirs, strict=True):
+        totals = [
+            total if total.aval == joined.aval else joined
+            for total, joined in zip(mine.outvars, other.outvars, strict=True)
+        ]
+        names.update(zip(other.outvars, totals, strict=True))
+        marks[number] = mine.replace(outvars=totals)
     return marks
 
 
@@ -168,7 +141,3 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _named(atom: Atom, names: Names) -> Atom:
     return names.get(atom, atom) if isinstance(atom, Var) else atom
-
-
-def _renamed(eqn: JaxprEqn, names: Names) -> JaxprEqn:
-    return eqn.replace(invars=[_named(atom, names) for atom in eqn.invars])

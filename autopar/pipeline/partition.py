@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from jax.extend.core import Var
 
 from autopar.ir import control_flow
+from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom
 from autopar.ir.memo import memoized_on_step
@@ -54,12 +55,14 @@ class Total:
         sum: running sum of the contributions.
         total: value for the whole batch, which the stage's update computes from the sum.
         combine: how the contributions are combined.
+        index: if the contributions are rows of the total, the running sum that counts microbatches.
     """
 
     part: Atom
     sum: Var
     total: Var
     combine: Combine
+    index: Var | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,9 @@ class BatchFacts:
 def batch_facts(step: StepGraph) -> BatchFacts:
     """Return the values of `step` that depend on the batch."""
     _, dims = find_batch_factors(step, step_factors(step))
+    totals = (v for eqn in step.jaxpr.eqns if eqn.primitive is accumulate_p for v in eqn.outvars)
+    for var in dependents(enumerate(step.jaxpr.eqns), totals):
+        dims.pop(var, None)
     rows = {var: min(var_dims) for var, var_dims in dims.items() if len(var_dims) == 1}
     reached = {step.jaxpr.invars[i] for i in step.batch}
     while True:  # the carries of loops take more than one pass
@@ -116,7 +122,6 @@ class Partition:
         totals: values that each forward or backward task accumulates.
         partitioner: the rule that made this partition.
         external_reads: values that are read outside of these tasks.
-        concatenated: for each result with a row per example, its value for one microbatch.
         input_homes: stage of each input whose stage is given.
     """
 
@@ -126,7 +131,6 @@ class Partition:
     totals: dict[Task, tuple[Total, ...]]
     partitioner: Partitioner
     external_reads: tuple[Var, ...] = ()
-    concatenated: dict[Var, Var] = field(default_factory=dict)
     input_homes: Mapping[int, int] = field(default_factory=dict)
     _divided: dict[int, "Partition"] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -159,10 +163,6 @@ class Partition:
         as one value.
         """
         return self.step.num_micro_batches if i in self.step.batch and not self.is_whole_step else 1
-
-    def microbatch_value(self, atom: Atom) -> Atom:
-        """Return the microbatch's value of a concatenated output, and any other output itself."""
-        return self.concatenated.get(atom, atom) if isinstance(atom, Var) else atom
 
     @cached_property
     def completed(self) -> dict[Task, tuple[Total, ...]]:
@@ -209,9 +209,8 @@ class Partition:
     def results(self) -> dict[Task, tuple[Var, ...]]:
         """The values that each task computes for other tasks or for the step, without its sums."""
         results: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
-        outputs = map(self.microbatch_value, self.step.jaxpr.outvars)
         used = [var for reads in self.reads.values() for var in reads]
-        used += [atom for atom in outputs if isinstance(atom, Var)]
+        used += [atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var)]
         used += self.external_reads
         for var in used:
             task = self.producers.get(var)

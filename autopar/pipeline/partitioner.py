@@ -17,6 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Literal, Var
 
 from autopar.ir.equation_groups import Unit, units
@@ -104,7 +106,6 @@ class _PartitionBuilder:
         anywhere: numbers of the units that every task computes for itself where it needs them.
         totals: values that each task accumulates.
         total_stage: stage that accumulates each total.
-        concatenated: for each result with a row per example, its value for one microbatch.
     """
 
     def __init__(self, step: StepGraph, rule: LayerStages) -> None:
@@ -125,7 +126,6 @@ class _PartitionBuilder:
         self.anywhere: set[int] = set()
         self.totals: dict[Task, list[Total]] = defaultdict(list)
         self.total_stage: dict[Var, int] = {}
-        self.concatenated: dict[Var, Var] = {}
 
     # -- forward and backward
 
@@ -228,14 +228,10 @@ class _PartitionBuilder:
         if isinstance(atom, Literal):
             self._add_total(Task(0, "F"), Total(atom, Var(total.aval), total, combine))
             return []
-        if combine == "rows":
-            unit = self.producer[atom]
-            if unit.number in self.anywhere:
-                self.anywhere.remove(unit.number)
-                self.task_of[unit.number] = Task(0, "F")
-            self.concatenated[total] = atom
-            return []
         unit = self.producer.get(atom)
+        if combine == "rows":
+            self._join(atom, total)
+            return []
         if unit is None:
             self._add_total(Task(0, "F"), Total(atom, Var(atom.aval), total, combine))
             return []
@@ -253,6 +249,22 @@ class _PartitionBuilder:
         task = self.task_of.get(unit.number, Task(0, "F"))
         self._add_total(task, Total(atom, Var(atom.aval), total, combine))
         return []
+
+    def _join(self, atom: Var, total: Var) -> None:
+        """Put the rows of microbatches together in the task that computes or last reads them."""
+        unit = self.producer.get(atom)
+        if unit is not None:
+            task = self.task_of.get(unit.number, Task(0, "F"))
+        else:
+            tasks = (self.task_of.get(unit.number) for unit in self.body if atom in unit.reads)
+            stages = [task.stage for task in tasks if task is not None and task.phase == "F"]
+            task = Task(max(stages, default=0), "F")
+        index = next((total.index for total in self.totals[task] if total.index is not None), None)
+        if index is None:
+            one = Literal(np.int32(1), ShapedArray((), np.dtype(np.int32)))
+            index = Var(one.aval)
+            self._add_total(task, Total(one, index, Var(one.aval), "sum"))
+        self._add_total(task, Total(atom, Var(total.aval), total, "rows", index))
 
     def _add_total(self, task: Task, total: Total) -> None:
         self.totals[task].append(total)
@@ -338,7 +350,6 @@ class _PartitionBuilder:
             },
             {task: tuple(totals) for task, totals in self.totals.items()},
             self.rule,
-            concatenated=self.concatenated,
             input_homes=self.rule.input_homes,
         )
 

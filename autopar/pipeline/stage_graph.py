@@ -85,7 +85,7 @@ def stage_graph(partition: Partition, stage: int) -> StageGraph:
     sent = _sent(partition, tasks, stage_eqns.eqns)
     consts = dict(zip(whole.jaxpr.constvars, whole.jaxpr.consts, strict=True))
     invars = [*(whole.jaxpr.invars[i] for i in inputs), *received]
-    outvars = [*(partition.microbatch_value(whole.jaxpr.outvars[o]) for o in outputs), *sent]
+    outvars = [*(whole.jaxpr.outvars[o] for o in outputs), *sent]
     position = {i: k for k, i in enumerate(inputs)}
     dims = partition.batch_facts.dims
     step = StepGraph(
@@ -181,6 +181,7 @@ class _StageEquations:
             tuple(tail),
             tuple(marks),
             tuple(total.combine for total in totals),
+            chunks=micro.chunks,
         )
 
     def _add(self, eqns: Iterable[Numbered]) -> list[Numbered]:
@@ -272,7 +273,7 @@ def _sent(partition: Partition, tasks: Sequence[Task], eqns: Sequence[JaxprEqn])
 
 def _outputs(partition: Partition, stage: int, positions: Mapping[Var, int]) -> tuple[int, ...]:
     """Return the whole step's outputs that belong to a stage, in the order of its equations."""
-    values = list(map(partition.microbatch_value, partition.step.jaxpr.outvars))
+    values = partition.step.jaxpr.outvars
     outputs = [o for o, atom in enumerate(values) if _output_stage(partition, atom) == stage]
     return tuple(sorted(outputs, key=lambda o: _position(values[o], positions)))
 

@@ -103,9 +103,7 @@ def state_job(
         program = compile_part(mesh, stored, operands, results)
         calls[Run(number, "S")] = Call(program, operands, results)
         job_inputs += [Input(i, number, array, (array,)) for i, array in enumerate(operands)]
-        job_outputs += [
-            Output(o, number, (array,), array) for o, array in zip(stored, results, strict=True)
-        ]
+        job_outputs += [Output(o, number, array) for o, array in zip(stored, results, strict=True)]
     rows = tuple((Run(number, "S"),) for number in range(len(meshes)))
     program = Program(tuple(mesh.devices for mesh in meshes), rows)
     return Job(

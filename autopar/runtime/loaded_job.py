@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from autopar.devices import Device
 from autopar.lowering.job import Array, Call, Delivery, Input, Job, Output, Place
-from autopar.microbatch.batch_rows import cut_rows, join_rows
+from autopar.microbatch.batch_rows import cut_rows
 from simulator.program import Free, Instruction, Recv, Run, Send
 
 type Values = dict[str, jax.Array]
@@ -135,12 +135,10 @@ class LoadedJob:
         self._used_up = {
             call.operands[at].name for call in job.calls.values() for at in call.donated
         }
-        self._used_up |= {part.name for output in job.outputs for part in output.parts}
+        self._used_up |= {output.value.name for output in job.outputs}
         self._zeros = [self._make_zeros(sums) for sums in job.zeros]
-        self._finish = {
-            output.number: self._finisher(output)
-            for output in job.outputs
-            if output.is_copy or len(output.parts) > 1
+        self._copies = {
+            output.number: self._copier(output) for output in job.outputs if output.is_copy
         }
         self._inputs = [
             (given, self._splitter(given) if len(given.parts) > 1 else None) for given in job.inputs
@@ -249,9 +247,9 @@ class LoadedJob:
 
     def take(self, output: Output, values: Sequence[Values]) -> jax.Array:
         """Return an output after the last instruction."""
-        parts = [values[output.mesh][part.name] for part in output.parts]
-        finish = self._finish.get(output.number)
-        return parts[0] if finish is None else finish(*parts)
+        value = values[output.mesh][output.value.name]
+        copy = self._copies.get(output.number)
+        return value if copy is None else copy(value)
 
     def sharding(self, array: Array) -> NamedSharding:
         """Return the sharding of an array on the devices."""
@@ -295,12 +293,10 @@ class LoadedJob:
                     pass
         return places
 
-    def _finisher(self, output: Output) -> Callable[..., jax.Array]:
-        """Compile the function that copies an output or joins its microbatches."""
-        sharding = self.sharding(output.whole)
-        finish = jnp.copy if output.is_copy else partial(join_rows, self.job.chunks)
-        shardings = (sharding,) * len(output.parts)
-        return jax.jit(finish, in_shardings=shardings, out_shardings=sharding)
+    def _copier(self, output: Output) -> Callable[[jax.Array], jax.Array]:
+        """Compile the function that copies an output."""
+        sharding = self.sharding(output.value)
+        return jax.jit(jnp.copy, in_shardings=sharding, out_shardings=sharding)
 
     def _splitter(self, job_input: Input) -> Callable[[jax.Array], list[jax.Array]]:
         """Compile the function that cuts an input into microbatches."""

@@ -80,7 +80,7 @@ class LocalExecutable(Executable):
         self._outputs = self._output_sources()
         self.in_shardings = jax.tree.unflatten(self.step.in_tree, self.homes)
         out_shardings = [
-            self.job.sharding(output.whole) if isinstance(output, Output) else self._replicated
+            self.job.sharding(output.value) if isinstance(output, Output) else self._replicated
             for output in self._outputs
         ]
         self.out_shardings = jax.tree.unflatten(self.step.out_tree, out_shardings)

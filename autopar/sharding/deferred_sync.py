@@ -25,9 +25,10 @@ type Axes = tuple[str, ...]
 def candidates(step: StepGraph, mesh: LogicalMesh, data_parallel: bool) -> Iterator[Axes]:
     """Yield the sets of axes that may be deferred: those that divide a microbatch evenly.
 
+    Several microbatches save synchronisations; with one there is nothing to defer.
     For pure data parallelism only the set of all axes counts.
     """
-    if step.microbatching is None:
+    if step.num_micro_batches == 1:
         return
     axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
     rows = [aval_of(step.jaxpr.invars[i]).shape[0] for i in step.batch]

@@ -604,9 +604,11 @@ class _Builder:
             if placement is None or not isinstance(atom, Var):
                 continue
             maker = self.made_by.get(atom)
-            passes = 2 if maker is not None and maker.primitive is convert_element_type_p else 3
+            converted = maker is not None and maker.primitive is convert_element_type_p
+            joined = aval_of(atom).shape != aval_of(var).shape  # written, not added
+            passes = 2 if converted or joined else 3
             shapes = each_once(
-                partial(local_shape, aval_of(var).shape, mesh=self.mesh), placement.specs
+                partial(local_shape, aval_of(atom).shape, mesh=self.mesh), placement.specs
             )
             sizes = [passes * array_bytes(shape, aval_of(var).dtype) for shape in shapes]
             seconds = self.step.num_micro_batches * np.array(
@@ -629,7 +631,7 @@ class _Builder:
         for k, (atom, var, placement) in enumerate(
             zip(eqn.invars, eqn.outvars, placed, strict=True)
         ):
-            if placement is not None and combine[var] != "same":
+            if placement is not None and combine[var] not in ("same", "rows"):
                 shape, width = self._results(eqn)[k]
                 ways = synchronisations(
                     shape, width, placement.specs, self._may_scatter(), self.mesh, self.deferred

@@ -187,6 +187,9 @@ def _lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list
     for number, eqn in step.microbatching.marks if step.microbatching else ():
         # A sum over microbatches is live during their loop; its addends are added in place.
         for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
+            if aval_of(atom).shape != aval_of(var).shape:  # rows are written into the total
+                alive[var] = 0, alive.pop(var, (number, number))[1]
+                continue
             if isinstance(atom, Var) and atom not in step.jaxpr.invars:
                 lives.append((atom, 0, number))
                 while isinstance(share := shown_by.get(atom), Var):

@@ -18,11 +18,10 @@ from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import MicrobatchError, Microbatching, RandomBits, StepGraph
 from autopar.layering.layers import Assignments, LayerOption, layered, layering
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
-from autopar.microbatch.created_rows import ROWS_OF
-from autopar.microbatch.gradients import mark_results, marking, tracing_whole_arrays
+from autopar.microbatch.gradients import tracing_whole_arrays
 from autopar.microbatch.row_lookups import with_own_rows
 from autopar.microbatch.row_positions import POSITIONS, add_positions, without_unread_positions
-from autopar.microbatch.splitting import check_computation, split
+from autopar.microbatch.splitting import split, split_once
 from autopar.primitives.shard_map import SHARD_MAP
 
 
@@ -67,7 +66,6 @@ def trace(
         if layers is not None and not hasattr(fun, "layer_option"):
             weight_argnums = [i for i in range(len(args)) if i not in batch_argnums]
             fun = layered(fun, layers, weight_argnums)
-        fun = mark_results(fun)
         layers = None
     tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, rng)
     return tracer.graph(num_micro_batches)
@@ -155,12 +153,12 @@ class _StepTracer:
         self.graph = cache(self._graph)
         self._traced = cache(self._trace)
 
-    def _trace(self, scale: Fraction, marked: bool, whole_arrays: bool) -> _Trace:
+    def _trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> _Trace:
         """Return the step for a batch that is larger by `scale`.
 
         Args:
             scale: The factor.
-            marked: Whether values that microbatches accumulate are marked.
+            in_microbatches: Whether the step runs in microbatches.
             whole_arrays: Whether functions that run on shards are traced for whole arrays.
         """
         scaled = [
@@ -169,14 +167,14 @@ class _StepTracer:
         ]
         whole = tracing_whole_arrays() if whole_arrays else nullcontext()
         with layering(self.layers, self._assignments), whole:
-            jaxpr, out_keys, out_tree = _flat_jaxpr(self.fun, self.in_tree, scaled, marked)
+            jaxpr, out_keys, out_tree = _flat_jaxpr(self.fun, self.in_tree, scaled)
         in_pieces = [var for i, var in enumerate(jaxpr.invars) if i not in self.batch]
         seeds = stack_seeds(jaxpr)
         cut = cut_stacks(jaxpr, seeds, in_pieces=in_pieces, out_pieces=jaxpr.outvars)
         arguments = CutTree(self.in_tree, tuple(map(_text, self.in_keys)), cut.inputs)
         batch = arguments.numbers_of_pieces(self.batch)
         return _Trace(
-            with_own_rows(cut.jaxpr, batch) if marked else cut.jaxpr,
+            with_own_rows(cut.jaxpr, batch) if in_microbatches else cut.jaxpr,
             arguments,
             CutTree(out_tree, tuple(map(_text, out_keys)), cut.outputs),
             _piece_keys(self.in_keys, cut.inputs),
@@ -216,7 +214,7 @@ class _StepTracer:
         out_paths = traced.result.piece_paths
         microbatching = None
         if self.marked or count > 1:
-            jaxpr, microbatching = self._split(traced, count, out_paths)
+            jaxpr, microbatching = self._split(traced, count)
         num_inputs = len(traced.in_keys)
         has_positions = len(jaxpr.invars) > num_inputs
         return StepGraph(
@@ -235,9 +233,7 @@ class _StepTracer:
             retrace=self.graph,
         )
 
-    def _split(
-        self, traced: _Trace, count: int, out_paths: tuple[str, ...]
-    ) -> tuple[Jaxpr, Microbatching]:
+    def _split(self, traced: _Trace, count: int) -> tuple[Jaxpr, Microbatching]:
         """Return the step as it runs in microbatches; `traced` is the step for one of them.
 
         Values of a microbatch with a single example, or a single run of examples, may have dims of
@@ -245,80 +241,57 @@ class _StepTracer:
         batch twice as large.
         """
         if any(self.avals[i].shape[0] == count for i in self.batch):
-            return self._split_like(2, traced, count, out_paths)
+            return self._split_like(2, traced, count)
         try:
-            return self._split_like(1, traced, count, out_paths)
+            return self._split_like(1, traced, count)
         except MicrobatchError as refused:
             try:
-                return self._split_like(2, traced, count, out_paths)
+                return self._split_like(2, traced, count)
             except (MicrobatchError, TypeError, ValueError):
                 raise refused from None
 
-    def _split_like(
-        self, scale: int, traced: _Trace, count: int, out_paths: tuple[str, ...]
-    ) -> tuple[Jaxpr, Microbatching]:
+    def _split_like(self, scale: int, traced: _Trace, count: int) -> tuple[Jaxpr, Microbatching]:
         """Return the step, split like the step for a batch that is larger by `scale`."""
         micro = traced.jaxpr
         batch = traced.batch
         on_shards = any(eqn.primitive.name == SHARD_MAP for eqn in micro.eqns)
-        complete = self._traced(Fraction(1), True, False).jaxpr
+        if count == 1:
+            return split_once(micro, batch, self.forward)
+        whole = self._traced(Fraction(1), True, False).jaxpr
+        part = self._traced(Fraction(1, count), True, on_shards).jaxpr
         small = self._traced(Fraction(scale, count), True, on_shards).jaxpr
         large = self._traced(Fraction(scale), True, on_shards).jaxpr
-        if count > 1:
-            part = self._traced(Fraction(1, count), True, on_shards).jaxpr
-            check_computation(part, small, batch)
-        pairs = [(micro, complete)]
-        if count == 1:
-            pairs = self._whole_batches(micro)
-        elif small is not micro:
-            pairs.append((small, large))
+        part_of = self._traced(Fraction(1), True, on_shards).jaxpr
+        pairs = [(micro, whole), (part, part_of), (small, large)]
         numbered = add_positions(pairs, batch, count, self.rng == "fold_in")
         positions = None
         if numbered is not None:
-            (micro, complete), (small, large) = numbered[0], numbered[-1]
+            (micro, whole), (part, _), (small, large) = numbered
             positions = len(traced.in_keys)
             batch |= {positions}
         jaxpr, microbatching = split(
             micro,
-            complete,
+            whole,
             (small, large),
             batch,
             count,
-            out_paths,
-            rows=self.forward,
+            part,
+            gradient_free=self.forward or not self.marked,
             stages=self.marked,
             positions=positions,
         )
         return without_unread_positions(jaxpr, positions), microbatching
 
-    def _whole_batches(self, complete: Jaxpr) -> list[tuple[Jaxpr, Jaxpr]]:
-        """Return the step in one microbatch beside the step for a batch twice as large.
-
-        They show which arrays that the step creates have a row per example. Devices that accumulate
-        locally divide even a single microbatch.
-        """
-        if not _creates_arrays(complete):
-            return [(complete, complete)]
-        try:
-            return [(complete, self._traced(Fraction(2), True, False).jaxpr)]
-        except (TypeError, ValueError):  # the step knows the size of its batch
-            return [(complete, complete)]
-
-
-def _creates_arrays(jaxpr: Jaxpr) -> bool:
-    return any(eqn.primitive in ROWS_OF for eqn in jaxpr.eqns)
-
 
 def _flat_jaxpr(
-    fun: Callable[..., Any], in_tree: Any, avals: list[Any], marked: bool
+    fun: Callable[..., Any], in_tree: Any, avals: list[Any]
 ) -> tuple[Jaxpr, list[Any], Any]:
     """Return the flat jaxpr of `fun`, the key paths of its outputs, and their tree."""
     try:
-        with marking() if marked else nullcontext():
-            # JAX caches traces by function. A new function keeps marked and unmarked ones apart.
-            jaxpr, result = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(
-                *jax.tree.unflatten(in_tree, avals)
-            )
+        # JAX caches traces by function. A new function keeps traces with other layers apart.
+        jaxpr, result = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(
+            *jax.tree.unflatten(in_tree, avals)
+        )
     except jax.errors.JAXTypeError as error:
         raise TraceError(
             f"{_name(fun)} can't be traced: {str(error).splitlines()[0]}\n"

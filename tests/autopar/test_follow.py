@@ -155,11 +155,16 @@ def test_only_parallelized_steps_that_were_compiled_can_be_followed() -> None:
         )
 
 
-def test_rows_that_are_not_in_the_first_dim_are_refused() -> None:
+def test_rows_may_be_in_any_dim() -> None:
     def turned(params: Any, batch: dict[str, Any]) -> jax.Array:
         return evaluate(params, batch)["out"].T
 
     step = autopar.parallelize(train_step, method=METHODS["pipeline"], donate_argnums=())
     state = step(create_state(), batch(8))
-    with pytest.raises(autopar.MicrobatchError, match="first dim"):
-        autopar.parallelize(turned, method=FollowParallel(step, 2))(state.params, batch(8))
+    following = autopar.parallelize(turned, method=FollowParallel(step, 2))
+    assert_allclose(
+        following(state.params, batch(8)),
+        turned(jax.device_get(state.params), batch(8)),
+        rtol=1e-5,
+        atol=1e-6,
+    )

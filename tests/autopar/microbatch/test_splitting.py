@@ -251,7 +251,7 @@ def test_a_single_example_per_microbatch_is_told_to_be_the_reason():
         autopar.MicrobatchError, match="has a single example: fewer microbatches may do"
     ):
         trace(
-            step_of(REPAIRED["masked mean beside a mean"]),
+            step_of(REPAIRED["normalised weights"]),
             (PARAMS, BATCH),
             (1,),
             num_micro_batches=8,
@@ -390,7 +390,7 @@ def test_the_size_of_the_batch_is_that_of_the_whole_batch_outside_of_the_loss(me
 
 @over_methods
 def test_what_rounds_to_integers_is_rounded_once(method):
-    """Quotients of the microbatches' integers do not sum to the batch's; a pipeline refuses."""
+    """Quotients of the microbatches' integers do not sum to the batch's."""
 
     def step(params, batch):
         def loss(p):
@@ -401,11 +401,7 @@ def test_what_rounds_to_integers_is_rounded_once(method):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value, seventh
 
     trained = autopar.parallelize(step, method=method)
-    if isinstance(method, autopar.PipeshardParallel):
-        with pytest.raises(autopar.MicrobatchError, match=r"div .* is not linear in the size"):
-            trained(DEEP, BATCH)
-    else:
-        assert_allclose(trained(DEEP, BATCH), jax.jit(step)(DEEP, BATCH), rtol=1e-5, atol=1e-5)
+    assert_allclose(trained(DEEP, BATCH), jax.jit(step)(DEEP, BATCH), rtol=1e-5, atol=1e-5)
 
 
 @over_methods
@@ -550,22 +546,14 @@ def test_outside_parallelize_they_are_jaxs_own():
     assert_allclose(jax.jit(autopar.grad(mean_loss))(PARAMS, BATCH), gradients)
 
 
-def test_a_step_without_autopar_grad_is_refused():
-    with pytest.raises(autopar.MicrobatchError, match=r"autopar\.grad"):
-        trace(lambda p, b: jax.grad(mean_loss)(p, b), (PARAMS, BATCH), (1,), num_micro_batches=2)
+def test_a_pipeline_of_a_step_without_gradient_is_refused():
+    with pytest.raises(autopar.MicrobatchError, match="the step takes no gradient"):
+        trace(mean_loss, (PARAMS, BATCH), (1,), num_micro_batches=2, marked=True)
 
 
 def test_a_batch_that_cannot_be_cut_is_refused():
     with pytest.raises(autopar.MicrobatchError, match=r"1/mask has shape \(8,\).* 3 microbatches"):
         trace(step_of(mean_loss), (PARAMS, BATCH), (1,), num_micro_batches=3)
-
-
-def test_an_output_computed_beside_the_gradient_is_refused_by_name():
-    def step(params, batch):
-        return autopar.grad(lambda p: mean_loss(p, batch))(params), {"largest": batch["x"].max()}
-
-    with pytest.raises(autopar.MicrobatchError, match="1/largest depends on the batch outside"):
-        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
 
 
 @pytest.mark.parametrize(
@@ -584,16 +572,6 @@ def test_steps_that_compute_otherwise_for_a_microbatch_are_refused(count, words)
 
     with pytest.raises(autopar.MicrobatchError, match=words):
         trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=count)
-
-
-def test_rows_per_example_are_refused():
-    def step(params, batch):
-        return autopar.grad(lambda p: (mean_loss(p, batch), per_example(p, batch)), has_aux=True)(
-            params
-        )
-
-    with pytest.raises(autopar.MicrobatchError, match="one row per example"):
-        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
 
 
 def test_loops_over_layers_and_time_keep_what_they_carry():

@@ -93,7 +93,7 @@ def test_values_are_stored_before_they_are_read_and_all_but_inputs_and_outputs_a
                 stored[mesh] -= set(values)
     outputs = {
         names.of(part, k)
-        for part in map(partition.microbatch_value, step_plan.step.jaxpr.outvars)
+        for part in step_plan.step.jaxpr.outvars
         if part in partition.producers
         for k in numbers
     }

@@ -1,0 +1,296 @@
+"""The boundary of the body: the values that are accumulated over microbatches.
+
+The *body* of a step runs for each microbatch, its *tail* runs once. The body has the backward pass,
+which JAX names `transpose(...)`, and everything that the backward pass depends on. Of the other
+equations that depend on the batch, such as those of a loss or of metrics, it has those that keep a
+row per example and those that first sum over the examples: `argmax(logits) == labels` and its sum
+are in the body, the division by the number of examples is in the tail. Values of the body that the
+tail reads, or that the step returns, are accumulated. Rows are joined only if something in the tail
+needs the rows themselves.
+"""
+
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from autopar.ir.equation_groups import Unit, dependents, units
+from autopar.ir.evaluate import Numbered
+from autopar.ir.graph import Atom, needed
+from autopar.ir.step_graph import MicrobatchError
+from autopar.microbatch.batch_scaling import BatchScalings
+from autopar.microbatch.batch_scaling_rules import BatchScaling
+from autopar.microbatch.created_rows import created_by, folds_position
+from autopar.microbatch.gradients import accumulate_p
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The boundary between the body and the tail of a jaxpr.
+
+    Attributes:
+        values: the values of the body that the tail reads or that are outputs.
+        tail: the values that the tail computes and that depend on the batch.
+        effects: for each equation with an effect and no result, whether it is in the body.
+    """
+
+    values: tuple[Var, ...]
+    tail: frozenset[Var]
+    effects: tuple[bool, ...]
+
+
+def has_gradient(jaxpr: Jaxpr) -> bool:
+    """Return whether a flat jaxpr has a backward pass."""
+    return any(map(_is_backward, jaxpr.eqns))
+
+
+def find_boundary(jaxpr: Jaxpr, batch: Collection[int], scalings: BatchScalings | None) -> Boundary:
+    """Return the boundary of a step.
+
+    Args:
+        jaxpr: a flat jaxpr.
+        batch: inputs whose first dim is the batch, without the positions of the examples.
+        scalings: the batch scalings of its values; None if there is one microbatch. The body then
+            ends at the results of the backward pass.
+    """
+    inputs = [jaxpr.invars[i] for i in batch]
+    groups = units(enumerate(jaxpr.eqns))
+    depending = _depending(jaxpr, batch)
+    rules = _BodyRules(groups, depending, scalings)
+    body = _required(groups, rules)
+    made = set(inputs) if scalings else set()
+    tail: set[Var] = set()
+    effects: list[bool] = []
+    values: dict[Var, None] = {}
+    for unit in groups:
+        read = [var for var in unit.reads if var in depending]
+        in_body = unit.number in body or (
+            tail.isdisjoint(read) and (not unit.makes or rules.allows(unit, read))
+        )
+        if not unit.makes:
+            effects.append(in_body and bool(read))
+        elif not read:
+            continue
+        elif in_body:
+            made.update(unit.makes)
+        else:
+            tail.update(unit.makes)
+        if not in_body:
+            values.update((var, None) for var in read if var in made)
+    values.update((var, None) for var in jaxpr.outvars if isinstance(var, Var) and var in made)
+    return Boundary(tuple(values), frozenset(tail), tuple(effects))
+
+
+def _depending(jaxpr: Jaxpr, batch: Collection[int]) -> set[Var]:
+    """Return the values that differ between microbatches.
+
+    Rows that follow from the positions of the examples alone can be computed for the whole batch.
+    """
+    other_bits = [var for eqn in jaxpr.eqns if folds_position(eqn) for var in eqn.outvars]
+    return dependents(enumerate(jaxpr.eqns), (*(jaxpr.invars[i] for i in batch), *other_bits))
+
+
+class _BodyRules:
+    """What belongs to the body.
+
+    Attributes:
+        depending: values that depend on the batch.
+        scalings: the batch scalings; None for one microbatch.
+        gradients: values that depend on a backward pass.
+    """
+
+    def __init__(
+        self, groups: Sequence[Unit], depending: Set[Var], scalings: BatchScalings | None
+    ) -> None:
+        self.depending = depending
+        self.scalings = scalings
+        results = (var for unit in groups if is_backward(unit) for var in unit.makes)
+        eqns = (numbered for unit in groups for numbered in unit.eqns)
+        self.gradients = dependents(eqns, results)
+
+    def requires(self, unit: Unit) -> bool:
+        """Return whether a unit is in the body, with all that it depends on.
+
+        The backward pass is. What follows from accumulated values alone, such as the derivative of
+        a regularizer of updated parameters, runs once.
+        """
+        if not is_backward(unit) or self.depending.isdisjoint(unit.makes):
+            return False
+        if self.scalings is None:
+            return True
+        kinds = [self.scalings.kinds[var] for var in (*unit.reads, *unit.makes)]
+        with_rows = any(isinstance(kind, BatchScaling) and kind.form == "rows" for kind in kinds)
+        return with_rows or all(isinstance(kind, BatchScaling) for kind in kinds)
+
+    def allows(self, unit: Unit, read: Sequence[Var]) -> bool:
+        """Return whether a unit outside of the backward pass may be in the body.
+
+        Args:
+            unit: the unit.
+            read: the values that it reads and that depend on the batch.
+        """
+        if self.scalings is None:
+            return self.gradients.isdisjoint(read)
+        operands = [self.scalings.kinds[var] for var in read]
+        results = [self.scalings.kinds[var] for var in unit.makes]
+        return all(
+            isinstance(kind, BatchScaling) and kind.form in ("rows", "same") for kind in operands
+        ) and all(
+            isinstance(kind, BatchScaling)
+            and kind.form != "function"
+            and (kind.form != "linear" or kind.power in (None, 0, 1))
+            for kind in results
+        )
+
+
+def _required(groups: Sequence[Unit], rules: _BodyRules) -> set[int]:
+    """Return the numbers of the units that are required in the body or that one of them needs."""
+    required: set[int] = set()
+    read: set[Var] = set()
+    for unit in reversed(groups):
+        if rules.requires(unit) or not read.isdisjoint(unit.makes):
+            required.add(unit.number)
+            read.update(unit.reads)
+    return required
+
+
+def before_update(jaxpr: Jaxpr, batch: Collection[int]) -> set[int]:
+    """Return the numbers of the equations that may be in the body: not those of the update."""
+    groups = units(enumerate(jaxpr.eqns))
+    depending = _depending(jaxpr, batch)
+    rules = _BodyRules(groups, depending, None)
+    required = _required(groups, rules)
+    return {
+        number
+        for unit in groups
+        if unit.number in required or rules.gradients.isdisjoint(unit.makes)
+        for number, _ in unit.eqns
+    }
+
+
+def is_backward(unit: Unit) -> bool:
+    """Return whether a unit has equations of a backward pass."""
+    return any(_is_backward(eqn) for _, eqn in unit.eqns)
+
+
+def _is_backward(eqn: JaxprEqn) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def same_boundary(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> Boundary:
+    """Return the boundary of another trace of the same step.
+
+    Traces with the same primitives correspond equation by equation. In others, such as those of a
+    microbatch with a single example, the tails correspond: they are compared from the outputs to
+    the boundary.
+
+    Args:
+        jaxpr: a flat jaxpr.
+        boundary: its boundary.
+        other: a trace for another batch size.
+
+    Raises:
+        MicrobatchError: the tail is computed otherwise.
+    """
+    if list(map(created_by, jaxpr.eqns)) == list(map(created_by, other.eqns)):
+        twin = dict(zip(_variables(jaxpr), _variables(other), strict=True))
+    else:
+        twin = _twins(jaxpr, boundary, other)
+    values = tuple(twin[var] for var in boundary.values if var in twin)
+    if len(set(values)) < len(boundary.values):
+        raise _other_tail()
+    tail = frozenset(twin[var] for var in boundary.tail if var in twin)
+    return Boundary(values, tail, boundary.effects)
+
+
+def _variables(jaxpr: Jaxpr) -> list[Var]:
+    return [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+
+
+def _twins(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> dict[Var, Var]:
+    """Return the values of `other` that correspond to those of the tail and of the boundary."""
+    ours, theirs = _makers(jaxpr), _makers(other)
+    twin: dict[Var, Var] = {}
+    pending: list[tuple[Atom, Atom]] = list(zip(jaxpr.outvars, other.outvars, strict=True))
+    acts = [
+        [eqn for eqn in trace.eqns if eqn.effects and not eqn.outvars] for trace in (jaxpr, other)
+    ]
+    if len(acts[0]) != len(acts[1]):
+        raise _other_tail()
+    for mine, their, in_body in zip(*acts, boundary.effects, strict=True):
+        if not in_body:
+            pending += zip(mine.invars, their.invars, strict=True)
+    ends = set(boundary.values)
+    compared = boundary.tail.union(ends)
+    while pending:
+        mine, their = pending.pop()
+        if not isinstance(mine, Var) or mine not in compared or mine in twin:
+            continue
+        if not isinstance(their, Var):
+            raise _other_tail()
+        twin[mine] = their
+        if mine in ends:
+            continue
+        (maker, r), (their_maker, their_r) = ours[mine], theirs.get(their, (None, 0))
+        if their_maker is None or (maker.primitive, r, len(maker.invars)) != (
+            their_maker.primitive,
+            their_r,
+            len(their_maker.invars),
+        ):
+            raise _other_tail()
+        pending += zip(maker.invars, their_maker.invars, strict=True)
+    return twin
+
+
+def _makers(jaxpr: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:
+    """Return the equation that computes each value, and the value's place among its results."""
+    return {var: (eqn, r) for eqn in jaxpr.eqns for r, var in enumerate(eqn.outvars)}
+
+
+def _other_tail() -> MicrobatchError:
+    return MicrobatchError(
+        "what the step computes after the gradient is computed otherwise when a microbatch has a"
+        " single example; use fewer microbatches"
+    )
+
+
+def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:
+    """Return `jaxpr` with one `accumulate` equation for the values of its boundary.
+
+    The equations that these depend on come before it, all others after it.
+    """
+    if not boundary.values:
+        return jaxpr
+    numbered = list(enumerate(jaxpr.eqns))
+    acts = [number for number, eqn in numbered if eqn.effects and not eqn.outvars]
+    once = {n for n, in_body in zip(acts, boundary.effects, strict=True) if not in_body}
+    body = needed([each for each in numbered if each[0] not in once], boundary.values)
+    front = _with_whole_units(numbered, {number for number, _ in body})
+    totals = {var: Var(var.aval) for var in boundary.values}
+    sample = next((eqn for _, eqn in body), jaxpr.eqns[0] if jaxpr.eqns else None)
+    assert sample is not None, "a step that only returns its inputs has no boundary"
+    mark = sample.replace(
+        primitive=accumulate_p,
+        invars=list(totals),
+        outvars=list(totals.values()),
+        params={},
+        effects=frozenset(),
+    )
+
+    def renamed(atoms: Sequence[Atom]) -> list[Atom]:
+        return [totals.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
+
+    rest = [
+        eqn.replace(invars=renamed(eqn.invars)) for number, eqn in numbered if number not in front
+    ]
+    eqns = [*(jaxpr.eqns[number] for number in sorted(front)), mark, *rest]
+    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars))
+
+
+def _with_whole_units(numbered: Sequence[Numbered], chosen: set[int]) -> set[int]:
+    return {
+        number
+        for unit in units(numbered)
+        if any(number in chosen for number, _ in unit.eqns)
+        for number, _ in unit.eqns
+    }
