@@ -241,6 +241,24 @@ def deep_step(*changes: Change) -> Callable[..., Any]:
     return step
 
 
+@pytest.mark.parametrize("remat", slow(False, True))
+def test_dropout_in_layers_of_a_scan_that_stages_share_equals_one_device(remat):
+    def step(params, batch, key):
+        def layer(hidden, scanned):
+            weights, key = scanned
+            return dropout(key, jnp.tanh(hidden @ weights)), None
+
+        def loss(weights):
+            body = jax.checkpoint(layer) if remat else layer
+            hidden, _ = lax.scan(body, batch["x"], (weights, jax.random.split(key, 4)))
+            return (hidden**2).mean()
+
+        return autopar.value_and_grad(loss)(params)
+
+    weights = RNG.standard_normal((4, 6, 6)).astype(np.float32)
+    assert_equals_one_device(step, METHODS["pipeline"], (weights, BATCH, KEY))
+
+
 @pytest.mark.slow
 def test_dropout_of_linen_equals_one_device_with_remat_layers():
     model = nn.Sequential(
