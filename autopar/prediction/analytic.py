@@ -173,8 +173,11 @@ class _StageModel:
         kernel = self._kernel(equation)
         if (compute or kernel.flops) and not accumulates:
             count = self._step.num_micro_batches if number in self._in_microbatches else 1
-            flops = kernel.flops * self._times[number] * count / runs
-            yield replace(kernel, name=name, flops=flops, seconds=compute, phase=phase)
+            times = self._times[number] * count / runs  # one kernel stands for all iterations
+            flops, num_bytes = kernel.flops * times, kernel.bytes * times
+            yield replace(
+                kernel, name=name, flops=flops, bytes=num_bytes, seconds=compute, phase=phase
+            )
         if communication:
             synchronised = equation.synchronised(0) if accumulates else {}
             completions = equation.completions or tuple(

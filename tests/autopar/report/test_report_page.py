@@ -159,6 +159,20 @@ def test_the_kernels_of_a_whole_step_are_its_computation(reports):
     assert few["kernels"] == rows["kernels"][:2]
 
 
+def test_the_bytes_of_kernels_count_every_microbatch_as_their_flops_do():
+    def intensities(micro_batches: int) -> set[float]:
+        method = autopar.DataParallel(num_micro_batches=micro_batches)
+        plan = autopar.plan_step(step, ARGS, method=method, cluster="dgx_h100", mesh_shape=(1,))
+        report = plan_report("p", plan, step, ARGS, "dgx_h100", fidelity="analytic")
+        assert report.program is not None
+        rows = kernel_rows(report.program, load_cluster("dgx_h100"))["kernels"]
+        return {row["flops"] / row["bytes"] for row in rows if row["kind"] == "gemm"}
+
+    rows = 16  # of a microbatch
+    product = 2 * rows * 64 * 128 / (4 * (rows * 64 + 64 * 128 + rows * 128))
+    assert any(intensity == pytest.approx(product) for intensity in intensities(2))
+
+
 def test_collectives_of_the_shardings_are_those_of_the_plan(reports):
     plan = reports["shard"].plan
     planned = planned_step(step, ARGS, plan)
