@@ -69,7 +69,7 @@ def test_a_forward_pass_does_not_donate_activations() -> None:
 
 
 def test_inference_donates_the_activations_of_every_stage() -> None:
-    """The first stage reads an input, which is not donated."""
+    """The first stage reads an input, the last one writes into the rows of all microbatches."""
     method = pipeline(pipeline_schedule="inference", layer_option=autopar.ManualLayerOption())
     executable = autopar.parallelize(stack, method=method).get_executable(
         stack_params(), stack_batch()["x"]
@@ -79,7 +79,7 @@ def test_inference_donates_the_activations_of_every_stage() -> None:
         0,
         ACTIVATION,
         ACTIVATION,
-        ACTIVATION,
+        4 * ACTIVATION + 4,  # four microbatches, and their counter
     ]
 
 
