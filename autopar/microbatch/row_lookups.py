@@ -104,7 +104,8 @@ class _Lookups:
             return eqn.params["dimension"] if fits else None
         if eqn.primitive is select_n_p:  # the index of an element from the end, if it is negative
             condition, index = eqn.invars[:2]
-            return self._dim(index) if condition in self.negative else None
+            negative = isinstance(condition, Var) and condition in self.negative
+            return self._dim(index) if negative else None
         dim = self._dim(eqn.invars[0]) if eqn.invars else None
         if dim is None:
             return None

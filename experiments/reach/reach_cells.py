@@ -246,11 +246,12 @@ _AUTOPAR = str(Path(inspect.getfile(autopar)).parent)
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an error is one of autopar's own: by its class, or raised in its code."""
+    """Return whether an error is autopar's own: by its class, or by a `raise` in its code."""
     if isinstance(error, _REFUSALS):
         return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, TypeError | ValueError) and frames[-1].filename.startswith(_AUTOPAR)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    raised = (last.line or "").startswith("raise") and last.filename.startswith(_AUTOPAR)
+    return raised and isinstance(error, TypeError | ValueError)
 
 
 def _ours(warning: warnings.WarningMessage) -> bool:

@@ -41,6 +41,7 @@ def _pipeline(schedule: str, submeshes: int) -> autopar.PipeshardParallel:
 
 METHODS: Mapping[str, autopar.PlanningMethod] = MappingProxyType({
     "shard_2x4": autopar.ShardParallel((2, 4)),
+    "shard_2x4_micro_4": autopar.ShardParallel((2, 4), num_micro_batches=4),
     "zero3_8": autopar.Zero3Parallel((8,)),
     **{
         f"{schedule}_{submeshes}": _pipeline(schedule, submeshes)

@@ -568,3 +568,13 @@ def test_batch_inputs_with_several_rows_per_example_have_positions_of_their_own(
     batch = BATCH | {"views": RNG.standard_normal((2 * ROWS, 6)).astype(np.float32)}
     for method in METHODS.values():
         assert_equals_one_device(step, method, (PARAMS, batch, KEY))
+
+
+def test_a_choice_of_integers_by_a_constant_condition_is_traced_in_microbatches() -> None:
+    def step(w, x):
+        choice = jax.lax.select_n(np.bool_(True), jnp.int32(1), jnp.int32(2))
+        return autopar.grad(lambda w: jnp.mean((x * w) ** 2) * choice)(w)
+
+    args = jnp.ones(4), jnp.arange(32.0).reshape(8, 4)
+    parallel = autopar.parallelize(step, method=autopar.ShardParallel((8,), 4))
+    np.testing.assert_allclose(parallel(*args), step(*args), rtol=1e-5)
