@@ -27,6 +27,9 @@ from simulator.memory import apportion
 
 VERSION = 3
 
+MAX_DEVICES = 2**17
+"""Number of devices that a plan may address; a damaged number would make clusters of its size."""
+
 OperatorKind = Literal["column", "row", "vocab", "expert", "sequence"]
 """The part of an operator that a mesh axis splits, seen from a parameter: see `AxisUse`."""
 
@@ -140,6 +143,10 @@ class Stage(_Model):
         if len(self.mesh_shape) != len(self.axis_names) or min(self.mesh_shape, default=1) < 1:
             raise ValueError(
                 f"mesh_shape {brief(self.mesh_shape)} with axis_names {brief(self.axis_names)}"
+            )
+        if not all(0 <= device < MAX_DEVICES for device in self.devices):
+            raise ValueError(
+                f"devices {brief(self.devices)}; expected numbers from 0 to {MAX_DEVICES - 1:,}"
             )
         if len(set(self.devices)) != prod(self.mesh_shape) or len(self.devices) != prod(
             self.mesh_shape
