@@ -341,9 +341,19 @@ def automatic_remat(
 
 def layer_of(eqn: JaxprEqn) -> tuple[int, bool] | None:
     """Return the layer of an equation, if any, and whether it is in the backward pass."""
-    name_stack = str(eqn.source_info.name_stack)
-    match = _LAYER.search(name_stack)
-    return (int(match[1]), "transpose(" in name_stack) if match else None
+    match = _LAYER.search(str(eqn.source_info.name_stack))
+    return (int(match[1]), is_backward(eqn)) if match else None
+
+
+def in_layer(eqn: JaxprEqn, layer: int) -> JaxprEqn:
+    """Return an equation without a layer as one of that layer."""
+    scopes = eqn.source_info.name_stack.extend(f"{_SCOPE}{layer}")
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=scopes))
+
+
+def is_backward(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is in a backward pass."""
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def _inline_jits(jaxpr: Jaxpr) -> Jaxpr:

@@ -18,6 +18,7 @@ from autopar.ir.equation_groups import Unit, dependents, units
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, needed
 from autopar.ir.step_graph import MicrobatchError
+from autopar.layering.layers import is_backward
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.created_rows import created_by, folds_position
@@ -41,7 +42,7 @@ class Boundary:
 
 def has_gradient(jaxpr: Jaxpr) -> bool:
     """Return whether a flat jaxpr has a backward pass."""
-    return any(map(_is_backward, jaxpr.eqns))
+    return any(map(is_backward, jaxpr.eqns))
 
 
 def find_boundary(jaxpr: Jaxpr, batch: Collection[int], scalings: BatchScalings | None) -> Boundary:
@@ -104,7 +105,7 @@ class _BodyRules:
     ) -> None:
         self.depending = depending
         self.scalings = scalings
-        results = (var for unit in groups if is_backward(unit) for var in unit.makes)
+        results = (var for unit in groups if has_backward(unit) for var in unit.makes)
         eqns = (numbered for unit in groups for numbered in unit.eqns)
         self.gradients = dependents(eqns, results)
 
@@ -114,7 +115,7 @@ class _BodyRules:
         The backward pass is. What follows from accumulated values alone, such as the derivative of
         a regularizer of updated parameters, runs once.
         """
-        if not is_backward(unit) or self.depending.isdisjoint(unit.makes):
+        if not has_backward(unit) or self.depending.isdisjoint(unit.makes):
             return False
         if self.scalings is None:
             return True
@@ -168,13 +169,9 @@ def before_update(jaxpr: Jaxpr, batch: Collection[int]) -> set[int]:
     }
 
 
-def is_backward(unit: Unit) -> bool:
+def has_backward(unit: Unit) -> bool:
     """Return whether a unit has equations of a backward pass."""
-    return any(_is_backward(eqn) for _, eqn in unit.eqns)
-
-
-def _is_backward(eqn: JaxprEqn) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return any(is_backward(eqn) for _, eqn in unit.eqns)
 
 
 def same_boundary(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> Boundary:

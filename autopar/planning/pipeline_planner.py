@@ -118,9 +118,9 @@ class PipelinePlanner:
         self.num_layers = num_layers(step.jaxpr)
         if self.num_layers == 0:
             raise StageError(
-                "the step has no layers: decorate the loss function with"
-                " autopar.manual_layer_construction or autopar.automatic_layer_construction, or"
-                " give the method a layer_option, and differentiate with autopar.grad"
+                "the step has no layers: give the method a layer_option, such as"
+                " autopar.AutoLayerOption(layer_num=8), or decorate the loss function with"
+                " autopar.manual_layer_construction or autopar.automatic_layer_construction"
             )
         check_patterns(options.pins, step)
         self._ranges: dict[bool, LayerRanges] = {}

@@ -16,7 +16,15 @@ from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import MicrobatchError, Microbatching, RandomBits, StepGraph
-from autopar.layering.layers import Assignments, LayerOption, layered, layering
+from autopar.layering.gradient_layers import gradient_layers
+from autopar.layering.layers import (
+    Assignments,
+    AutoLayerOption,
+    LayerOption,
+    layered,
+    layering,
+    num_layers,
+)
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
 from autopar.microbatch.gradients import tracing_whole_arrays
 from autopar.microbatch.row_lookups import with_own_rows
@@ -211,6 +219,9 @@ class _StepTracer:
         else:
             traced = self._traced(Fraction(1), self.marked, False)
         jaxpr = traced.jaxpr
+        if isinstance(self.layers, AutoLayerOption) and not num_layers(jaxpr):
+            jaxpr = gradient_layers(jaxpr, self.layers)
+            traced = traced._replace(jaxpr=jaxpr)
         out_paths = traced.result.piece_paths
         microbatching = None
         if self.marked or count > 1:

@@ -160,6 +160,7 @@ def random_loss(seed):
 def random_step(seed):
     draw = random.Random(seed + 1)
     loss, by_size, half = random_loss(seed), draw.random() < 0.5, draw.random() < 0.2
+    value_and_grad = draw.choice((autopar.value_and_grad, jax.value_and_grad))
 
     def step(state, batch):
         def with_aux(w):
@@ -168,7 +169,7 @@ def random_step(seed):
             value = loss(w, batch)
             return value, {"examples": batch["x"].shape[0], "weights": batch["mask"].sum()}
 
-        (value, aux), gradients = autopar.value_and_grad(with_aux, has_aux=True)(state["w"])
+        (value, aux), gradients = value_and_grad(with_aux, has_aux=True)(state["w"])
         scale = 1 / batch["x"].shape[0] if by_size else 1.0
         updated = jax.tree.map(lambda w, g: w - 0.1 * scale * g, state["w"], gradients)
         seen = state["seen"] + aux["examples"]

@@ -361,13 +361,12 @@ def test_microbatches_that_do_not_divide_the_batch_are_refused() -> None:
         compile_stack(num_micro_batches=3)
 
 
-def test_a_gradient_by_jax_instead_of_autopar_is_refused() -> None:
+def test_a_gradient_by_jax_of_a_loss_in_layers_equals_one_device() -> None:
     def step(params: Any, batch: Any) -> Any:
         loss = autopar.manual_layer_construction(lambda p: stack_loss(p, batch))
         return descend(params, jax.value_and_grad(loss)(params))
 
-    with pytest.raises(MicrobatchError, match=r"use one of them in place of jax's"):
-        compile_stack(step)
+    assert_as_serial(step, pipeline(), stack_params(), stack_batch())
 
 
 def test_a_boundary_outside_of_a_layer_construction_is_refused() -> None:

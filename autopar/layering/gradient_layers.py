@@ -1,0 +1,125 @@
+"""Layers of a step that takes its gradients with JAX's own functions.
+
+`autopar.grad` divides a loss before JAX differentiates it. After `jax.grad` there is only the
+traced step, forward and backward. Its forward pass is clustered as a loss is. An equation of the
+backward pass belongs to the layer that reads the same forward values: the product that gives the
+gradient of a weight reads the input of its layer, and the one that gives the gradient of that input
+reads the weight. A pipeline moves an equation to a later stage of the backward pass if it reads
+something that is computed there, so a layer that is wrong here costs time, but changes no number.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from autopar.ir.array_sizes import value_bytes
+from autopar.ir.control_flow import MARKERS, repeats
+from autopar.ir.equation_groups import Unit, units
+from autopar.ir.graph import source_line
+from autopar.layering.layer_clustering import NoLayersError, cluster_layers, received_bytes
+from autopar.layering.layers import AutoLayerOption, LayerError, in_layer, is_backward
+from autopar.primitives import kernel_of
+
+
+def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
+    """Return a flat jaxpr with a backward pass, divided into layers.
+
+    Args:
+        jaxpr: The traced step.
+        option: How to divide it.
+
+    Raises:
+        LayerError: The option asks the backward pass to recompute layers.
+        NoLayersError: There are too few heavy equations, or their work is too uneven.
+    """
+    groups = units(enumerate(jaxpr.eqns))
+    forward = _forward_pass(groups)
+    if not forward:
+        return jaxpr
+    if option.remat_layer is True:
+        raise LayerError(
+            "remat_layer=True needs a loss that is differentiated with autopar.grad or"
+            " autopar.value_and_grad: JAX has differentiated this step already; use one of them, or"
+            " jax.checkpoint in the model"
+        )
+    layers = _cluster(jaxpr, forward, option)
+    last_reader = _last_readers(forward, layers)
+    layer_of_unit = dict(zip((unit.number for unit in forward), layers, strict=True))
+    for unit in groups:
+        if any(is_backward(eqn) for _, eqn in unit.eqns):
+            readers = [last_reader[var] for var in unit.reads if var in last_reader]
+            if readers:
+                layer_of_unit[unit.number] = min(readers)
+    eqns: list[JaxprEqn] = []
+    for unit in groups:
+        layer = layer_of_unit.get(unit.number)
+        eqns += [eqn if layer is None else in_layer(eqn, layer) for _, eqn in unit.eqns]
+    return jaxpr.replace(eqns=eqns)
+
+
+def _forward_pass(groups: Sequence[Unit]) -> list[Unit]:
+    """Return the units that the backward pass depends on and that are no part of it."""
+    needed: set[Var] = set()
+    forward: list[Unit] = []
+    for unit in reversed(groups):
+        if any(is_backward(eqn) for _, eqn in unit.eqns):
+            needed.update(unit.reads)
+        elif not needed.isdisjoint(unit.makes):
+            needed.update(unit.reads)
+            forward.append(unit)
+    return forward[::-1]
+
+
+def _cluster(jaxpr: Jaxpr, forward: Sequence[Unit], option: AutoLayerOption) -> list[int]:
+    """Return the layer of each unit of the forward pass."""
+    times = repeats(jaxpr.eqns)
+    flops = np.array([_flops(unit, times) for unit in forward])
+    work = flops if option.cost_criteria == "flops" else (flops > 0).astype(float)
+    readers: dict[Var, list[int]] = {var: [] for unit in forward for var in unit.makes}
+    for position, unit in enumerate(forward):
+        for var in unit.reads:
+            if var in readers:
+                readers[var].append(position)
+    values = [
+        (position, value_bytes(var), tuple(readers[var]))
+        for position, unit in enumerate(forward)
+        for var in unit.makes
+        if readers[var]
+    ]
+    received = received_bytes(len(forward), values)
+    try:
+        layers = cluster_layers(work, received, option.layer_num, option.eps)
+    except NoLayersError as error:
+        raise NoLayersError(f"{error}{_loops(forward)}") from None
+    return np.searchsorted(layers.stops, np.arange(len(forward)), side="right").tolist()
+
+
+def _flops(unit: Unit, times: Sequence[float]) -> float:
+    """Return the FLOP of the products and convolutions of a unit."""
+    kernels = (
+        (times[number], kernel_of(eqn))
+        for number, eqn in unit.eqns
+        if eqn.primitive not in MARKERS and eqn.outvars
+    )
+    return sum(count * kernel.flops for count, kernel in kernels if kernel.kind in ("gemm", "conv"))
+
+
+def _last_readers(forward: Iterable[Unit], layers: Iterable[int]) -> dict[Var, int]:
+    """Return for each value of the forward pass the last layer that reads it, or computes it."""
+    last: dict[Var, int] = {}
+    for unit, layer in zip(forward, layers, strict=True):
+        last.update((var, layer) for var in (*unit.reads, *unit.makes))
+    return last
+
+
+def _loops(forward: Iterable[Unit]) -> str:
+    """Return which loops stay in one layer, for an error; "" if there are none."""
+    lines = [source_line(unit.eqns[0][1]) for unit in forward if len(unit.eqns) > 1]
+    if not lines:
+        return ""
+    return (
+        f"; the loop at {', '.join(dict.fromkeys(lines))} is in one layer: to cut it between its"
+        " iterations, differentiate the loss with autopar.grad or autopar.value_and_grad in place"
+        " of jax's"
+    )

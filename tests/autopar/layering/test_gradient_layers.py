@@ -1,0 +1,145 @@
+"""Steps that take gradients with JAX's own functions are divided into layers after the fact."""
+
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.core.primitives import dot_general_p
+
+import autopar
+from autopar.layering.layer_clustering import NoLayersError
+from autopar.layering.layers import layer_of
+from autopar.testing import assert_allclose
+from autopar.tracing.trace import trace
+
+RNG = np.random.default_rng(0)
+WIDTH, CLASSES, EXAMPLES = 16, 8, 16
+BATCH = {
+    "x": RNG.standard_normal((EXAMPLES, WIDTH)).astype(np.float32),
+    "label": RNG.integers(0, CLASSES, EXAMPLES),
+}
+
+
+class Residual(nn.Module):
+    """A classifier of four residual blocks with dropout."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        for _ in range(4):
+            hidden = nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)))
+            x = x + nn.Dropout(0.2, deterministic=not train)(nn.Dense(WIDTH)(hidden))
+        return nn.Dense(CLASSES)(x)
+
+
+MODEL = Residual()
+PARAMS = MODEL.init(jax.random.key(0), BATCH["x"], train=False)
+
+
+def make_step(value_and_grad):
+    """Return a step that computes its accuracy from the logits that the loss returns."""
+
+    def step(params, batch):
+        def loss(params):
+            rngs = {"dropout": jax.random.key(1)}
+            logits = MODEL.apply(params, batch["x"], train=True, rngs=rngs)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            return losses.mean(), logits
+
+        (value, logits), grads = value_and_grad(loss, has_aux=True)(params)
+        accuracy = (logits.argmax(-1) == batch["label"]).mean()
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), value, accuracy
+
+    return step
+
+
+def pipeline(schedule="1f1b", layers=2, **options):
+    return autopar.PipeshardParallel(
+        2,
+        4,
+        pipeline_schedule=schedule,
+        layer_option=autopar.AutoLayerOption(layers, **options),
+        stage_option=autopar.UniformStageOption(2),
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_a_pipeline_of_plain_gradients_equals_one_device(schedule):
+    step = make_step(jax.value_and_grad)
+    expected = jax.jit(step)(PARAMS, BATCH)
+    planned = autopar.parallelize(step, method=pipeline(schedule))
+    assert_allclose(planned(PARAMS, BATCH), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_optimizer_of_nnx_trains_in_a_pipeline():
+    class Classifier(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    model = Classifier(nnx.Rngs(0))
+    graph, state = nnx.split((model, nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)))
+
+    def step(state, batch):
+        model, optimizer = nnx.merge(graph, state)
+        value, grads = nnx.value_and_grad(lambda model: (model(batch["x"]) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), value
+
+    expected = jax.jit(step)(state, BATCH)
+    planned = autopar.parallelize(step, method=pipeline(), donate_argnums=())
+    assert_allclose(planned(state, BATCH), expected, rtol=1e-5, atol=1e-5)
+
+
+def products_by_layer(value_and_grad):
+    """Return how many products each layer has, forward and backward."""
+    step = trace(
+        make_step(value_and_grad),
+        (PARAMS, BATCH),
+        (1,),
+        4,
+        layers=autopar.AutoLayerOption(4),
+        marked=True,
+    )
+    eqns = [eqn for eqn in step.jaxpr.eqns if eqn.primitive is dot_general_p]
+    return Counter(layer_of(eqn) for eqn in eqns)
+
+
+def test_products_are_in_the_layers_that_a_divided_loss_has():
+    assert products_by_layer(jax.value_and_grad) == products_by_layer(autopar.value_and_grad)
+
+
+def test_layers_that_jax_has_differentiated_are_not_recomputed():
+    step = autopar.parallelize(make_step(jax.value_and_grad), method=pipeline(remat_layer=True))
+    with pytest.raises(autopar.LayerError, match=r"remat_layer=True needs .* autopar\.grad"):
+        step(PARAMS, BATCH)
+
+
+def test_recomputation_is_left_out_where_it_is_a_choice():
+    step = autopar.parallelize(make_step(jax.value_and_grad), method=pipeline(remat_layer="auto"))
+    option = step.get_executable(PARAMS, BATCH).plan.schedule.layer_option
+    assert option is not None
+    assert option.remat_layer is False
+
+
+def test_a_loop_in_one_layer_is_named_in_the_refusal():
+    def step(weights, batch):
+        def loss(weights):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], weights)
+            return (x**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * grads, value
+
+    weights = np.ones((4, WIDTH, WIDTH), np.float32)
+    planned = autopar.parallelize(step, method=pipeline())
+    with pytest.raises(NoLayersError, match=r"the loop at .*test_gradient_layers.* autopar\.grad"):
+        planned(weights, BATCH)
