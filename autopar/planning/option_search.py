@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
+from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
 from autopar.pipeline.pipeline_schedules import (
     ScheduleError,
@@ -134,6 +135,7 @@ type _Candidates = tuple[StepGraph, Sequence[Plan]]
 _PLANNING_ERRORS = (
     MicrobatchError,
     LayerError,
+    NoLayersError,
     ScheduleError,
     StageError,
     NoStagesError,
