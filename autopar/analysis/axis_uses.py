@@ -12,7 +12,7 @@ from jax.extend.core import Literal, Var
 from jax.extend.core.primitives import gather_p
 
 from autopar.analysis.replay import ShardedEquation, replay
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom, aval_of, is_backward
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.planned import PlannedStep
 from autopar.plan import AxisUse, Plan, Split, Stage, Value
@@ -78,14 +78,9 @@ def _uses(
         else:
             parameters_of.update(dict.fromkeys(equation.eqn.outvars, frozenset().union(*operands)))
     forward_uses = {
-        i: [use for use in all_uses if not _is_backward(use[0])] for i, all_uses in uses.items()
+        i: [use for use in all_uses if not is_backward(use[0].eqn)] for i, all_uses in uses.items()
     }
     return {i: forward_uses[i] or all_uses for i, all_uses in uses.items()}
-
-
-def _is_backward(equation: ShardedEquation) -> bool:
-    # JAX marks transposed functions so in name stacks
-    return "transpose(" in str(equation.eqn.source_info.name_stack)
 
 
 def _split(equation: ShardedEquation, operand: int, axis: str) -> Split:

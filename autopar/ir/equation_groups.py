@@ -7,6 +7,7 @@ from jax.extend.core import Var
 
 from autopar.ir import control_flow
 from autopar.ir.evaluate import Numbered
+from autopar.ir.graph import is_backward
 
 
 class Unit(NamedTuple):
@@ -47,6 +48,11 @@ def units(eqns: Iterable[Numbered]) -> list[Unit]:
             groups.append(Unit(tuple(pending), tuple(reads), tuple(makes)))
             pending = []
     return groups
+
+
+def has_backward(unit: Unit) -> bool:
+    """Return whether a unit has equations of a backward pass."""
+    return any(is_backward(eqn) for _, eqn in unit.eqns)
 
 
 def dependents(eqns: Iterable[Numbered], sources: Iterable[Var]) -> set[Var]:

@@ -110,6 +110,11 @@ _LIBRARIES = (
 """Prefixes of the files that are not the user's code."""
 
 
+def is_backward(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is in a backward pass, which JAX names `transpose(...)`."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def aval_of(atom: Atom) -> ShapedArray:
     """Return shape and dtype of a value of a flat jaxpr, whose values are all arrays."""
     assert isinstance(atom.aval, ShapedArray), atom.aval

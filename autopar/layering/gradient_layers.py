@@ -15,10 +15,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.control_flow import MARKERS, repeats
-from autopar.ir.equation_groups import Unit, units
+from autopar.ir.equation_groups import Unit, has_backward, units
 from autopar.ir.graph import source_line
 from autopar.layering.layer_clustering import NoLayersError, cluster_layers, received_bytes
-from autopar.layering.layers import AutoLayerOption, LayerError, in_layer, is_backward
+from autopar.layering.layers import AutoLayerOption, LayerError, in_layer
 from autopar.primitives import kernel_of
 
 
@@ -47,7 +47,7 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
     last_reader = _last_readers(forward, layers)
     layer_of_unit = dict(zip((unit.number for unit in forward), layers, strict=True))
     for unit in groups:
-        if any(is_backward(eqn) for _, eqn in unit.eqns):
+        if has_backward(unit):
             readers = [last_reader[var] for var in unit.reads if var in last_reader]
             if readers:
                 layer_of_unit[unit.number] = min(readers)
@@ -63,7 +63,7 @@ def _forward_pass(groups: Sequence[Unit]) -> list[Unit]:
     needed: set[Var] = set()
     forward: list[Unit] = []
     for unit in reversed(groups):
-        if any(is_backward(eqn) for _, eqn in unit.eqns):
+        if has_backward(unit):
             needed.update(unit.reads)
         elif not needed.isdisjoint(unit.makes):
             needed.update(unit.reads)

@@ -26,7 +26,7 @@ from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, sati
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, eqns_of_call, read
+from autopar.ir.graph import Atom, eqns_of_call, is_backward, read
 from autopar.layering.layer_clustering import NoLayersError, cluster_layers, received_bytes
 from autopar.layering.scan_layers import Iterations, seeds_of, uncut_loops
 from autopar.layering.stack_cutting import cut_stacks
@@ -349,11 +349,6 @@ def in_layer(eqn: JaxprEqn, layer: int) -> JaxprEqn:
     """Return an equation without a layer as one of that layer."""
     scopes = eqn.source_info.name_stack.extend(f"{_SCOPE}{layer}")
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=scopes))
-
-
-def is_backward(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is in a backward pass."""
-    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def _inline_jits(jaxpr: Jaxpr) -> Jaxpr:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from autopar.ir.equation_groups import Unit, dependents, units
+from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, needed
+from autopar.ir.graph import Atom, is_backward, needed
 from autopar.ir.step_graph import MicrobatchError
-from autopar.layering.layers import is_backward
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.created_rows import created_by, folds_position
@@ -167,11 +166,6 @@ def before_update(jaxpr: Jaxpr, batch: Collection[int]) -> set[int]:
         if unit.number in required or rules.gradients.isdisjoint(unit.makes)
         for number, _ in unit.eqns
     }
-
-
-def has_backward(unit: Unit) -> bool:
-    """Return whether a unit has equations of a backward pass."""
-    return any(is_backward(eqn) for _, eqn in unit.eqns)
 
 
 def same_boundary(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> Boundary:

@@ -75,6 +75,7 @@ def _factors(eqn: JaxprEqn) -> OpFactors:
     return build.build(operands, list(results), decides=True)
 
 
+@lru_cache(maxsize=256)
 def _sharable(eqn: JaxprEqn) -> tuple[list[_ArrayBlocks], dict[int, int]]:
     """Return the blocks of each array, and the sharable axes of the grid.
 
@@ -261,6 +262,7 @@ def _kernel(eqn: JaxprEqn, operands: Shapes, results: Shapes, moved_bytes: float
     return Kernel(eqn.params["name"] or "pallas_call", kind, flops, moved_bytes, dtype)
 
 
+@lru_cache(maxsize=256)
 def _flops(body: Jaxpr) -> float:
     """Return the FLOP of a kernel's body: of all branches the most, of loops every iteration."""
     total = 0.0
