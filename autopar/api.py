@@ -290,7 +290,7 @@ class ParallelizedFunction[E: AnyExecutable]:
         """Return the executable for `args`, compiled if need be, and the packed arguments.
 
         Returns:
-            The executable, the packing of the arguments, and those of them that are not static.
+            The executable, the packing of the arguments, and the arguments that are not static.
         """
         if self._backend is not backend():
             self._executables, self._last, self._backend = OrderedDict(), None, backend()

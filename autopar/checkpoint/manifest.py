@@ -106,7 +106,7 @@ class SavedArray(BaseModel):
     def window(self, dim: int, start: int, stop: int) -> "SavedArray":
         """Return the part of the array from `start` to `stop` along a dim as an array of its own.
 
-        Its tiles may reach beyond it, because they are those that were saved.
+        It keeps the saved tiles, which may reach beyond it.
         """
         overlapping = [
             piece.moved(dim, -start)

@@ -94,7 +94,7 @@ class CutTree:
 
     @cached_property
     def piece_paths(self) -> tuple[str, ...]:
-        """The name of each piece: that of the user's array and, if it is cut, a slice."""
+        """The name of each piece: the array's name, with a slice if the array is cut."""
         return tuple(
             f"{path}{piece}"
             for path, cut in zip(self.paths, self.cuts, strict=True)

@@ -432,7 +432,7 @@ def _is_weight(
 
 
 def _layers(jaxpr: Jaxpr, layers: Sequence[int]) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
-    """Return by layer, in order, its equations and those of their results that later layers use.
+    """Map each layer, in order, to its equations and to their results that later layers use.
 
     Args:
         jaxpr: The function.

@@ -150,7 +150,7 @@ def _check_order(partition: Partition, schedule: Schedule) -> None:
 
 
 def _check_constraints(graph: StageGraph, stage: Stage) -> None:
-    """Check that the constraints of a stage are of values that it has.
+    """Check that each constraint of a stage names a value of that stage.
 
     Raises:
         PlanError: one is not.

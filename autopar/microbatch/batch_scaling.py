@@ -119,7 +119,7 @@ class BatchScalings:
             pass
 
     def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
-        """Derive the scalings in order; return False if a loop contradicts that of its carry."""
+        """Derive the scalings in order; return False if a loop changes its carry's scaling."""
         self.divided: set[int] = set()
         self.functions: dict[Var, JaxprEqn] = {}
         self.repairs: dict[int, Repair] = {}
