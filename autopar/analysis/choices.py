@@ -16,8 +16,9 @@ from autopar.ir.step_graph import StepGraph
 from autopar.lowering.planned import Planned
 from autopar.plan import PlanError
 from autopar.sharding.mesh_costs import MeshCosts, Seconds
-from autopar.sharding.objective import Decisions, Use, enumerate_decisions
+from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import ShardingOptions
+from autopar.sharding.step_decisions import Decisions, Use
 from simulator.costs.cost_model import CostModel
 
 

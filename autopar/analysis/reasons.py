@@ -21,8 +21,8 @@ from autopar.microbatch.gradients import accumulate_p
 from autopar.plan import Plan
 from autopar.primitives.factors import assignment_of
 from autopar.sharding.mesh_costs import Seconds
-from autopar.sharding.objective import Placement
 from autopar.sharding.options import ShardingOptions
+from autopar.sharding.step_decisions import Placement
 from simulator.costs.cost_model import CostModel
 
 

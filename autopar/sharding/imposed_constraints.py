@@ -11,8 +11,8 @@ from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Spec, replicated
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import runs_on_shards
-from autopar.sharding.objective import Decisions, Placement
 from autopar.sharding.reshard_hoisting import passes_moves
+from autopar.sharding.step_decisions import Decisions, Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from autopar.sharding.dataflow import InputRole
 from autopar.sharding.deferred_sync import Axes, candidates, check_parts
 from autopar.sharding.imposed_constraints import Constraint, chosen_spec, imposed_constraints
 from autopar.sharding.mesh_costs import MeshCosts, Seconds
-from autopar.sharding.objective import Decisions, enumerate_decisions
+from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import (
@@ -27,6 +27,7 @@ from autopar.sharding.solve_within_memory import (
     propagate_within_memory,
     solve_within_memory,
 )
+from autopar.sharding.step_decisions import Decisions
 from autopar.sharding.step_memory import StepMemory
 from simulator.costs.cost_model import CostModel
 from simulator.memory import Role as MemoryRole

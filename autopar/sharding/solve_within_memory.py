@@ -10,7 +10,6 @@ from jax.extend.core import Var
 from autopar.ir.spec import Spec
 from autopar.sharding.deferred_sync import Axes
 from autopar.sharding.heuristic import propagate
-from autopar.sharding.objective import Decisions
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.selection_problem import (
     CapacityConstraint,
@@ -19,6 +18,7 @@ from autopar.sharding.selection_problem import (
     Solution,
 )
 from autopar.sharding.solver import solve
+from autopar.sharding.step_decisions import Decisions
 from autopar.sharding.step_memory import StepMemory
 
 

@@ -24,9 +24,9 @@ from autopar.primitives import record_of
 from autopar.sharding.distinct_options import each_once
 from autopar.sharding.memory_roles import ValueRoles
 from autopar.sharding.mesh_costs import COMBINED_BYTES
-from autopar.sharding.objective import Decisions
 from autopar.sharding.reshard_hoisting import passes_moves
 from autopar.sharding.selection_problem import CapacityConstraint
+from autopar.sharding.step_decisions import Decisions
 from autopar.xla_fusion import is_relaid, is_view, lifetimes, readings
 from simulator.live_ranges import LiveRange, live_bytes, roles_at_peak
 from simulator.memory import Role
