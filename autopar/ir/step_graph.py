@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import jax
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, Primitive, Var
 
 from autopar.ir import graph
 from autopar.ir.array_cuts import NO_ARRAYS, CutTree
@@ -184,6 +184,18 @@ class StepGraph:
     def fingerprint(self) -> str:
         """A short hash of the jaxpr."""
         return graph.fingerprint(self.jaxpr)
+
+    @cached_property
+    def equation_forms(self) -> list[tuple[Primitive, tuple[int, ...]]]:
+        """The primitive of each equation, and the ranks of its operands and results.
+
+        Shardings that are planned for this step apply to another trace of it if these agree. A
+        trace for microbatches of one example may sum over one dim less.
+        """
+        return [
+            (eqn.primitive, tuple(aval_of(atom).ndim for atom in (*eqn.invars, *eqn.outvars)))
+            for eqn in self.jaxpr.eqns
+        ]
 
     @property
     def num_micro_batches(self) -> int:

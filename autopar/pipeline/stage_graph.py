@@ -375,8 +375,7 @@ def _exchange_alike(
     whole: Partition, divided: Partition, tasks: Sequence[Task], parts: int
 ) -> bool:
     """Whether tasks exchange the same values when microbatches are smaller by `parts`."""
-    primitives = [eqn.primitive for eqn in whole.step.jaxpr.eqns]
-    if primitives != [eqn.primitive for eqn in divided.step.jaxpr.eqns]:
+    if whole.step.equation_forms != divided.step.equation_forms:
         return False
     for task in tasks:
         if task.phase == "U":

@@ -50,9 +50,8 @@ def check_parts(step: StepGraph, mesh: LogicalMesh, deferred: Axes) -> None:
     if not deferred:
         return
     parts = step.split_microbatches(mesh.ways(deferred))
-    planned = [eqn.primitive for eqn in step.jaxpr.eqns]
-    present = [eqn.primitive for eqn in parts.jaxpr.eqns]
-    if mesh.ways(deferred) < mesh.num_devices and planned != present:
+    is_partitioned = mesh.ways(deferred) < mesh.num_devices
+    if is_partitioned and step.equation_forms != parts.equation_forms:
         raise MicrobatchError(
             "the step does different things for the few examples that a device has of a microbatch"
         )

@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar.ir.spec import LogicalMesh
-from autopar.sharding.deferred_sync import candidates, fits, leads, synchronisations
+from autopar.sharding.deferred_sync import candidates, check_parts, fits, leads, synchronisations
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ShardingOptions
 from autopar.sharding.plan_shardings import plan_shardings
 from autopar.sharding.solve_within_memory import MemoryBudgetError
@@ -84,6 +84,18 @@ def test_deferred_axes_divide_the_examples_of_a_microbatch():
     assert list(candidates(traced(4, 8), SQUARE, False)) == [("x",), ("y",)]
     assert list(candidates(traced(4, 4), SQUARE, False)) == []
     assert list(candidates(traced(1), SQUARE, False)) == []
+
+
+def test_parts_of_one_example_that_sum_over_other_dims_are_not_deferred():
+    """JAX keeps the batch dim of a bias gradient where it is 1, and so its shardings do not fit."""
+
+    def add_bias(bias, batch):
+        return bias - autopar.grad(lambda b: jnp.mean((batch + b) ** 2))(bias)
+
+    rows = trace(add_bias, (np.ones(4, np.float32), np.ones((8, 2, 4), np.float32)), (1,), 4)
+    check_parts(rows, SQUARE, ())
+    with pytest.raises(autopar.MicrobatchError, match="different things for the few examples"):
+        check_parts(rows, SQUARE, ("x",))
 
 
 def test_a_batch_pinned_on_another_dim_is_not_deferred():
