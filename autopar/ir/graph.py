@@ -3,6 +3,7 @@
 import hashlib
 import re
 import sysconfig
+import traceback
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -62,6 +63,17 @@ def source_line(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack) or "the step"
 
 
+def error_line(error: Exception) -> str:
+    """Return the innermost line of the user's code that an error passed, as "FILE:LINE".
+
+    If it passed none, return "the step".
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return f"{frame.f_code.co_filename}:{line}"
+    return "the step"
+
+
 def eqns_of_call(jaxpr: Jaxpr, caller: Any) -> Sequence[JaxprEqn]:
     """Return the equations of a called jaxpr, with tracebacks that contain the user's code.
 
@@ -80,9 +92,9 @@ def eqns_of_call(jaxpr: Jaxpr, caller: Any) -> Sequence[JaxprEqn]:
     ]
 
 
-def _user_frame(traceback: Any) -> Any:
-    """Return the innermost frame of a traceback that is in the user's code, or None."""
-    for frame in traceback.frames if traceback is not None else ():
+def _user_frame(frames: Any) -> Any:
+    """Return the innermost frame of JAX's traceback that is in the user's code, or None."""
+    for frame in frames.frames if frames is not None else ():
         if not frame.file_name.startswith(_LIBRARIES):
             return frame
     return None

@@ -14,7 +14,7 @@ from autopar._cpython import builds_graphs
 from autopar.ir.array_cuts import Cut, CutTree
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import aval_of, error_line
 from autopar.ir.step_graph import MicrobatchError, Microbatching, RandomBits, StepGraph
 from autopar.layering.gradient_layers import gradient_layers
 from autopar.layering.layers import (
@@ -204,8 +204,8 @@ class _StepTracer:
             rows = self.avals[min(self.batch)].shape[0]
             raise MicrobatchError(
                 f"{self.name} can be traced for the whole batch of {rows} examples, but not for a"
-                f" microbatch of {rows // count}: {type(error).__name__}:"
-                f" {str(error).splitlines()[0]}\n"
+                f" microbatch of {rows // count}: {error_line(error)} raises"
+                f" {type(error).__name__}: {str(error).partition('\n')[0]}\n"
                 "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a"
                 " reshape) instead of a number, or use num_micro_batches=1."
             ) from error

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import numpy as np
 import autopar
 from experiments.reach.public_step import PublicStep
 from experiments.reach.reach_methods import CLUSTER, METHODS, PREDICTION
+from simulator import ClusterError
 
 type Outcome = Literal["equal", "predicted", "refused", "wrong", "failed"]
 
@@ -91,8 +93,8 @@ class ReachRun:
         """Return outcome, reason, line, planning seconds and warnings of the plan."""
         try:
             if method == PREDICTION:
-                plan = self._predicted(method)
-                return "predicted", "", "", round(plan.planning_seconds, 3), plan.warnings
+                plan, notes = self._predicted(method)
+                return "predicted", "", "", round(plan.planning_seconds, 3), notes
             step = autopar.parallelize(
                 self.public.step, method=METHODS[method], **self.public.options
             )
@@ -107,14 +109,25 @@ class ReachRun:
             reason = f"{type(error).__name__}: {error}"
             return outcome, reason, line_of(str(error)), None, ()
 
-    def _predicted(self, method: str) -> autopar.Plan:
-        options = self.public.options
-        plan = autopar.plan_step(
-            self.public.step, self._args(), method=METHODS[method], cluster=CLUSTER, **options
-        )
-        prediction = autopar.predict(self.public.step, self._args(), plan, CLUSTER, **options)
+    def _predicted(self, method: str) -> tuple[autopar.Plan, Sequence[str]]:
+        """Predict a step; at analytic fidelity if only a machine with GPUs can compile it.
+
+        Returns:
+            The plan, and its warnings with the reason for analytic fidelity.
+        """
+        step, args, options = self.public.step, self._args(), self.public.options
+        plan = autopar.plan_step(step, args, method=METHODS[method], cluster=CLUSTER, **options)
+        predict = partial(autopar.predict, step, args, plan, CLUSTER, **options)
+        notes = list(plan.warnings)
+        try:
+            prediction = predict()
+        except ClusterError as error:
+            if 'fidelity="analytic"' not in str(error):
+                raise
+            prediction = predict(fidelity="analytic")
+            notes.append(f"predicted at analytic fidelity: {error}")
         assert prediction.seconds > 0
-        return plan
+        return plan, notes
 
     def _args(self) -> Any:
         return self.public.with_arrays(self.public.args, jnp.copy)

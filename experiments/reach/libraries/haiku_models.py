@@ -157,7 +157,7 @@ def lstm() -> PublicStep:
         return optax.apply_updates(params, updates), opt_state, loss
 
     args = (params, optimiser.init(params), batch)
-    return PublicStep(update, args, options={"batch_argnums": 2})
+    return PublicStep(update, args, options={"batch_argnums": {2: 1}})
 
 
 def vae() -> PublicStep:
