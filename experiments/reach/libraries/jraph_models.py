@@ -11,7 +11,7 @@ from experiments.reach.public_step import PublicStep, classes
 
 
 def _graphs() -> jraph.GraphsTuple:
-    """Return eight graphs of three nodes and four edges, padded."""
+    """Return seven graphs of three nodes and four edges, and a graph of padding."""
     rng = np.random.default_rng(0)
     graphs = [
         jraph.GraphsTuple(
@@ -23,9 +23,9 @@ def _graphs() -> jraph.GraphsTuple:
             n_edge=np.array([4]),
             globals=np.zeros((1, 8), np.float32),
         )
-        for _ in range(8)
+        for _ in range(7)
     ]
-    padded = jraph.pad_with_graphs(jraph.batch_np(graphs), n_node=32, n_edge=40, n_graph=9)
+    padded = jraph.pad_with_graphs(jraph.batch_np(graphs), n_node=32, n_edge=40, n_graph=8)
     return jax.tree.map(jnp.asarray, padded)
 
 
@@ -52,7 +52,9 @@ def graph_convolution() -> PublicStep:
         last = jraph.GraphConvolution(hk.Linear(2))
         nodes = last(gcn(graph)).nodes
         count = graph.n_node.shape[0]
-        owner = jnp.repeat(jnp.arange(count), graph.n_node, total_repeat_length=32)
+        owner = jnp.repeat(
+            jnp.arange(count), graph.n_node, total_repeat_length=graph.nodes.shape[0]
+        )
         return jraph.segment_mean(nodes, owner, count)
 
     return _train(net_fn)
@@ -61,7 +63,7 @@ def graph_convolution() -> PublicStep:
 def _train(net_fn) -> PublicStep:
     network = hk.without_apply_rng(hk.transform(net_fn))
     graph = _graphs()
-    labels = jnp.concatenate([classes(2), jnp.zeros(1, jnp.int32)])
+    labels = classes(2).at[-1].set(0)
     params = network.init(jax.random.key(0), graph)
     optimizer = optax.adam(1e-3)
 
