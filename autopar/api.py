@@ -27,6 +27,7 @@ from autopar.hosts import session
 from autopar.hosts.arrays import DistributedArray
 from autopar.ir.joined_array import JoinedArray
 from autopar.ir.memo import forget_steps
+from autopar.ir.step_graph import RandomBits
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import (
     CreateStateParallel,
@@ -313,6 +314,8 @@ class ParallelizedFunction[E: AnyExecutable]:
             if self._static_argnums == "auto":
                 for i in static:
                     self._numbers.add(i, args[i])
+            for i, path, value in packing.constants():
+                self._numbers.add(i, value, path)
             self._executables[key] = self._compile(packing, static, batch)
             if self._check is not None:
                 self._unchecked.add(self._executables[key])
@@ -379,12 +382,18 @@ class ParallelizedFunction[E: AnyExecutable]:
                 planned = PlannedStep(trace_for(plan, fun, args, batch), plan)
                 reusable = planned.step.arguments.numbers_of_pieces(donated_leaves)
                 return target_backend.load(planned, present, reusable, _since(start))
-            case FollowParallel(src_func, num_micro_batches):
+            case FollowParallel(src_func, num_micro_batches) as method:
                 followed = _compiled(src_func)
                 present = target_backend.devices_of(followed)
                 cluster = target_backend.cluster(src_func.method, present)
                 planned = follow(
-                    fun, args, batch, num_micro_batches or 1, followed.planned, cluster
+                    fun,
+                    args,
+                    batch,
+                    num_micro_batches or 1,
+                    followed.planned,
+                    cluster,
+                    _random_bits(method),
                 )
                 return target_backend.load(planned, present, plan_seconds=_since(start))
             case CreateStateParallel(train_step, other_args):
@@ -499,6 +508,20 @@ def _compiled(followed: Any) -> Executable:
             "the step to follow has not been compiled yet; call it, or its get_executable, first"
         )
     return executable
+
+
+def _random_bits(method: FollowParallel) -> RandomBits:
+    """Return the random bits of microbatches of a step that follows another one."""
+    if method.rng is not None:
+        return method.rng
+    match method.src_func.method:
+        case PlanningMethod(rng=rng):
+            return rng
+        case PlanMethod(plan=plan):
+            return plan.rng
+        case FollowParallel() as followed:
+            return _random_bits(followed)
+    return "exact"
 
 
 def _with_budget[M: PlanningMethod](method: M, memory_budget: float | None) -> M:

@@ -408,6 +408,8 @@ class FollowParallel:
     Attributes:
         src_func: the parallelized step to follow. It must have been compiled, e.g. by a call.
         num_micro_batches: number of microbatches in a pipeline; 1 by default.
+        rng: the random bits of microbatches, as in `PlanningMethod`; by default those of the
+            followed step.
 
     Example:
         >>> @autopar.parallelize(method=autopar.FollowParallel(train_step))
@@ -416,9 +418,15 @@ class FollowParallel:
 
     src_func: Any
     num_micro_batches: int | None = None
+    rng: RandomBits | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check(self, src_func=_PARALLELIZED, num_micro_batches=integer() | NONE)
+        check(
+            self,
+            src_func=_PARALLELIZED,
+            num_micro_batches=integer() | NONE,
+            rng=_COMMON["rng"] | NONE,
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.ir.spec import partition_spec
-from autopar.ir.step_graph import StepGraph
+from autopar.ir.step_graph import RandomBits, StepGraph
 from autopar.layering.layers import FollowLayerOption
 from autopar.lowering.planned import PlannedStep
 from autopar.microbatch.created_rows import random_bits_of
@@ -81,6 +81,7 @@ def follow(
     num_micro_batches: int,
     followed: PlannedStep,
     cluster: AnyCluster,
+    rng: RandomBits = "exact",
 ) -> PlannedStep:
     """Plan `fun` in the stages of another step.
 
@@ -94,6 +95,7 @@ def follow(
         num_micro_batches: number of microbatches; 1 unless the followed step is a pipeline.
         followed: the step to follow, with its plan.
         cluster: the cluster that `followed` is planned for.
+        rng: the random bits of microbatches.
 
     Raises:
         ValueError: there are several microbatches and the followed step is not a pipeline, or its
@@ -118,7 +120,9 @@ def follow(
         schedule = _forward_schedule(followed, input_homes)
         option = schedule.layer_option
         assert isinstance(option, FollowLayerOption)
-        step = trace(fun, args, batch, num_micro_batches, option, marked=True, forward=True)
+        step = trace(
+            fun, args, batch, num_micro_batches, option, marked=True, forward=True, rng=rng
+        )
         partition = partition_step(step, range(num_stages), input_homes=option.layer_of_input)
     solved = [
         _solve_stage(graph, stage, input_homes, cluster.pools[cluster.pool_of(stage.devices)])

@@ -8,7 +8,7 @@ from typing import Literal as OneOf
 from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom
+from autopar.ir.graph import Atom, is_backward
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import op_factors, record_of
@@ -142,14 +142,18 @@ def find_batch_factors(
 def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
     """Return the inputs that computation per example depends on.
 
-    Other carried inputs are state of the optimizer.
+    Other carried inputs are state of the optimizer. A batch of a single example has no batch dim to
+    follow; then parameters are what the backward pass depends on.
     """
+    per_example = (
+        list(map(bool, marked)) if any(marked) else list(map(is_backward, step.jaxpr.eqns))
+    )
     reaching: set[Atom] = set()
     while True:
         count = len(reaching)
-        for eqn, marks in zip(reversed(step.jaxpr.eqns), reversed(marked), strict=True):
+        for eqn, is_root in zip(reversed(step.jaxpr.eqns), reversed(per_example), strict=True):
             carries = eqn.primitive is control_flow.loop_result_p and eqn.invars[0] in reaching
-            if marks or carries or not reaching.isdisjoint(eqn.outvars):
+            if is_root or carries or not reaching.isdisjoint(eqn.outvars):
                 reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
         if len(reaching) == count:
             return {var for var in step.jaxpr.invars if var in reaching}

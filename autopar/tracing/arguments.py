@@ -218,26 +218,34 @@ class NumberWatch:
 
     def __init__(self, fun: Callable[..., Any]) -> None:
         self._fun = fun
-        self._values: dict[int, dict[Hashable, Any]] = {}
+        self._values: dict[str, dict[Hashable, Any]] = {}
 
-    def add(self, i: int, value: Any) -> None:
-        """Record that the step is compiled for a value of argument `i`, and warn after several."""
+    def add(self, i: int, value: Any, path: str = "") -> None:
+        """Record that the step is compiled for a value, and warn after several.
+
+        Args:
+            i: the number of the argument.
+            value: the argument, or a constant inside of it.
+            path: the path of the constant inside of the argument, such as ".count".
+        """
         if isinstance(value, bool) or not isinstance(value, int | float | complex):
             return
-        values = self._values.setdefault(i, {})
+        values = self._values.setdefault(f"{i}{path}", {})
         if len(values) == _MANY_VALUES:
             return
         values[static_key(value)] = value
-        if len(values) == _MANY_VALUES:
-            name = self._name_of(i)
-            warnings.warn(
-                f"argument {i}{f' ({name})' if name else ''} has been"
-                f" {', '.join(map(repr, values.values()))}, and the step was planned and compiled"
-                " for each: a Python number is a constant of the step. Pass an array if it changes,"
-                f" jnp.float32({name or '...'}) for instance, or pass static_argnums={i} to compile"
-                " a program for each value",
-                stacklevel=4,
-            )
+        if len(values) < _MANY_VALUES:
+            return
+        name = self._name_of(i)
+        where = f"{path} of argument {i}" if path else f"argument {i}"
+        static = f", or pass static_argnums={i} to compile a program for each value"
+        warnings.warn(
+            f"{where}{f' ({name})' if name else ''} has been"
+            f" {', '.join(map(repr, values.values()))}, and the step was planned and compiled"
+            " for each: a Python number is a constant of the step. Pass an array if it changes,"
+            f" jnp.asarray({(name or '...') + path}) for instance{'' if path else static}",
+            stacklevel=4,
+        )
 
     def _name_of(self, i: int) -> str:
         try:

@@ -115,6 +115,14 @@ class Packing:
                 )
             self._modules.append(module)
 
+    def constants(self) -> Iterator[tuple[int, str, Any]]:
+        """Yield the constants inside of arguments: number of the argument, path and value."""
+        for i in self._constant:
+            leaves, _ = jax.tree.flatten_with_path(self.args[i], is_leaf=_is_constant)
+            for path, leaf in leaves:
+                if _is_constant(leaf):
+                    yield i, jax.tree_util.keystr(path), leaf.value
+
     def step(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Return `fun` as a function from packed arguments to its packed result.
 

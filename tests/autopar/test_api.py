@@ -188,7 +188,7 @@ def test_a_static_number_warns_at_its_third_value():
     for rate in (0.1, 0.2, 0.1, 0.2):
         changing(x, rate)
     with pytest.warns(
-        UserWarning, match=r"argument 1 \(rate\) has been 0.1, 0.2, 0.3.*jnp.float32\(rate\)"
+        UserWarning, match=r"argument 1 \(rate\) has been 0.1, 0.2, 0.3.*jnp.asarray\(rate\)"
     ) as caught:
         changing(x, 0.3)
     assert caught[0].filename == __file__

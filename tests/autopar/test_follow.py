@@ -168,3 +168,24 @@ def test_rows_may_be_in_any_dim() -> None:
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+def test_an_evaluation_draws_random_bits_as_the_step_that_it_follows() -> None:
+    def sampled(params: Any, batch: dict[str, Any], key: jax.Array) -> jax.Array:
+        out = evaluate(params, batch)["out"]
+        return out * jax.random.bernoulli(key, 0.5, out.shape)
+
+    method = PipeshardParallel(2, 2, rng="fold_in")
+    step = autopar.parallelize(train_step, method=method, donate_argnums=())
+    params = step(create_state(), batch(8)).params
+    key = jax.random.key(0, impl="rbg")
+    follower = autopar.parallelize(sampled, method=FollowParallel(step, 2))
+    assert follower.get_executable(params, batch(8), key).plan.rng == "fold_in"
+    exact = autopar.parallelize(sampled, method=FollowParallel(step, 2, rng="exact"))
+    assert_allclose(
+        exact(params, batch(8), key),
+        sampled(jax.device_get(params), batch(8), key),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    assert exact.get_last_executable().plan.rng == "exact"

@@ -51,6 +51,20 @@ def test_functions_and_texts_in_an_argument_are_constants(micro_batches) -> None
     assert step.get_last_executable() is executable
 
 
+def test_a_number_inside_of_an_argument_warns_at_its_third_value() -> None:
+    def counted(state, batch):
+        return state["model"] * batch.sum()
+
+    step = autopar.parallelize(counted)
+    for count in (0, 1):
+        step({"model": jnp.ones(4), "f": jnp.tanh, "count": [count]}, X)
+    with pytest.warns(
+        UserWarning, match=r"\['count'\]\[0\] of argument 0 \(state\) has been 0, 1, 2"
+    ):
+        step({"model": jnp.ones(4), "f": jnp.tanh, "count": [2]}, X)
+    step({"model": jnp.ones(4), "f": jnp.tanh, "count": [3]}, X)
+
+
 def test_a_function_as_an_argument_is_planned_and_predicted() -> None:
     def step(weight, batch, apply):
         return weight - jax.grad(lambda w: apply(w, batch).sum())(weight)

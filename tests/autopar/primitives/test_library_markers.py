@@ -69,6 +69,28 @@ def test_a_marker_is_sharded_as_the_operation_that_it_is(name) -> None:
     assert planned_whole(step) == []
 
 
+def test_a_primitive_under_vmap_is_sharded_along_the_mapped_dim() -> None:
+    def mapped(x, y, *, prim, __axis_size, __batch_axes):
+        return [jax.vmap(prim, __batch_axes, axis_size=__axis_size)(x, y)]
+
+    vprim = Primitive("vprim")
+    vprim.multiple_results = True
+    vprim.def_impl(mapped)
+    vprim.def_abstract_eval(
+        lambda *avals, **params: [
+            jax.core.ShapedArray(shape.shape, shape.dtype)
+            for shape in jax.eval_shape(lambda *xs: mapped(*xs, **params), *avals)
+        ]
+    )
+    mlir.register_lowering(vprim, mlir.lower_fun(mapped, multiple_results=True))
+
+    def step(w, x):
+        params = {"prim": jnp.outer, "__axis_size": len(x), "__batch_axes": (0, 1)}
+        return vprim.bind(x @ w, x.T, **params)
+
+    assert planned_whole(step) == []
+
+
 def test_equinox_has_these_markers() -> None:
     eqxi = pytest.importorskip("equinox.internal")
 

@@ -85,8 +85,9 @@ def test_fixed_options_are_never_cheaper_than_the_automatic_plan(step):
     )
 
 
-def test_roles_of_inputs_follow_from_their_dependence_on_the_batch():
-    state, batch = mlp_args(tx=optax.adam(1e-2))
+@pytest.mark.parametrize("examples", [16, 1])
+def test_roles_of_inputs_follow_from_their_dependence_on_the_batch(examples):
+    state, batch = mlp_args(batch_size=examples, tx=optax.adam(1e-2))
     step = trace(lambda s, b, lr: mlp_step(s, b), (state, batch, jnp.float32(1)), (1,))
     plan = plan_shardings(step, LINE, COSTS)
     roles = dict(zip(step.in_paths, plan.roles, strict=True))
