@@ -44,12 +44,17 @@ _INNER_JAXPR = {
 }
 
 
-def flatten(jaxpr: Jaxpr) -> Jaxpr:
+def flatten(jaxpr: Jaxpr, loops: bool = True) -> Jaxpr:
     """Return `jaxpr` with calls inlined, equal equations merged and unused ones removed.
 
     Constants of inlined calls become leading `constvars`, with their values in `consts`.
+
+    Args:
+        jaxpr: the jaxpr.
+        loops: whether the equations of loops and branches are listed, too. Otherwise a loop or
+            branch stays one equation.
     """
-    builder = _Builder()
+    builder = _Builder(loops)
     invars = [Var(v.aval) for v in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars)
     eqns = [eqn for _, eqn in needed(enumerate(builder.eqns), outvars)]
@@ -64,16 +69,14 @@ def flatten(jaxpr: Jaxpr) -> Jaxpr:
 
 
 class _Builder:
-    def __init__(self) -> None:
+    def __init__(self, loops: bool) -> None:
         self.eqns: list[JaxprEqn] = []
         self.constants: dict[Var, Any] = {}
         self._constant_of: dict[int, Var] = {}
         self._known: dict[Any, list[Var]] = {}
-        self._control: dict[Primitive, Callable[[JaxprEqn, list[Atom], Any], list[Atom]]] = {
-            scan_p: self._scan,
-            while_p: self._while,
-            cond_p: self._cond,
-        }
+        self._control: dict[Primitive, Callable[[JaxprEqn, list[Atom], Any], list[Atom]]] = (
+            {scan_p: self._scan, while_p: self._while, cond_p: self._cond} if loops else {}
+        )
 
     def inline(
         self, jaxpr: Jaxpr, args: Sequence[Atom], name_stack: Any = None, caller: Any = None
@@ -125,9 +128,13 @@ class _Builder:
     def _apply(self, eqn: JaxprEqn) -> list[Var]:
         """Return the results of `eqn`; those of an equal equation if there is one before.
 
-        Values behind a barrier are other values, so recomputation is not merged.
+        Values behind a barrier are other values, so recomputation is not merged. Broadcast
+        constants are not merged either: zeros per example may have the shape of a weight for some
+        batch sizes only.
         """
-        key = _value_number(eqn)
+        is_constant = eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)
+        is_barrier = eqn.primitive is jax.lax.optimization_barrier_p
+        key = None if is_constant or is_barrier else value_number(eqn)
         if key is None:
             return self._append(eqn)
         if key not in self._known:
@@ -274,14 +281,12 @@ def _reduction(eqn: JaxprEqn) -> JaxprEqn:
 _REDUCTIONS = {psum_p: reduce_sum_p, pmax_p: reduce_max_p, pmin_p: reduce_min_p}
 
 
-def _value_number(eqn: JaxprEqn) -> Any:
+def value_number(eqn: JaxprEqn) -> Any:
     """Return a key that is equal for equations that compute the same.
 
-    None for equations with effects, or whose parameters can't be compared. Broadcast constants are
-    not
-    merged: zeros per example may have the shape of a weight for some batch sizes only.
+    None for equations with effects, or whose parameters can't be compared.
     """
-    if eqn.effects or (eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)):
+    if eqn.effects:
         return None
     # By its bytes: -0.0 is not 0.0.
     atoms = tuple(

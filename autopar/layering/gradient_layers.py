@@ -18,7 +18,8 @@ from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.equation_groups import Unit, has_backward, units
 from autopar.ir.graph import source_line
 from autopar.layering.layer_clustering import NoLayersError, cluster_layers, received_bytes
-from autopar.layering.layers import AutoLayerOption, LayerError, in_layer
+from autopar.layering.layers import AutoLayerOption, LayerError, in_layer, layer_of
+from autopar.layering.scan_layers import LAYERS_IN_LOOPS
 from autopar.primitives import kernel_of
 
 
@@ -26,7 +27,8 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
     """Return a flat jaxpr with a backward pass, divided into layers.
 
     Args:
-        jaxpr: The traced step.
+        jaxpr: The traced step. Its forward pass is in layers already if scans have been cut
+            (`autopar.layering.gradient_scans`).
         option: How to divide it.
 
     Raises:
@@ -34,7 +36,7 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
         NoLayersError: There are too few heavy equations, or their work is too uneven.
     """
     groups = units(enumerate(jaxpr.eqns))
-    forward = _forward_pass(groups)
+    forward = forward_pass(groups)
     if not forward:
         return jaxpr
     if option.remat_layer is True:
@@ -43,22 +45,28 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
             " autopar.value_and_grad: JAX has differentiated this step already; use one of them, or"
             " jax.checkpoint in the model"
         )
-    layers = _cluster(jaxpr, forward, option)
-    last_reader = _last_readers(forward, layers)
-    layer_of_unit = dict(zip((unit.number for unit in forward), layers, strict=True))
-    for unit in groups:
-        if has_backward(unit):
-            readers = [last_reader[var] for var in unit.reads if var in last_reader]
-            if readers:
-                layer_of_unit[unit.number] = min(readers)
+    labels = {unit.number: layer_of(unit.eqns[0][1]) for unit in groups}
+    layer_of_unit = {number: label[0] for number, label in labels.items() if label is not None}
+    if layer_of_unit:
+        forward = [unit for unit in forward if unit.number in layer_of_unit]
+    else:
+        layers = _cluster(jaxpr, forward, option)
+        layer_of_unit.update(zip((unit.number for unit in forward), layers, strict=True))
+    last_reader = _last_readers(forward, (layer_of_unit[unit.number] for unit in forward))
     eqns: list[JaxprEqn] = []
     for unit in groups:
         layer = layer_of_unit.get(unit.number)
-        eqns += [eqn if layer is None else in_layer(eqn, layer) for _, eqn in unit.eqns]
+        if layer is None and has_backward(unit):
+            readers = (last_reader[var] for var in unit.reads if var in last_reader)
+            layer = min(readers, default=None)
+        if layer is None or labels[unit.number] is not None:
+            eqns += [eqn for _, eqn in unit.eqns]
+        else:
+            eqns += [in_layer(eqn, layer) for _, eqn in unit.eqns]
     return jaxpr.replace(eqns=eqns)
 
 
-def _forward_pass(groups: Sequence[Unit]) -> list[Unit]:
+def forward_pass(groups: Sequence[Unit]) -> list[Unit]:
     """Return the units that the backward pass depends on and that are no part of it."""
     needed: set[Var] = set()
     forward: list[Unit] = []
@@ -118,8 +126,4 @@ def _loops(forward: Iterable[Unit]) -> str:
     lines = [source_line(unit.eqns[0][1]) for unit in forward if len(unit.eqns) > 1]
     if not lines:
         return ""
-    return (
-        f"; the loop at {', '.join(dict.fromkeys(lines))} is in one layer: to cut it between its"
-        " iterations, differentiate the loss with autopar.grad or autopar.value_and_grad in place"
-        " of jax's"
-    )
+    return f"; the loop at {', '.join(dict.fromkeys(lines))} is in one layer: {LAYERS_IN_LOOPS}"

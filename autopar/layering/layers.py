@@ -7,7 +7,7 @@ computes.
 """
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from jax.extend.core import Literal as JaxLiteral
-from jax.extend.core.primitives import jit_p
+from jax.extend.core.primitives import jit_p, remat_p
 from jax.extend.source_info_util import user_context
 
 from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, satisfying
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, eqns_of_call, is_backward, read
+from autopar.ir.graph import Atom, eqns_of_call, is_backward, read, source_line
 from autopar.layering.layer_clustering import NoLayersError, cluster_layers, received_bytes
-from autopar.layering.scan_layers import Iterations, seeds_of, uncut_loops
+from autopar.layering.scan_layers import Iterations, recomputed_scans, seeds_of, uncut_loops
 from autopar.layering.stack_cutting import cut_stacks
 from autopar.primitives import kernel_of
 
@@ -105,12 +105,13 @@ class AutoLayerOption:
             cost_criteria=one_of("flops", "count"),
         )
 
-    def assign(self, jaxpr: Jaxpr, iterations: Iterations) -> list[int]:
+    def assign(self, iterations: Iterations) -> list[int]:
         """Return the layer of each equation, and of each iteration of a scan over layers.
 
         Raises:
             NoLayersError: There are too few heavy equations, or their work is too uneven.
         """
+        jaxpr = iterations.jaxpr
         debug_info = jaxpr.debug_info.with_unknown_names()
         flops = np.array(iterations.spread([_flops(eqn, debug_info) for eqn in jaxpr.eqns]))
         work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
@@ -236,14 +237,19 @@ def layered(
     fun: Callable[..., Any],
     option: LayerOption,
     weight_argnums: int | Sequence[int] | None = None,
+    differentiated: bool = True,
 ) -> Callable[..., Any]:
     """Return `fun` divided into layers.
+
+    Inside a `layering` block, a function that runs layers in a `scan` inside of `jax.checkpoint` is
+    returned as it is: its differentiated step is divided (`autopar.layering.gradient_scans`).
 
     Args:
         fun: The function.
         option: How to divide it.
         weight_argnums: The arguments with weights, whose slices distinguish a scan over layers from
             a scan over time. By default all arguments may have weights.
+        differentiated: Whether gradients are taken of `fun`. If not, `jax.checkpoint` does nothing.
 
     Raises:
         LayerError: `option` has remat_layer="auto". When called: `fun` can't be divided.
@@ -253,6 +259,7 @@ def layered(
             "remat_layer='auto' is for the layer_option of PipeshardParallel, which tries both"
         )
     remat = option.remat_layer
+    is_step_divided = _option.get() is option
 
     @wraps(fun)
     def in_layers(*args: Any, **kwargs: Any) -> Any:
@@ -270,13 +277,21 @@ def layered(
 
         tracers = list(traced_leaves.values())
         traced, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
-        inlined = _inline_jits(traced)
+        inlined = _inline_calls(traced, {jit_p} if differentiated else {jit_p, remat_p})
         numbers = [i for i, leaf in enumerate(leaves) if i in traced_leaves]
         weights = [
             var
             for i, var in zip(numbers, inlined.invars, strict=True)
             if _is_weight(paths[i][0], weight_argnums, len(args))
         ]
+        recomputed = recomputed_scans(inlined, weights) if is_step_divided else []
+        if recomputed and remat:
+            raise LayerError(
+                "remat_layer=True asks to recompute layers, but jax.checkpoint recomputes the scan"
+                f" at {source_line(recomputed[0])} already; use one of the two"
+            )
+        if recomputed:
+            return fun(*args, **kwargs)
         jaxpr, layers = _divided(inlined, option, weights)
         env: dict[Var, Any] = dict(zip(jaxpr.invars, tracers, strict=True))
         env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
@@ -351,8 +366,11 @@ def in_layer(eqn: JaxprEqn, layer: int) -> JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=scopes))
 
 
-def _inline_jits(jaxpr: Jaxpr) -> Jaxpr:
-    """Return `jaxpr` with calls of `jit` inlined; functions with derivative rules stay calls."""
+def _inline_calls(jaxpr: Jaxpr, calls: Collection[Primitive]) -> Jaxpr:
+    """Return `jaxpr` with calls of some kinds inlined, of those with a parameter `jaxpr`.
+
+    Functions with derivative rules stay calls.
+    """
     eqns: list[JaxprEqn] = []
     constants: dict[Var, Any] = {}
 
@@ -363,7 +381,7 @@ def _inline_jits(jaxpr: Jaxpr) -> Jaxpr:
             constants[new] = value
         for eqn in eqns_of_call(jaxpr, caller):
             invars = [atom if isinstance(atom, JaxLiteral) else env[atom] for atom in eqn.invars]
-            if eqn.primitive is jit_p:
+            if eqn.primitive in calls:
                 outvars = inline(eqn.params["jaxpr"], invars, eqn.source_info.traceback)
             else:
                 if eqn.primitive is not boundary_p and _has_boundary(eqn):
@@ -409,16 +427,29 @@ def _divided(jaxpr: Jaxpr, option: LayerOption, weights: Sequence[Var]) -> tuple
         return jaxpr, option.assign(jaxpr)
     iterations = Iterations(jaxpr, weights)
     assignments = _assignments.get()
-    if assignments is None:
-        assignments = {}
-    key = option, tuple(iterations.counts), tuple(eqn.primitive for eqn in jaxpr.eqns)
-    if key not in assignments:
-        assignments[key] = option.assign(jaxpr, iterations)
-    layers, scans = iterations.cuts(assignments[key])
+    assigned = assigned_layers(iterations, option, {} if assignments is None else assignments)
+    layers, scans = iterations.cuts(assigned)
     if not scans:
         return jaxpr, layers
     cut = cut_stacks(jaxpr, seeds_of(jaxpr, scans), layers=layers, scans=scans)
     return cut.jaxpr, cut.layers
+
+
+def assigned_layers(
+    iterations: Iterations, option: AutoLayerOption, assignments: Assignments
+) -> list[int]:
+    """Return the layer of each equation and iteration, which is the same for all batch sizes.
+
+    Args:
+        iterations: The equations and iterations of a function.
+        option: How to divide it.
+        assignments: The layers of the functions divided so far, to which this one is added.
+    """
+    eqns = iterations.jaxpr.eqns
+    key = option, tuple(iterations.counts), tuple(eqn.primitive for eqn in eqns)
+    if key not in assignments:
+        assignments[key] = option.assign(iterations)
+    return assignments[key]
 
 
 def _is_weight(

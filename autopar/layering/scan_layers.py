@@ -12,8 +12,9 @@ from jax.extend.core.primitives import remat_p, scan_p, while_p
 
 from autopar.ir.array_cuts import Cut
 from autopar.ir.array_sizes import value_bytes
+from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, aval_of, source_line
-from autopar.layering.stack_cutting import roots
+from autopar.layering.stack_cutting import roots, scan_operands
 
 type SizedValue = tuple[int, float, tuple[int, ...]]
 """(equation that computes it, bytes, equations that use it), as `received_bytes` takes it."""
@@ -39,7 +40,7 @@ def layer_scans(jaxpr: Jaxpr, weights: Collection[Var]) -> frozenset[int]:
 
 
 def _reads_weights(jaxpr: Jaxpr, eqn: JaxprEqn, weights: Collection[Var]) -> bool:
-    _, _, slices = _operands(eqn)
+    _, _, slices = scan_operands(eqn)
     return any(
         isinstance(atom, Var) and _is_weight(jaxpr, atom, weights)
         for atom in slices
@@ -50,12 +51,6 @@ def _reads_weights(jaxpr: Jaxpr, eqn: JaxprEqn, weights: Collection[Var]) -> boo
 def _is_weight(jaxpr: Jaxpr, var: Var, weights: Collection[Var]) -> bool:
     """Whether the slices of a value are computed from slices of weights alone."""
     return roots(jaxpr, var, 0) <= set(weights)
-
-
-def _operands(eqn: JaxprEqn) -> tuple[list[Atom], list[Atom], list[Atom]]:
-    """Return the constants, initial carries and sliced arrays of a scan."""
-    consts, init, slices = map(list, eqn.params["ft_in"].update(eqn.invars).unpack())
-    return consts, init, slices
 
 
 class Iterations:
@@ -108,7 +103,7 @@ class Iterations:
                     if users[var]
                 ]
                 continue
-            num_carried = len(_operands(eqn)[1])
+            num_carried = len(scan_operands(eqn)[1])
             num_bytes = sum(map(value_bytes, eqn.outvars[:num_carried]))
             values += [(k, num_bytes, (k + 1,)) for k in range(start, last)]
             values += [
@@ -123,8 +118,8 @@ class Iterations:
         }
         for number, eqn in enumerate(self.jaxpr.eqns):
             start = self.starts[number]
-            constants = _operands(eqn)[0] if number in self.scans else []
-            slices = _operands(eqn)[2] if number in self.scans else []
+            constants = scan_operands(eqn)[0] if number in self.scans else []
+            slices = scan_operands(eqn)[2] if number in self.scans else []
             for atom in eqn.invars:
                 if isinstance(atom, Literal) or atom not in users:
                     continue
@@ -159,15 +154,18 @@ def seeds_of(jaxpr: Jaxpr, cuts: Mapping[int, Cut]) -> dict[Var, Cut]:
     seeds: dict[Var, Cut] = {}
     for number, cut in cuts.items():
         eqn = jaxpr.eqns[number]
-        _, init, slices = _operands(eqn)
+        _, init, slices = scan_operands(eqn)
         for atom in (*slices, *eqn.outvars[len(init) :]):
             if isinstance(atom, Var):
                 seeds.setdefault(atom, cut)
     return seeds
 
 
-_OUTSIDE = {remat_p: "jax.checkpoint"}
-"""What the user calls the equations that may contain a scan."""
+LAYERS_IN_LOOPS = (
+    "layers in a loop are found if the loop is jax.lax.scan(body, x, weights) over an argument that"
+    " is differentiated, stacked with one entry per layer"
+)
+"""What a loop must be for its iterations to be layers, for errors."""
 
 
 def _inner_scans(eqn: JaxprEqn) -> list[JaxprEqn]:
@@ -179,6 +177,22 @@ def _inner_scans(eqn: JaxprEqn) -> list[JaxprEqn]:
         for member in inner
         for scan in ([member] if member.primitive is scan_p else _inner_scans(member))
     ]
+
+
+def recomputed_scans(jaxpr: Jaxpr, weights: Sequence[Var]) -> list[JaxprEqn]:
+    """Return the scans inside of `jax.checkpoint`, if the iterations of one could be layers.
+
+    Args:
+        jaxpr: The loss function.
+        weights: The inputs that are weights.
+    """
+    inner = [scan for eqn in jaxpr.eqns if eqn.primitive is remat_p for scan in _inner_scans(eqn)]
+    if not inner:
+        return []
+    flat = flatten(jaxpr, loops=False)
+    numbers = map(jaxpr.invars.index, weights)
+    num_scans = len(layer_scans(flat, {flat.invars[number] for number in numbers}))
+    return inner if num_scans > len(layer_scans(jaxpr, weights)) else []
 
 
 def uncut_loops(jaxpr: Jaxpr, scans: Collection[int]) -> str:
@@ -194,13 +208,7 @@ def uncut_loops(jaxpr: Jaxpr, scans: Collection[int]) -> str:
             )
         else:
             reasons += [
-                f"the scan at {source_line(inner)} is inside of {eqn.primitive.name}; apply"
-                f" {_OUTSIDE.get(eqn.primitive, 'it')} to the layer instead"
+                f"the scan at {source_line(inner)} is inside of {eqn.primitive.name}"
                 for inner in _inner_scans(eqn)
             ]
-    if not reasons:
-        return ""
-    return (
-        f"; {'; '.join(reasons)}: layers in a loop are found if the loop is jax.lax.scan(body, x,"
-        " weights) over an argument that is differentiated, stacked with one entry per layer"
-    )
+    return f"; {'; '.join(reasons)}: {LAYERS_IN_LOOPS}" if reasons else ""

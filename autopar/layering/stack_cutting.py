@@ -9,11 +9,13 @@ dim becomes the sum of partial sums. An equation that can't be cut reads the con
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import batched
+from typing import Any, Literal
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import (
     broadcast_in_dim_p,
     concatenate_p,
@@ -24,7 +26,7 @@ from jax.extend.core.primitives import (
 
 from autopar.ir import control_flow
 from autopar.ir.array_cuts import Cut
-from autopar.ir.graph import Atom, aval_of, needed
+from autopar.ir.graph import Atom, aval_of, is_backward, needed
 from autopar.primitives import MissingRuleError, op_factors, record_of
 from autopar.primitives.factors import PARTIAL, Dims, OpFactors
 
@@ -59,6 +61,35 @@ class CutJaxpr:
     layers: list[int]
     inputs: tuple[Cut | None, ...]
     outputs: tuple[Cut | None, ...]
+
+
+type Carry = Literal["passed on", "sum"] | tuple[int, int]
+"""How the pieces of a scan get a carry.
+
+A piece may pass it on to the next one. A "sum" is added up from what each piece adds to zero. A
+carry that a forward scan has computed before, as (number of that scan, position), is read from its
+pieces.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardScans:
+    """The scans of a backward pass.
+
+    A piece of such a scan belongs to the layer of the weights or residuals that it slices. Backward
+    passes visit layers in reverse, so the piece of layer l counts as layer 2 * num_layers - 1 - l.
+
+    Attributes:
+        carries: The carries of each scan, by its number.
+        num_layers: The number of layers of the forward pass.
+    """
+
+    carries: Mapping[int, Sequence[Carry]]
+    num_layers: int
+
+    def cut(self, cut: Cut) -> Cut:
+        """Return the cut of a scan that slices an array with a cut."""
+        return Cut(0, cut.sizes, tuple(2 * self.num_layers - 1 - layer for layer in cut.layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +139,7 @@ def cut_stacks(
     out_pieces: Iterable[Atom] = (),
     layers: Sequence[int] | None = None,
     scans: Mapping[int, Cut] | None = None,
+    backward: BackwardScans | None = None,
 ) -> CutJaxpr:
     """Return `jaxpr`, computing with pieces of `seeds` and of what is computed from them.
 
@@ -120,10 +152,19 @@ def cut_stacks(
         layers: The layer of each equation, which no equation may have before that of an operand.
         scans: Numbers of `scan`s that become one shorter scan per piece, with the cut of their
             iterations.
+        backward: The scans of a backward pass, which are cut where they slice or stack pieces.
     """
-    cutter = _StackCutter(jaxpr, scans or {}, layers or [0] * len(jaxpr.eqns))
+    cutter = _StackCutter(
+        jaxpr, scans or {}, layers or [0] * len(jaxpr.eqns), backward or BackwardScans({}, 0)
+    )
     cutter.propagate(seeds)
     return cutter.emit(_variables(in_pieces), _variables(out_pieces))
+
+
+def scan_operands(scan: JaxprEqn) -> tuple[list[Atom], list[Atom], list[Atom]]:
+    """Return the constants, initial carries and sliced arrays of a scan."""
+    consts, init, slices = map(list, scan.params["ft_in"].update(scan.invars).unpack())
+    return consts, init, slices
 
 
 def _variables(atoms: Iterable[Atom]) -> frozenset[Var]:
@@ -253,10 +294,17 @@ class _StackCutter:
         splits: Numbers of equations that split a value into its pieces.
     """
 
-    def __init__(self, jaxpr: Jaxpr, scans: Mapping[int, Cut], layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        scans: Mapping[int, Cut],
+        layers: Sequence[int],
+        backward: BackwardScans,
+    ) -> None:
         self.jaxpr = jaxpr
-        self.scans = scans
+        self.scans = dict(scans)
         self.layers = layers
+        self.backward = backward
         self.cuts: dict[Var, Cut] = {}
         self.equation_cuts: dict[int, _EquationCut] = {}
         self.identities: set[int] = set()
@@ -292,7 +340,10 @@ class _StackCutter:
 
     def _cut_equation(self, number: int, side: str, index: int, cut: Cut) -> None:
         eqn = self.jaxpr.eqns[number]
-        if number in self.equation_cuts:
+        if number in self.equation_cuts or number in self.scans:
+            return
+        if number in self.backward.carries:
+            self._cut_scan(number, eqn, side, index, cut)
             return
         if record_of(eqn).passes_through:
             self.identities.add(number)
@@ -315,6 +366,16 @@ class _StackCutter:
         for atom, dims in zip(eqn.outvars, found.factors.results, strict=True):
             self._cut(atom, found.cut(dims))
 
+    def _cut_scan(self, number: int, eqn: JaxprEqn, side: str, index: int, cut: Cut) -> None:
+        """Cut a scan if the value at a position is one that it slices or stacks."""
+        consts, init, _ = scan_operands(eqn)
+        first = {"in": len(consts) + len(init), "out": len(init)}
+        if cut.dim != 0 or index < first[side] or not cut.layers:
+            return
+        self.scans[number] = self.backward.cut(cut)
+        for atom in (*eqn.invars[first["in"] :], *eqn.outvars[first["out"] :]):
+            self._cut(atom, cut)
+
     # -- the new jaxpr
 
     def emit(self, in_pieces: frozenset[Var], out_pieces: frozenset[Var]) -> CutJaxpr:
@@ -330,7 +391,8 @@ class _StackCutter:
             for inner in self.jaxpr.eqns[number : stop_of.get(number, number)]:
                 writer.join_operands(inner)
             if number in self.scans:
-                writer.scan(eqn, self.scans[number])
+                kinds = self.backward.carries.get(number, ("passed on",) * len(eqn.outvars))
+                writer.scan(number, eqn, self.scans[number], kinds)
             elif number in self.equation_cuts:
                 writer.cut_equation(eqn, self.equation_cuts[number], layer)
             elif number in self.identities:
@@ -384,6 +446,8 @@ class _Writer:
         self.pieces: dict[Var, list[Atom]] = {}
         self._split: dict[tuple[Var, int, tuple[int, ...]], list[Atom]] = {}
         self._layer_of: dict[Var, int] = {}
+        self._producer: dict[Var, JaxprEqn] = {}
+        self._carries: dict[tuple[int, int], list[Atom]] = {}
 
     def input_pieces(self, var: Var) -> list[Var]:
         """Return the inputs that replace an input which the caller passes in pieces."""
@@ -396,7 +460,7 @@ class _Writer:
 
     def whole(self, atom: Atom) -> Atom:
         """Return a value in one piece."""
-        if isinstance(atom, Literal):
+        if isinstance(atom, JaxLiteral):
             return atom
         if atom in self.pieces and atom not in self.values:
             dim = self.cuts[atom].dim
@@ -430,12 +494,15 @@ class _Writer:
         self._append(eqn.replace(invars=[self.whole(atom) for atom in eqn.invars]), layer)
 
     def identity(self, eqn: JaxprEqn, layer: int) -> None:
-        """Write an equation whose result i is operand i, with pieces as operands of their own."""
+        """Write an equation whose result i is operand i, with pieces as operands of their own.
+
+        A barrier becomes one barrier per piece, so that no piece depends on those of other layers.
+        """
         invars: list[Atom] = []
         outvars: list[Var] = []
         for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
             cut = self.cuts.get(var)
-            if cut is None or isinstance(atom, Literal):
+            if cut is None or isinstance(atom, JaxLiteral):
                 invars.append(self.whole(atom))
                 outvars.append(var)
                 continue
@@ -444,7 +511,9 @@ class _Writer:
             self.pieces[var] = list(results)
             invars += pieces
             outvars += results
-        self._append(eqn.replace(invars=invars, outvars=outvars), layer)
+        size = 1 if eqn.primitive is lax.optimization_barrier_p else len(invars)
+        for group in zip(batched(invars, size), batched(outvars, size), strict=True):
+            self._append(eqn.replace(invars=list(group[0]), outvars=list(group[1])), layer)
 
     def cut_equation(self, eqn: JaxprEqn, cut: _EquationCut, layer: int) -> None:
         """Write one equation per piece, and the combination of partial results."""
@@ -461,7 +530,7 @@ class _Writer:
                 aval_of(var).shape if own is None else own.shapes(aval_of(var).shape)[k]
                 for var, own in zip(eqn.outvars, result_cuts, strict=True)
             ]
-            piece_layer = cut.layers[k] if cut.layers else layer
+            piece_layer = max(layer, cut.layers[k]) if cut.layers else layer
             results.append(
                 self._piece(eqn, invars, shapes, (operand_cuts, result_cuts), piece_layer)
             )
@@ -509,30 +578,66 @@ class _Writer:
             lambda *shards: local(eqn, reads, makes, shapes, shards), invars, layer, eqn
         )
 
-    def scan(self, eqn: JaxprEqn, cut: Cut) -> None:
-        """Write a scan as one shorter scan per piece of its iterations."""
-        consts, init, xs = map(list, eqn.params["ft_in"].update(eqn.invars).unpack())
+    def scan(self, number: int, eqn: JaxprEqn, cut: Cut, kinds: Sequence[Carry]) -> None:
+        """Write a scan as one shorter scan per piece of its iterations.
+
+        Args:
+            number: Its number.
+            eqn: The scan.
+            cut: The cut of its iterations.
+            kinds: How the pieces get each carry.
+        """
+        consts, init, xs = scan_operands(eqn)
         num_carried = len(init)
-        carry = [self.whole(atom) for atom in init]
         constants = [self.whole(atom) for atom in consts]
-        stacked = eqn.outvars[num_carried:]
         slices = [self.pieces_of(atom, cut) for atom in xs]
-        ys: dict[int, list[Atom]] = {}
-        order = range(len(cut.sizes))
-        for k in reversed(order) if eqn.params["reverse"] else order:
-            size = cut.sizes[k]
-            outvars = [Var(var.aval) for var in eqn.outvars[:num_carried]]
-            outvars += [
-                Var(aval_of(var).update(shape=cut.shapes(aval_of(var).shape)[k])) for var in stacked
+        carry = [self.whole(atom) for atom in init]
+        finals: list[list[Atom]] = []
+        pieces = range(len(cut.sizes))
+        ys: dict[int, list[Var]] = {}
+        for k in reversed(pieces) if eqn.params["reverse"] else pieces:
+            if finals:
+                carry = [
+                    self._carry(kind, last, k, eqn)
+                    for kind, last in zip(kinds, finals[-1], strict=False)
+                ]
+            self._carries[number, k] = carry
+            avals = [aval_of(var) for var in eqn.outvars]
+            avals[num_carried:] = [
+                aval.update(shape=cut.shapes(aval.shape)[k]) for aval in avals[num_carried:]
             ]
+            outvars = [Var(aval) for aval in avals]
+            size = cut.sizes[k]
             params = {**eqn.params, "length": size, "unroll": min(eqn.params["unroll"], size)}
-            invars = [*constants, *carry, *(pieces[k] for pieces in slices)]
+            invars = [*constants, *carry, *(sliced[k] for sliced in slices)]
             self._append(eqn.replace(invars=invars, outvars=outvars, params=params), cut.layers[k])
-            carry = list(outvars[:num_carried])
-            ys[k] = list(outvars[num_carried:])
-        self.values.update(zip(eqn.outvars[:num_carried], carry, strict=True))
-        for r, var in enumerate(stacked):
-            self.pieces[var] = [ys[k][r] for k in order]
+            finals.append(list(outvars[:num_carried]))
+            ys[k] = outvars[num_carried:]
+        for position, var in enumerate(eqn.outvars[:num_carried]):
+            results = [final[position] for final in finals]
+            self.values[var] = (
+                self._combined(lax.add, results) if kinds[position] == "sum" else results[-1]
+            )
+        for r, var in enumerate(eqn.outvars[num_carried:]):
+            self.pieces[var] = [ys[k][r] for k in pieces]
+
+    def _carry(self, kind: Carry, last: Atom, piece: int, eqn: JaxprEqn) -> Atom:
+        """Return the carry with which a piece of a scan begins; `last` is that of the last one."""
+        match kind:
+            case "passed on":
+                return last
+            case "sum":
+                aval = aval_of(last)
+                (zeros,) = self._function(lambda: lax.full(aval.shape, 0, aval.dtype), [])
+                return zeros
+            case (forward, position):
+                atom = self._carries[forward, piece][position]
+                var = Var(aval_of(atom))
+                barrier = eqn.replace(
+                    primitive=lax.optimization_barrier_p, invars=[atom], outvars=[var], params={}
+                )
+                self._append(barrier, -1)
+                return var
 
     def _concatenated(self, pieces: Sequence[Atom], dim: int) -> Atom:
         (whole,) = self._function(lambda *values: lax.concatenate(values, dim), pieces)
@@ -558,23 +663,32 @@ class _Writer:
             fun: The function.
             operands: Its operands.
             layer: The layer of its equations.
-            source: The equation that it replaces; None for what cuts and joins arrays.
+            source: The equation that it replaces; None for what cuts and joins arrays, which is in
+                the backward pass if what computes its operands is.
         """
         avals = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
             for aval in map(aval_of, operands)
         ]
         traced = jax.make_jaxpr(jax.named_scope(STACK_SCOPE)(fun))(*avals)
+        variables = (atom for atom in operands if isinstance(atom, Var))
+        producers = (self._producer[var] for var in variables if var in self._producer)
+        backward = next(filter(is_backward, producers), None)
         env: dict[Var, Atom] = dict(zip(traced.jaxpr.invars, operands, strict=True))
         for eqn in traced.jaxpr.eqns:
             outvars = [Var(var.aval) for var in eqn.outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
-            invars = [atom if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
+            invars = [atom if isinstance(atom, JaxLiteral) else env[atom] for atom in eqn.invars]
             new = eqn.replace(invars=invars, outvars=outvars)
             if source is not None:
                 new = new.replace(source_info=source.source_info)
+            elif backward is not None:
+                scopes = backward.source_info.name_stack.extend(STACK_SCOPE)
+                new = new.replace(source_info=new.source_info.replace(name_stack=scopes))
             self._append(new, layer)
-        return [atom if isinstance(atom, Literal) else env[atom] for atom in traced.jaxpr.outvars]
+        return [
+            atom if isinstance(atom, JaxLiteral) else env[atom] for atom in traced.jaxpr.outvars
+        ]
 
     def _append(self, eqn: JaxprEqn, layer: int) -> None:
         operand_layers = (self._layer_of.get(a, -1) for a in eqn.invars if isinstance(a, Var))
@@ -582,3 +696,4 @@ class _Writer:
         self.eqns.append(eqn)
         self.layers.append(layer)
         self._layer_of.update(dict.fromkeys(eqn.outvars, layer))
+        self._producer.update(dict.fromkeys(eqn.outvars, eqn))

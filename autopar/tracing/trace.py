@@ -17,6 +17,7 @@ from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of, error_line
 from autopar.ir.step_graph import MicrobatchError, Microbatching, RandomBits, StepGraph
 from autopar.layering.gradient_layers import gradient_layers
+from autopar.layering.gradient_scans import cut_gradient_scans
 from autopar.layering.layers import (
     Assignments,
     AutoLayerOption,
@@ -73,7 +74,7 @@ def trace(
     if forward:
         if layers is not None and not hasattr(fun, "layer_option"):
             weight_argnums = [i for i in range(len(args)) if i not in batch_argnums]
-            fun = layered(fun, layers, weight_argnums)
+            fun = layered(fun, layers, weight_argnums, differentiated=False)
         layers = None
     tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, rng)
     return tracer.graph(num_micro_batches)
@@ -158,6 +159,7 @@ class _StepTracer:
             if key[0].idx in batch_argnums and self.avals[i].ndim > 0
         )
         self._assignments: Assignments = {}
+        self._scan_assignments: Assignments = {}
         self.graph = cache(self._graph)
         self._traced = cache(self._trace)
 
@@ -175,7 +177,12 @@ class _StepTracer:
         ]
         whole = tracing_whole_arrays() if whole_arrays else nullcontext()
         with layering(self.layers, self._assignments), whole:
-            jaxpr, out_keys, out_tree = _flat_jaxpr(self.fun, self.in_tree, scaled)
+            jaxpr, out_keys, out_tree = _traced_jaxpr(self.fun, self.in_tree, scaled)
+        if isinstance(self.layers, AutoLayerOption):
+            weights = [i for i in range(len(scaled)) if i not in self.batch]
+            cut = cut_gradient_scans(jaxpr, self.layers, weights, self._scan_assignments)
+            jaxpr = jaxpr if cut is None else cut
+        jaxpr = flatten(jaxpr)
         in_pieces = [var for i, var in enumerate(jaxpr.invars) if i not in self.batch]
         seeds = stack_seeds(jaxpr)
         cut = cut_stacks(jaxpr, seeds, in_pieces=in_pieces, out_pieces=jaxpr.outvars)
@@ -219,7 +226,9 @@ class _StepTracer:
         else:
             traced = self._traced(Fraction(1), self.marked, False)
         jaxpr = traced.jaxpr
-        if isinstance(self.layers, AutoLayerOption) and not num_layers(jaxpr):
+        if isinstance(self.layers, AutoLayerOption) and (
+            self._scan_assignments or not num_layers(jaxpr)
+        ):
             jaxpr = gradient_layers(jaxpr, self.layers)
             traced = traced._replace(jaxpr=jaxpr)
         out_paths = traced.result.piece_paths
@@ -294,10 +303,10 @@ class _StepTracer:
         return without_unread_positions(jaxpr, positions), microbatching
 
 
-def _flat_jaxpr(
+def _traced_jaxpr(
     fun: Callable[..., Any], in_tree: Any, avals: list[Any]
 ) -> tuple[Jaxpr, list[Any], Any]:
-    """Return the flat jaxpr of `fun`, the key paths of its outputs, and their tree."""
+    """Return the jaxpr of `fun`, the key paths of its outputs, and their tree."""
     try:
         # JAX caches traces by function. A new function keeps traces with other layers apart.
         jaxpr, result = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(
@@ -318,7 +327,7 @@ def _flat_jaxpr(
             " pytrees."
         ) from error
     outputs, out_tree = jax.tree.flatten_with_path(result)
-    return flatten(jaxpr), [path for path, _ in outputs], out_tree
+    return jaxpr, [path for path, _ in outputs], out_tree
 
 
 def _piece_keys(

@@ -133,7 +133,7 @@ def test_recomputation_is_left_out_where_it_is_a_choice():
 def test_a_loop_in_one_layer_is_named_in_the_refusal():
     def step(weights, batch):
         def loss(weights):
-            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], weights)
+            x = jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ weights[i]), batch["x"])
             return (x**2).mean()
 
         value, grads = jax.value_and_grad(loss)(weights)
@@ -141,5 +141,5 @@ def test_a_loop_in_one_layer_is_named_in_the_refusal():
 
     weights = np.ones((4, WIDTH, WIDTH), np.float32)
     planned = autopar.parallelize(step, method=pipeline())
-    with pytest.raises(NoLayersError, match=r"the loop at .*test_gradient_layers.* autopar\.grad"):
+    with pytest.raises(NoLayersError, match=r"the loop at .*test_gradient_layers.* jax.lax.scan"):
         planned(weights, BATCH)

@@ -54,18 +54,31 @@ def llama(params: dict[str, Any], tokens: jax.Array, remat: bool = False, **scan
     return x @ params["head"], aux
 
 
-def llama_step(layers: int, **options: Any) -> tuple[Any, Any, Any]:
-    """Return a step of `llama`, its state and a batch."""
+def llama_step(
+    layers: int,
+    value_and_grad: Any = autopar.value_and_grad,
+    around: Any = lambda model: model,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """Return a step of `llama`, its state and a batch.
+
+    Args:
+        layers: The number of layers.
+        value_and_grad: What differentiates the loss.
+        around: What is put around the whole model, such as `jax.checkpoint`.
+        **options: Options of `llama`.
+    """
 
     def step(state: Any, batch: Any) -> Any:
         params, moments = state
 
         def loss(params: Any) -> jax.Array:
-            logits, aux = llama(params, batch["tokens"], **options)
+            model = around(lambda params: llama(params, batch["tokens"], **options))
+            logits, aux = model(params)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
             return jnp.mean(losses) + 0.1 * jnp.sum(aux)
 
-        value, gradients = autopar.value_and_grad(loss)(params)
+        value, gradients = value_and_grad(loss)(params)
         updates, moments = TX.update(gradients, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
@@ -106,7 +119,9 @@ class Scanned(nn.Module):
         return nn.Dense(WIDTH, name="last")(x)
 
 
-def scanned_step(model: nn.Module, tx: Any = TX) -> tuple[Any, Any, Any]:
+def scanned_step(
+    model: nn.Module, tx: Any = TX, value_and_grad: Any = autopar.value_and_grad
+) -> tuple[Any, Any, Any]:
     """Return a step of a Flax model, its state and a batch."""
 
     def step(state: Any, batch: Any) -> Any:
@@ -117,7 +132,7 @@ def scanned_step(model: nn.Module, tx: Any = TX) -> tuple[Any, Any, Any]:
             assert isinstance(predicted, jax.Array)
             return jnp.mean((predicted - batch["y"]) ** 2)
 
-        value, gradients = autopar.value_and_grad(loss)(params)
+        value, gradients = value_and_grad(loss)(params)
         updates, moments = tx.update(gradients, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 

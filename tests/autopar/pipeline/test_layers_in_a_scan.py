@@ -1,5 +1,8 @@
 """Layers that run in a `scan` are stages of a pipeline, which store the weights of their layers."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +26,9 @@ from tests.autopar.pipeline.scan_steps import (
 )
 from tests.autopar.pipeline.stack_steps import assert_as_serial
 
+JAX = jax.value_and_grad
+SAVE_DOTS = partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+
 FULL = {
     "5 layers, 2 stages": (2, lambda: llama_step(5)),
     "7 layers, 4 stages": (4, lambda: llama_step(7)),
@@ -34,6 +40,14 @@ FULL = {
     "flax with remat": (4, lambda: scanned_step(Scanned(6, remat=True))),
     "flax, layers in dim 1": (2, lambda: scanned_step(Scanned(5, axis=1))),
     "flax, unrolled": (4, lambda: scanned_step(Scanned(7, unroll=3))),
+    "jax.grad, 7 layers, 4 stages": (4, lambda: llama_step(7, JAX)),
+    "jax.grad, remat": (2, lambda: llama_step(4, JAX, remat=True)),
+    "jax.grad, unrolled": (2, lambda: llama_step(5, JAX, unroll=2)),
+    "jax.grad, reversed": (2, lambda: llama_step(5, JAX, reverse=True)),
+    "jax.grad, flax": (4, lambda: scanned_step(Scanned(6, axis=1), value_and_grad=JAX)),
+    "recomputed as a whole": (2, lambda: llama_step(5, around=jax.checkpoint)),
+    "jax.grad, recomputed as a whole": (4, lambda: llama_step(4, JAX, around=jax.checkpoint)),
+    "jax.grad, recomputed but for products": (4, lambda: llama_step(7, JAX, around=SAVE_DOTS)),
 }
 
 
@@ -153,13 +167,22 @@ def checkpointed(params, x):
     return jnp.mean(run(params["stack"]) ** 2)
 
 
-def test_a_scan_that_is_recomputed_as_a_whole_is_refused_with_what_to_write():
+def test_a_scan_that_jax_differentiates_and_recomputes_as_a_whole_trains_in_stages():
+    def step(params, batch):
+        value, gradients = jax.value_and_grad(checkpointed)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    params = {"stack": weights(5, WIDTH, WIDTH)}
+    parallel = assert_as_serial(step, stages(2), params, X)
+    (stack,) = jax.tree.leaves(parallel(params, X)[0])
+    assert sorted(piece.shape[0] for piece in stack.pieces) == [2, 3]
+
+
+def test_layers_are_recomputed_by_one_of_two_means():
     params = {"stack": weights(4, WIDTH, WIDTH)}
-    message = r"test_layers_in_a_scan.py:\d+ is inside .*; apply jax.checkpoint to the layer"
-    with pytest.raises(NoLayersError, match=message):
-        autopar.plan_step(
-            loss_step(checkpointed), (params, X), method=stages(4), cluster="dgx_h100"
-        )
+    method = replace(stages(4), layer_option=autopar.AutoLayerOption(4, remat_layer=True))
+    with pytest.raises(autopar.LayerError, match=r"test_layers_in_a_scan.py:\d+ already; use one"):
+        autopar.plan_step(loss_step(checkpointed), (params, X), method=method, cluster="dgx_h100")
 
 
 @pytest.mark.parametrize("loss", [recurrent, indexed])

@@ -1,0 +1,105 @@
+"""Scans over layers that JAX has differentiated are cut between layers, forward and backward."""
+
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.extend.core.primitives import dot_general_p, scan_p
+
+import autopar
+from autopar.ir.control_flow import repeats
+from autopar.layering.equal_values import EqualValues, equal_carries
+from autopar.layering.layer_clustering import NoLayersError
+from autopar.layering.layers import layer_of
+from autopar.pipeline.partitioner import partition_step
+from autopar.tracing.trace import trace
+from tests.autopar.pipeline.scan_steps import llama_step, weights
+
+JAX = jax.value_and_grad
+SAVE_DOTS = partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+LAYERS = 3
+
+
+def traced(step, state, batch):
+    option = autopar.AutoLayerOption(LAYERS)
+    return trace(step, (state, batch), (1,), 4, layers=option, marked=True)
+
+
+def products_by_layer(args):
+    """Return how many products each layer does, forward and backward."""
+    eqns = traced(*args).jaxpr.eqns
+    return Counter(
+        layer_of(eqn)
+        for eqn, times in zip(eqns, repeats(eqns), strict=True)
+        if eqn.primitive is dot_general_p
+        for _ in range(int(times))
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(llama_step, 4),
+        partial(llama_step, 4, remat=True, reverse=True),
+    ],
+)
+def test_products_are_in_the_layers_that_a_divided_loss_has(make):
+    assert products_by_layer(make(value_and_grad=JAX)) == products_by_layer(make())
+
+
+@pytest.mark.parametrize("around", [jax.checkpoint, SAVE_DOTS])
+def test_each_stage_recomputes_its_own_layers(around):
+    partition = partition_step(traced(*llama_step(3, JAX, around)), range(LAYERS))
+    for task, eqns in partition.eqns.items():
+        loops = [eqn.params["length"] for _, eqn in eqns if eqn.primitive.name == "loop"]
+        assert loops == {"F": [1], "B": [1, 1], "U": []}[task.phase]
+
+
+def test_a_scan_that_may_run_again_with_other_carries_is_refused():
+    def layer(y, w):
+        y = jnp.tanh(y @ w)
+        return lax.cond(y.sum() > 0, jnp.sin, jnp.cos, y), None
+
+    def step(params, x):
+        def loss(stack):
+            run = jax.checkpoint(lambda stack: lax.scan(layer, x, stack)[0])
+            return jnp.mean(run(stack) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return params - gradients, value
+
+    with pytest.raises(NoLayersError, match=r"test_gradient_scans.py:\d+ again as a whole"):
+        traced(step, weights(3, 8, 8), weights(16, 8))
+
+
+def in_chunks(scale):
+    """Return a layer that works on its input in chunks."""
+
+    def layer(c, w):
+        _, chunks = lax.scan(lambda _, row: (None, jnp.tanh(scale * row @ w)), None, c)
+        return chunks, None
+
+    return layer
+
+
+SCANS = {
+    "another result": (in_chunks(1), lambda c, w: (in_chunks(1)(c, w)[0], c), (0,)),
+    "another constant": (in_chunks(1), in_chunks(2), None),
+    "another operand": (in_chunks(1), lambda c, w: in_chunks(1)(c, w.T), None),
+    "another slice": (lambda c, w: (c + w[0], None), lambda c, w: (c + w[1], None), None),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_carries_are_equal_only_if_equal_equations_compute_them(name):
+    body, other, expected = SCANS[name]
+
+    def fun(x, stack):
+        return lax.scan(body, x, stack), lax.scan(other, x, stack)
+
+    jaxpr = jax.make_jaxpr(fun)(jnp.ones((2, 4)), jnp.ones((3, 4, 4)))
+    first, second = (eqn for eqn in jaxpr.eqns if eqn.primitive is scan_p)
+    assert equal_carries(EqualValues(), second, first) == expected
