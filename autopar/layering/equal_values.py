@@ -29,7 +29,7 @@ class EqualValues:
 
     def add(self, eqn: JaxprEqn) -> None:
         """Add the results of an equation whose operands have been added."""
-        invars = [atom if isinstance(atom, Literal) else self._first(atom) for atom in eqn.invars]
+        invars = [self.first(atom) for atom in eqn.invars]
         if eqn.primitive is lax.optimization_barrier_p:
             self.equate(eqn.outvars, invars)
             return
@@ -48,17 +48,18 @@ class EqualValues:
     def equate(self, variables: Iterable[Var], atoms: Iterable[Atom]) -> None:
         """Note that each variable is equal to a value that has been added."""
         for var, atom in zip(variables, atoms, strict=True):
-            self._equal[var] = atom if isinstance(atom, Literal) else self._first(atom)
+            self._equal[var] = self.first(atom)
 
     def key(self, atom: Atom) -> Any:
         """Return a key that is the same for values that are known to be equal."""
-        atom = atom if isinstance(atom, Literal) else self._first(atom)
+        atom = self.first(atom)
         if isinstance(atom, Literal):
             return np.asarray(atom.val).tobytes(), atom.aval
         return atom
 
-    def _first(self, var: Var) -> Atom:
-        return self._equal.get(var, var)
+    def first(self, atom: Atom) -> Atom:
+        """Return the first of the values that are known to be equal to this one."""
+        return self._equal.get(atom, atom) if isinstance(atom, Var) else atom
 
 
 def runs_again(values: EqualValues, scan: JaxprEqn, forward: JaxprEqn) -> bool:

@@ -14,9 +14,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_sizes import value_bytes
-from autopar.ir.control_flow import MARKERS, repeats
+from autopar.ir.control_flow import MARKERS, OPENING, repeats
 from autopar.ir.equation_groups import Unit, has_backward, units
-from autopar.ir.graph import source_line
+from autopar.ir.graph import is_backward, source_line
 from autopar.layering.layer_clustering import NoLayersError, cluster_layers, received_bytes
 from autopar.layering.layers import AutoLayerOption, LayerError, in_layer, layer_of
 from autopar.layering.scan_layers import LAYERS_IN_LOOPS
@@ -36,8 +36,15 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
         NoLayersError: There are too few heavy equations, or their work is too uneven.
     """
     groups = units(enumerate(jaxpr.eqns))
-    forward = forward_pass(groups)
-    if not forward:
+    labels = {unit.number: layer_of(unit.eqns[0][1]) for unit in groups}
+    layer_of_unit = {number: label[0] for number, label in labels.items() if label is not None}
+    is_divided = bool(layer_of_unit)
+    forward = [
+        unit
+        for unit in (groups if is_divided else forward_pass(groups))
+        if not has_backward(unit) and (unit.number in layer_of_unit or not is_divided)
+    ]
+    if not forward and not any(map(has_backward, groups)):
         return jaxpr
     if option.remat_layer is True:
         raise LayerError(
@@ -45,12 +52,11 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
             " autopar.value_and_grad: JAX has differentiated this step already; use one of them, or"
             " jax.checkpoint in the model"
         )
-    labels = {unit.number: layer_of(unit.eqns[0][1]) for unit in groups}
-    layer_of_unit = {number: label[0] for number, label in labels.items() if label is not None}
-    if layer_of_unit:
-        forward = [unit for unit in forward if unit.number in layer_of_unit]
-    else:
-        layers = _cluster(jaxpr, forward, option)
+    if not is_divided:
+        try:
+            layers = _cluster(jaxpr, forward, option)
+        except NoLayersError as error:
+            raise NoLayersError(f"{error}{_reasons(groups, forward)}") from None
         layer_of_unit.update(zip((unit.number for unit in forward), layers, strict=True))
     last_reader = _last_readers(forward, (layer_of_unit[unit.number] for unit in forward))
     eqns: list[JaxprEqn] = []
@@ -66,9 +72,14 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def forward_pass(groups: Sequence[Unit]) -> list[Unit]:
-    """Return the units that the backward pass depends on and that are no part of it."""
-    needed: set[Var] = set()
+def forward_pass(groups: Sequence[Unit], recomputed: Iterable[Var] = ()) -> list[Unit]:
+    """Return the units that the backward pass depends on and that are no part of it.
+
+    Args:
+        groups: The units of a step.
+        recomputed: Values that the backward pass computes again instead of reading them.
+    """
+    needed = set(recomputed)
     forward: list[Unit] = []
     for unit in reversed(groups):
         if has_backward(unit):
@@ -96,10 +107,7 @@ def _cluster(jaxpr: Jaxpr, forward: Sequence[Unit], option: AutoLayerOption) -> 
         if readers[var]
     ]
     received = received_bytes(len(forward), values)
-    try:
-        layers = cluster_layers(work, received, option.layer_num, option.eps)
-    except NoLayersError as error:
-        raise NoLayersError(f"{error}{_loops(forward)}") from None
+    layers = cluster_layers(work, received, option.layer_num, option.eps)
     return np.searchsorted(layers.stops, np.arange(len(forward)), side="right").tolist()
 
 
@@ -121,9 +129,26 @@ def _last_readers(forward: Iterable[Unit], layers: Iterable[int]) -> dict[Var, i
     return last
 
 
-def _loops(forward: Iterable[Unit]) -> str:
-    """Return which loops stay in one layer, for an error; "" if there are none."""
-    lines = [source_line(unit.eqns[0][1]) for unit in forward if len(unit.eqns) > 1]
-    if not lines:
-        return ""
-    return f"; the loop at {', '.join(dict.fromkeys(lines))} is in one layer: {LAYERS_IN_LOOPS}"
+def _reasons(groups: Sequence[Unit], forward: Sequence[Unit]) -> str:
+    """Return why a forward pass has too few layers, for an error; "" if nothing stands out."""
+    loops = [unit for unit in groups if unit.eqns[0][1].primitive in OPENING]
+    with_gradients = [
+        source_line(unit.eqns[0][1])
+        for unit in loops
+        if has_backward(unit) and not is_backward(unit.eqns[0][1])
+    ]
+    whole = [source_line(unit.eqns[0][1]) for unit in loops if unit in forward]
+    reasons = [
+        f"the loop at {line} takes gradients in each iteration: take those of the whole batch,"
+        " which num_micro_batches divides"
+        for line in dict.fromkeys(with_gradients)
+    ]
+    if whole:
+        lines = ", ".join(dict.fromkeys(whole))
+        reasons.append(f"the loop at {lines} is in one layer: {LAYERS_IN_LOOPS}")
+    if not forward and not with_gradients:
+        reasons.append(
+            "the backward pass reads nothing that the forward pass computes: if jax.checkpoint is"
+            " around the loss, apply it to each layer instead"
+        )
+    return "".join(f"; {reason}" for reason in reasons)

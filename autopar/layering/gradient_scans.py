@@ -12,12 +12,12 @@ pass has computed instead, if both scans provably compute the same carries.
 
 from collections.abc import Iterable
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import scan_p
 
 from autopar.ir.equation_groups import has_backward, units
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import is_backward, source_line
+from autopar.ir.graph import Atom, is_backward, source_line
 from autopar.layering.equal_values import EqualValues, equal_carries, runs_again
 from autopar.layering.gradient_layers import forward_pass
 from autopar.layering.layer_clustering import NoLayersError
@@ -58,7 +58,7 @@ def cut_gradient_scans(
     if num_layers(whole):
         return None
     groups = units(enumerate(whole.eqns))
-    forward = forward_pass(groups)
+    forward = forward_pass(groups, _recomputed_values(whole))
     read = {var: None for unit in groups if has_backward(unit) for var in unit.reads}
     numbers = [unit.number for unit in forward]
     part = whole.replace(
@@ -84,6 +84,23 @@ def cut_gradient_scans(
         for eqn, layer in zip(cut.jaxpr.eqns, cut.layers, strict=True)
     ]
     return cut.jaxpr.replace(eqns=eqns)
+
+
+def _recomputed_values(jaxpr: Jaxpr) -> set[Var]:
+    """Return the values of the forward pass that the backward pass computes again."""
+    values = EqualValues()
+    scans: list[JaxprEqn] = []
+    recomputed: set[Atom] = set()
+    for eqn in jaxpr.eqns:
+        values.add(eqn)
+        if not is_backward(eqn):
+            scans += [eqn] if eqn.primitive is scan_p else []
+            continue
+        recomputed.update(values.first(var) for var in eqn.outvars)
+        for earlier in scans if eqn.primitive is scan_p else []:
+            if runs_again(values, eqn, earlier):
+                recomputed.update(earlier.outvars)
+    return {atom for atom in recomputed if isinstance(atom, Var)}
 
 
 def _has_scan(jaxpr: Jaxpr) -> bool:

@@ -58,6 +58,39 @@ def test_each_stage_recomputes_its_own_layers(around):
         assert loops == {"F": [1], "B": [1, 1], "U": []}[task.phase]
 
 
+def stacked_loss(params, x):
+    """Return the mean square after a stack of layers that share a matrix."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w) @ params["shared"], None
+
+    return jnp.mean(lax.scan(layer, x, params["stack"])[0] ** 2)
+
+
+def test_a_loss_that_is_recomputed_as_a_whole_is_divided_like_its_forward_pass():
+    def step(params, x):
+        value, gradients = jax.value_and_grad(jax.checkpoint(stacked_loss))(params, x)
+        return jax.tree.map(jnp.subtract, params, gradients), value
+
+    params = {"stack": weights(3, 8, 8), "shared": weights(8, 8)}
+    partition = partition_step(traced(step, params, weights(16, 8)), range(LAYERS))
+    for task, eqns in partition.eqns.items():
+        loops = [eqn for _, eqn in eqns if eqn.primitive.name == "loop"]
+        assert len(loops) == {"F": 1, "B": 2, "U": 0}[task.phase]
+
+
+def test_a_loop_that_takes_gradients_in_each_iteration_is_named_in_the_refusal():
+    def step(params, x):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(stacked_loss)(params, x)), None
+
+        return lax.scan(add, params, x.reshape(2, -1, 8))[0]
+
+    params = {"stack": weights(3, 8, 8), "shared": weights(8, 8)}
+    with pytest.raises(NoLayersError, match=r"test_gradient_scans.py:\d+ takes gradients in each"):
+        traced(step, params, weights(16, 8))
+
+
 def test_a_scan_that_may_run_again_with_other_carries_is_refused():
     def layer(y, w):
         y = jnp.tanh(y @ w)
