@@ -169,7 +169,7 @@ class DirectoryLock:
             seen = ""
         else:
             is_gone = age > STALE_SECONDS
-            seen = f", last seen {max(age, 0):.0f} s ago and taken for gone after {STALE_SECONDS} s"
+            seen = f" (last seen {max(age, 0):.0f} s ago; its lock expires after {STALE_SECONDS} s)"
         named = "a process that has not written its name" if owner is None else str(owner)
         if not is_gone:
             raise CheckpointError(

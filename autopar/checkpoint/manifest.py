@@ -166,7 +166,7 @@ class Manifest(BaseModel):
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
             raise CheckpointError(
-                f"{directory} has no checkpoint of step {step}; those it has: {listed}"
+                f"{directory} has no checkpoint of step {step}; its steps are: {listed}"
             )
         try:
             manifest = Manifest.model_validate_json(file.read_bytes())

@@ -102,8 +102,8 @@ class DistributedArray(ArrayHandle):
             )
         if not self.hosts.is_live(self.key):
             raise HostsError(
-                f"{self!r} was in the memory of workers that have ended, by autopar.shutdown or a"
-                " failure, and is gone with them; make the state anew, or restore a checkpoint"
+                f"{self!r} was lost: the workers that stored it were ended by autopar.shutdown or"
+                " by a failure; initialise the state again, or restore a checkpoint"
             )
 
     def numbers(self) -> np.ndarray:

@@ -133,7 +133,7 @@ def devices_of(
     except RuntimeError as error:
         raise HostsError(
             f"host {host} ({address}) has no accelerator that JAX can use: {error}; install"
-            " autopar[cuda12] or autopar[cuda13] there, as its driver wants"
+            " autopar[cuda12] or autopar[cuda13] there, for the CUDA version of its driver"
         ) from None
     devices: dict[int, Device] = {}
     for process, member in enumerate(members):
@@ -141,8 +141,8 @@ def devices_of(
         if len(own) < len(wanted[member]):
             raise HostsError(
                 f"host {member} has {len(own)} {present[0].platform} devices that JAX can use, but"
-                f" {len(wanted[member])} are wanted of it; give autopar.init fewer"
-                " (num_devices_per_node), or see there what jax.devices() says"
+                f" autopar.init asked for {len(wanted[member])}; ask for fewer"
+                " (num_devices_per_node), or check jax.devices() on that host"
             )
         devices.update(zip(wanted[member], own, strict=False))
     return devices

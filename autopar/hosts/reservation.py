@@ -173,6 +173,7 @@ def _choose_unequal(gpus: Sequence[int], num_nodes: int | None, counts: Sequence
             f"have {available} GPUs" if any(gpus) else f"are {len(available)} (none with GPUs)"
         )
         raise HostsError(
-            f"hosts with {list(counts)} devices asked for, but those of the Ray cluster {described}"
+            f"hosts with {list(counts)} devices asked for, but the hosts of the Ray cluster"
+            f" {described}"
         )
     return list(counts)

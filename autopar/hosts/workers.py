@@ -185,7 +185,7 @@ class Workers:
         except HostLostError as lost:
             raise HostsError(
                 f"host {lost.host} ({self.addresses[lost.host]}) can't run a worker: {lost.cause};"
-                " install there what the driver has, with pip install"
+                " install the driver's version there: pip install"
                 f" autopar[ray]=={expected['autopar']}"
             ) from None
         for host, environment in enumerate(environments):
@@ -205,10 +205,10 @@ class Workers:
         if self._groups is not None:
             if self._live:
                 raise HostsError(
-                    f"hosts {sorted(self._groups)} share meshes, and the new step wants"
-                    f" {sorted(groups)} to: their processes have to start anew, but"
-                    f" {len(self._live)} arrays are alive in them; delete these, or call"
-                    " autopar.shutdown() and init()"
+                    f"hosts {sorted(self._groups)} share meshes, but the new step has meshes over"
+                    f" hosts {sorted(groups)}. The workers have to start again, but"
+                    f" {len(self._live)} arrays are in their memory; delete the arrays, or call"
+                    " autopar.shutdown() and autopar.init()"
                 )
             self.restart()
         addresses = start_process_groups(self, groups)
@@ -412,8 +412,8 @@ class Workers:
                 raise self._late(
                     host,
                     states,
-                    f"has not said for {seconds:.0f} s what it is doing",
-                    "If it is only slow, let AUTOPAR_SILENCE_SECONDS be more",
+                    f"has not reported its activity for {seconds:.0f} s",
+                    "If it is only slow, increase AUTOPAR_SILENCE_SECONDS",
                 )
 
     def _fail(self, host: int, error: RayError) -> None:

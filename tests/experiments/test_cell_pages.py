@@ -25,7 +25,7 @@ def args():
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
-    """The results of a job of two timelines and one plan, and of a job that failed."""
+    """Return the results of a job with two timelines and one plan, and of a job that failed."""
     results = tmp_path_factory.mktemp("sweep") / "results"
     plan = autopar.plan_step(mlp_step, args(), cluster="p3.16xlarge", mesh_shape=(2,))
     prediction = autopar.predict(mlp_step, args(), plan, "p3.16xlarge", fidelity="analytic")

@@ -104,7 +104,7 @@ def test_a_result_that_was_cut_off_is_no_obstacle(config: Any, tmp_path: Path) -
 
 
 def test_what_a_run_with_nothing_to_do_imports_is_light() -> None:
-    """JAX alone would take a second."""
+    """Importing JAX alone takes a second."""
     program = (
         "import sys, experiments.checked_sweep, experiments.sweep_run\n"
         "print(sorted({'jax', 'autopar', 'simulator', 'pandas', 'numpy'} & sys.modules.keys()))"

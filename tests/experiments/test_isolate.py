@@ -37,9 +37,11 @@ def test_a_job_comes_back_from_json() -> None:
 
 def test_an_exception_is_reported_by_its_message() -> None:
     errors = (
-        "a warning\nTraceback (most recent call last):\n  File 'x.py', line 1\n    f()\nKeyError: 1\n\n"
+        "a warning\n"
+        "Traceback (most recent call last):\n  File 'x.py', line 1\n    f()\nKeyError: 1\n\n"
         "During handling of the above exception, another exception occurred:\n\n"
-        "Traceback (most recent call last):\n  File 'x.py', line 2\n    g()\nautopar.plan.PlanError: batch of 15\n  not divisible\n"
+        "Traceback (most recent call last):\n  File 'x.py', line 2\n    g()\n"
+        "autopar.plan.PlanError: batch of 15\n  not divisible\n"
     )
     assert isolate.reason_of(1, errors) == "autopar.plan.PlanError: batch of 15\n  not divisible"
 
@@ -202,7 +204,10 @@ def test_a_cell_is_one_short_line(cell: Cell, text: str) -> None:
 
 
 def test_the_last_words_before_an_abort_are_not_its_stack_trace() -> None:
-    errors = "F0001 rendezvous.cc: Termination timeout exceeded\n*** Check failure stack trace: ***\n    @     0x7f (unknown)\n\n"
+    errors = (
+        "F0001 rendezvous.cc: Termination timeout exceeded\n"
+        "*** Check failure stack trace: ***\n    @     0x7f (unknown)\n\n"
+    )
     assert (
         isolate.reason_of(-6, errors)
         == "killed by SIGABRT: F0001 rendezvous.cc: Termination timeout exceeded"

@@ -158,7 +158,7 @@ LARGE = {
     "llama": {"hidden_size": 512, "vocab_size": 4096, "width": 1024},
     "wide_resnet": {"channels": 128},
 }
-"""Sizes at which the planner, too, reduces activations; it would rather gather small weights."""
+"""Sizes at which the planner also reduces activations; it gathers weights that are smaller."""
 
 
 @pytest.mark.parametrize(("name", "backend"), pairs(list(FAMILIES), ["manual", "gspmd", "auto"]))

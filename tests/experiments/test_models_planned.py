@@ -35,7 +35,7 @@ COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
     ],
 )
 def trained(request: pytest.FixtureRequest) -> Any:
-    """A model, its first (state, batch), and what one device makes of it."""
+    """Return a model, its first (state, batch), and the results of a step on one device."""
     model = SMALL[request.param]
     args = sgd_args(model, optax.sgd(1.0))
     return model, args, jax.jit(model.train_step)(*args)

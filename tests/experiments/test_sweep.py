@@ -148,31 +148,67 @@ def test_two_clusters_of_the_same_name_are_refused(config: Any, tmp_path: Path) 
     [
         ("models.mlp.reduced.dim", "256", "model mlp: dim: given '256'; expected a valid integer"),
         ("models.mlp.reduced.dim", True, "model mlp: dim: given True; expected a valid integer"),
-        ("models.mlp.reduced.batch_size", 0, "model mlp: batch_size: given 0; expected a whole number of 1 to"),
-        ("models.gpt.reduced.compute_dtype", "float8", "model gpt: compute_dtype: given 'float8'; expected 'float32', "),
-        ("models.gpt.reduced.num_heads", 7, "model gpt: num_heads: given 7; expected a divisor of hidden_size, which is 128"),
+        (
+            "models.mlp.reduced.batch_size",
+            0,
+            "model mlp: batch_size: given 0; expected a whole number of 1 to",
+        ),
+        (
+            "models.gpt.reduced.compute_dtype",
+            "float8",
+            "model gpt: compute_dtype: given 'float8'; expected 'float32', ",
+        ),
+        (
+            "models.gpt.reduced.num_heads",
+            7,
+            "model gpt: num_heads: given 7; expected a divisor of hidden_size, which is 128",
+        ),
         ("models.mlp", {}, "at models.mlp: {} should be non-empty"),
-        ("models.mlp", {2048: {}}, "models.mlp: a key 2048; expected a text, in quotes where it is a number"),
+        (
+            "models.mlp",
+            {2048: {}},
+            "models.mlp: a key 2048; expected a text, in quotes where it is a number",
+        ),
         ("models.mlp.re/duced", {}, "at models.mlp: a size called 're/duced'; expected letters"),
         ("strategies", [], "at strategies: [] should be non-empty"),
         ("strategies", ["shard", "shard"], "has non-unique elements"),
-        ("strategies", ["serial"], "at platforms.1: none of the strategies serial runs any of its models"),
+        (
+            "strategies",
+            ["serial"],
+            "at platforms.1: none of the strategies serial runs any of its models",
+        ),
         ("meshes.0", [1.0], "at meshes.0.0: 1.0 is not of type 'integer'"),
         ("platforms.0.models", {}, "at platforms.0.models: {} should be non-empty"),
         ("platforms.0.meshes", [[3, 4]], "mesh (3, 4) has 12 devices, but p3.16xlarge only 8"),
-        ("platforms.2.source", "simulated", "cpu-virtual can't be simulated: 'one of 8 virtual CPU devices' has no xla_target"),
+        (
+            "platforms.2.source",
+            "simulated",
+            "cpu-virtual can't be simulated: 'one of 8 virtual CPU devices' has no xla_target",
+        ),
         ("collectives.cluster", "cpu-virtul", "unknown cluster 'cpu-virtul'"),
         ("collectives.group_sizes", [2, 16], "a group of 16 devices, but cpu-virtual has 8"),
         ("collectives.group_sizes", [2, 2], "has non-unique elements"),
-        ("collectives.sizes_kib", [float("inf")], "at collectives.sizes_kib.0: inf is not of type 'number'"),
-        ("collectives.sizes_kib", [1], "3 group_sizes and 1 sizes_kib; expected 5 combinations at least"),
+        (
+            "collectives.sizes_kib",
+            [float("inf")],
+            "at collectives.sizes_kib.0: inf is not of type 'number'",
+        ),
+        (
+            "collectives.sizes_kib",
+            [1],
+            "3 group_sizes and 1 sizes_kib; expected 5 combinations at least",
+        ),
         ("collectives.sizes_kib", [1, 1e12], "given 1000000000000.0, which is more than the"),
         ("measure.repeat", 2.0, "at measure.repeat: 2.0 is not of type 'integer'"),
         ("published", "nowhere.yaml", "nowhere.yaml: can't be read"),
-        ("published", "experiments/config/smoke.yaml", "experiments/config/smoke.yaml, at the top level: "),
+        (
+            "published",
+            "experiments/config/smoke.yaml",
+            "experiments/config/smoke.yaml, at the top level: ",
+        ),
     ],
-)  # fmt: skip
-def test_a_mistake_is_told_before_anything_runs(
+)
+def test_a_mistake_is_an_error_before_anything_runs(
     config: Any, path: str, value: Any, message: str
 ) -> None:
     *sections, last = path.split(".")

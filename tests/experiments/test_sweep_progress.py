@@ -48,7 +48,7 @@ def test_the_estimate_scales_with_the_speed_of_the_machine(
 def test_the_first_cell_of_a_run_does_not_decide_its_estimate(
     tmp_path: Path, clock: list[float]
 ) -> None:
-    """A cell of a second that comes after 5 seconds of imports is no sign of 50 minutes."""
+    """5 seconds of imports before a cell of a second do not make an estimate of 50 minutes."""
     path = tmp_path / "progress"
     begin(2, {"a": 1, "b": 600}, path)
     clock[0] += 5

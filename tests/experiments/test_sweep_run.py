@@ -1,4 +1,4 @@
-"""A run prints failures in a line each, says if there is nothing to do, and excludes another run."""
+"""A run prints a line per failure, says if there is nothing to do, and excludes another run."""
 
 import logging
 import signal

@@ -1,4 +1,4 @@
-"""Count what becomes of fuzzed inputs, and limit how long each may take."""
+"""Count the outcomes of fuzzed inputs, and limit the seconds of an input."""
 
 import signal
 from collections import Counter
@@ -32,11 +32,11 @@ def limit(seconds: int = LIMIT) -> Iterator[None]:
 
 @dataclass
 class Outcomes:
-    """What became of the inputs of one kind.
+    """The outcomes of the inputs of one kind.
 
     Attributes:
         counts: number of inputs by outcome, such as "right", "refused" or "accepted".
-        faults: a line for each input that ended in a way that no input may end: a wrong result, an internal error or a hang.
+        faults: a line for each input with a fault: a wrong result, an internal error or a hang.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -53,8 +53,10 @@ class Outcomes:
 
         Args:
             what: the input, as a reader needs it to reproduce a fault, e.g. "seed 17".
-            attempt: uses the input and returns its outcome; an outcome in capitals, such as "WRONG", is a fault.
-            errors: the errors that a bad input may end in.
+            attempt: uses the input and returns its outcome; an outcome in capitals, such as
+                "WRONG", is a fault.
+            errors: the errors that a bad input may raise.
+            seconds: seconds that it may take.
         """
         try:
             with limit(seconds):
@@ -63,7 +65,7 @@ class Outcomes:
             outcome = "refused" if str(error).strip() else "EMPTY MESSAGE"
         except Hang as error:
             outcome = f"HANG: {error}"
-        except Exception as error:  # what an internal error is, nobody can list
+        except Exception as error:  # an internal error may be any exception
             outcome = f"INTERNAL {type(error).__name__}: {error}"
         kind = outcome.split()[0].rstrip(":")
         self.counts[kind.lower()] += 1
@@ -72,7 +74,7 @@ class Outcomes:
 
 
 def as_table(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """The lines of a table with a row per kind of input and a column per outcome."""
+    """Return the lines of a table with a row per kind of input and a column per outcome."""
     outcomes = list(dict.fromkeys(outcome for row in counts.values() for outcome in row))
     width = max(map(len, counts))
     lines = [" | ".join([" " * width, *outcomes, "in all"])]

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: every one is restored right, refused by name, or set aside for the one before."""
+"""Damaged checkpoints are restored right, refused by name, or set aside for the one before."""
 
 import random
 import shutil
@@ -27,7 +27,7 @@ DEVICES = np.array(jax.devices())
 
 
 def state_of(step: int) -> dict[str, jax.Array]:
-    """Arrays of several dtypes and shardings, and random keys; all of them differ from step to step."""
+    """Return arrays of several dtypes and shardings, and random keys, which differ by step."""
     mesh = jax.sharding.Mesh(DEVICES, ("x",))
 
     def placed(array: jax.Array, spec: jax.P) -> jax.Array:
@@ -79,14 +79,14 @@ def swap_within(file: Path, rng: random.Random) -> None:
 
 
 def swap_steps(file: Path, rng: random.Random) -> None:
-    """Put a file of the checkpoint before in the place of one: that of the same name, if there is one."""
+    """Replace a file by a file of the checkpoint before, of the same name if there is one."""
     before = [path for path in (last(file).parent / "1").rglob("*") if path.is_file()]
     same = [path for path in before if path.name == file.name]
     shutil.copy(rng.choice(same or before), file)
 
 
 def stray(file: Path, rng: random.Random) -> None:
-    """Put something beside a file, or beside the checkpoints, that does not belong there."""
+    """Put a stray entry beside a file or beside the checkpoints."""
     name = rng.choice(
         [
             "3",
@@ -147,7 +147,7 @@ WEIGHTS = (16, 4, 2, 2, 4, 4, 4, 4, 1, 1, 1)
 
 
 def last(file: Path) -> Path:
-    """The folder of the last checkpoint, which a file is in."""
+    """Return the folder of the last checkpoint, which contains `file`."""
     return next(path for path in file.parents if path.name == "2")
 
 
@@ -184,14 +184,14 @@ def test_a_damaged_checkpoint_is_never_restored_wrong(
                 )
             if equal(restored, states[2]):
                 return "right"
-            told = any(
-                "set aside" in str(each.message) and str(directory / "2") in str(each.message)
-                for each in warned
+            is_announced = any(
+                "set aside" in str(warning.message) and str(directory / "2") in str(warning.message)
+                for warning in warned
             )
             if (
                 not is_asked_for
                 and equal(restored, states[1])
-                and told
+                and is_announced
                 and 2 not in saved_steps(directory)
             ):
                 return "aside"

@@ -1,4 +1,4 @@
-"""Files of every kind, mutated: they are refused in one bounded line, or are used with finite results."""
+"""Mutated files of every kind are refused in a bounded line, or used with finite results."""
 
 import json
 import math
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.fuzz
 
 INPUTS = 2000
 LINE, MOST = 2000, 20_000
-"""Characters of an error's lines, and of all of them: a description's may be several, one for each field."""
+"""Most characters of one line of an error, and of the error, which has a line per wrong field."""
 
 UNEXPECTED = (UnicodeDecodeError, UnicodeEncodeError, ValidationError, json.JSONDecodeError)
 """Subclasses of ValueError that say nothing of the file."""
@@ -44,8 +44,9 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "simulator"
 
 NUMBERS = (
-    "0", "-1", "1", "2", "3.5", "1e308", "-1e308", "1e-308", "5e-324", ".inf", "-.inf", ".nan", "NaN", "Infinity", "1e400",
-    "9" * 30, "9" * 400, "9" * 5000, "0x" + "f" * 5000, "1e15", "1e-15", "100000000", "true", "null",
+    "0", "-1", "1", "2", "3.5", "1e308", "-1e308", "1e-308", "5e-324", ".inf", "-.inf", ".nan",
+    "NaN", "Infinity", "1e400", "9" * 30, "9" * 400, "9" * 5000, "0x" + "f" * 5000, "1e15", "1e-15",
+    "100000000", "true", "null",
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
     None,
@@ -67,7 +68,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def extreme_number(text: str, rng: random.Random) -> str:
-    """`text` with one of its numbers replaced."""
+    """Return `text` with one of its numbers replaced."""
     starts = [
         at
         for at, char in enumerate(text)
@@ -82,7 +83,7 @@ def extreme_number(text: str, rng: random.Random) -> str:
 
 
 def of_lines(text: str, rng: random.Random) -> str:
-    """`text` with lines deleted, duplicated or swapped."""
+    """Return `text` with lines deleted, duplicated or swapped."""
     lines = text.splitlines(keepends=True)
     one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
     match rng.randrange(3):
@@ -96,13 +97,13 @@ def of_lines(text: str, rng: random.Random) -> str:
 
 
 def nested(text: str, rng: random.Random) -> str:
-    """`text` with brackets that are not closed, deep inside."""
+    """Return `text` with brackets deep inside that are not closed."""
     at = rng.randrange(len(text) + 1)
     return text[:at] + rng.choice("[({") * rng.choice((1, 3, 200, 20_000)) + text[at:]
 
 
 def bytes_mutated(text: str, rng: random.Random) -> bytes:
-    """Bytes flipped, cut off or of no text."""
+    """Return `data` with flipped bytes, with a missing end, or with bytes that are no text."""
     data = bytearray(text.encode())
     match rng.randrange(3):
         case 0:
@@ -117,7 +118,7 @@ def bytes_mutated(text: str, rng: random.Random) -> bytes:
 
 
 def value_mutated(data: Any, rng: random.Random) -> Any:
-    """The tree `data` with one of its values or keys replaced, removed or wrapped."""
+    """Return the tree `data` with one of its values or keys replaced, removed or wrapped."""
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
@@ -162,7 +163,7 @@ def value_mutated(data: Any, rng: random.Random) -> Any:
 def mutated(
     text: str, rng: random.Random, load: Callable[[str], Any] | None, dump: Callable[[Any], str]
 ) -> bytes:
-    """A file with one to three mutations, of which the last may be of its bytes."""
+    """Return a file with one to three mutations, the last of which may change its bytes."""
     for _ in range(rng.randrange(1, 4)):
         kind = rng.randrange(7)
         if kind < 3 and load is not None:
@@ -186,12 +187,15 @@ def is_finite(value: object) -> bool:
 
 
 def outcome_of(numbers: Mapping[str, Any]) -> str:
-    """Whether results are finite; what nobody says is nan: rates of a program that does not say how many examples it has."""
-    unsaid = {"examples_per_s", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu"}
+    """Return "accepted" if the results are finite.
+
+    Rates are nan for a program that does not give its number of examples.
+    """
+    undefined = {"examples_per_s", "tokens_per_s", "tflop_per_s_per_device", "mfu", "hfu"}
     wrong = {
         name: value
         for name, value in numbers.items()
-        if not is_finite(value) and name not in unsaid
+        if not is_finite(value) and name not in undefined
     }
     return f"NOT FINITE: {wrong}" if wrong else "accepted"
 
@@ -291,13 +295,13 @@ SWEEP = {
 
 @pytest.fixture(scope="module")
 def plan() -> str:
-    """A small plan as a file holds it."""
+    """Return the text of the file of a small plan."""
     return plan_step(mlp_step, mlp_args(), cluster="p3.16xlarge", mesh_shape=(2, 4)).to_json()
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small program as a file holds it."""
+    """Return the text of the file of a small program."""
     path = tmp_path_factory.mktemp("program") / "step.json"
     save_program(STEP, path)
     return path.read_text()

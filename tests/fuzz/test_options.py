@@ -1,4 +1,4 @@
-"""Random options of every public class and function: used, or refused in one line where they are given; 2,000 in all."""
+"""Random options of all public classes and functions are used, or refused in one line."""
 
 import random
 import traceback
@@ -26,31 +26,35 @@ ROOT = Path(__file__).parent.parent.parent
 ARGS = jax.eval_shape(lambda: (stack_params(), stack_batch()))
 CLUSTER = Cluster.load("p3.16xlarge")
 SECONDS = 30
-"""That an input may take."""
+"""Seconds that an input may take."""
 
 NAN, INF = float("nan"), float("inf")
 
 JUNK: list[Any] = [
-    None, True, False, 0, 1, 2, 3, -1, 8, 10**9, 10**400, 0.0, 0.5, 2.0, 8.0, -1.5, NAN, INF, -INF, 1e308, 1j,
+    None, True, False, 0, 1, 2, 3, -1, 8, 10**9, 10**400, 0.0, 0.5, 2.0, 8.0, -1.5, NAN, INF, -INF,
+    1e308, 1j,
     "", "0", "2", "x", "auto", "foo", "1GB", "p3.16xlarge", "no/such.yaml", b"x", Path("somewhere"),
-    (), (2,), (2, 4), (0,), (-1, 8), (2, 2.0), (2, "x"), (1, 1, 1, 1, 1), [], [None], [[0, 1], [2, 3]], ["x"], range(2), {1}, {},
-    {1: 2}, {"x": 2}, {"0": "x"}, {"0/w0": jax.P("x")}, {"0": jax.P("x")}, {"": jax.P()}, object(), int, len, lambda x: x, NotImplemented,
-    np.int64(2), np.float32(2), np.bool_(True), np.array([2, 4]), np.array([0.5]), np.array("x"), np.zeros((3, 3)),
+    (), (2,), (2, 4), (0,), (-1, 8), (2, 2.0), (2, "x"), (1, 1, 1, 1, 1),
+    [], [None], [[0, 1], [2, 3]], ["x"], range(2), {1}, {}, {1: 2}, {"x": 2}, {"0": "x"},
+    {"0/w0": jax.P("x")}, {"0": jax.P("x")}, {"": jax.P()},
+    object(), int, len, lambda x: x, NotImplemented, np.int64(2), np.float32(2), np.bool_(True),
+    np.array([2, 4]), np.array([0.5]), np.array("x"), np.zeros((3, 3)),
     jax.P("x"), jax.P("x", "x"), jax.P(("x", "y")), jax.ShapeDtypeStruct((2,), "float32"),
-    autopar.ShardingOptions(), autopar.ShardParallel(), autopar.UniformStageOption(), autopar.ManualLayerOption(), CLUSTER,
+    autopar.ShardingOptions(), autopar.ShardParallel(), autopar.UniformStageOption(),
+    autopar.ManualLayerOption(), CLUSTER,
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Something with options.
+    """A class or function with options.
 
     Attributes:
-        make: what takes the options.
-        options: for each some values that it may have, alone at least.
-        use: what is done with what was made; nothing by default.
-        count: how often it is tried.
-        given: options that are always there.
+        make: the class or function.
+        options: valid values of each option.
+        use: uses the result of `make`; does nothing by default.
+        count: number of random choices of options.
+        given: options of every choice.
     """
 
     make: Callable[..., Any]
@@ -108,8 +112,9 @@ def plan_with(**fields: Any) -> Callable[[Any], object]:
 LAYERS = autopar.AutoLayerOption(layer_num=2)
 COUNTS = [1, 2, np.int64(4), 16]
 COMMON = {
-    "devices": [None, 8, 4, (2, 4), [2, 2], np.array([8]), AbstractMesh((2, 2), ("x", "y")), jax.devices(), 64,
-                jax.make_mesh((4, 2), ("x", "y")), Mesh(jax.devices()[:2], ("x",))],
+    "devices": [None, 8, 4, (2, 4), [2, 2], np.array([8]), AbstractMesh((2, 2), ("x", "y")),
+                jax.devices(), 64, jax.make_mesh((4, 2), ("x", "y")),
+                Mesh(jax.devices()[:2], ("x",))],
     "num_micro_batches": [*COUNTS, 3],
     "cluster": [None, CLUSTER, "dgx_h100", load_cluster("p3.16xlarge")],
     "memory_budget": [None, 1e9, 10**6, np.float32(1e8), INF, 1.0],
@@ -177,25 +182,45 @@ def reads(*_: Any) -> Any:
 
 
 SUBJECTS = {
-    "ShardParallel": Subject(autopar.ShardParallel, {**COMMON, "options": [autopar.ShardingOptions()]}, plan, 120),
+    "ShardParallel": Subject(
+        autopar.ShardParallel, {**COMMON, "options": [autopar.ShardingOptions()]}, plan, 120
+    ),
     "DataParallel": Subject(autopar.DataParallel, COMMON, plan, 100),
     "Zero2Parallel": Subject(autopar.Zero2Parallel, COMMON, plan),
     "Zero3Parallel": Subject(autopar.Zero3Parallel, COMMON, plan),
     "ManualShardParallel": Subject(
         autopar.ManualShardParallel,
-        {**COMMON, "in_specs": [None, (jax.P(), jax.P("x")), (None, jax.P("z"))], "out_specs": [None, (jax.P(), None)], "pins": SHARDING["pins"]},
+        {
+            **COMMON,
+            "in_specs": [None, (jax.P(), jax.P("x")), (None, jax.P("z"))],
+            "out_specs": [None, (jax.P(), None)],
+            "pins": SHARDING["pins"],
+        },
         plan,
         120,
     ),
     "ShardingOptions": Subject(
-        autopar.ShardingOptions, SHARDING, lambda made: plan(autopar.ShardParallel(options=made, devices=(2, 4))), 240
+        autopar.ShardingOptions,
+        SHARDING,
+        lambda made: plan(autopar.ShardParallel(options=made, devices=(2, 4))),
+        240,
     ),
-    "PipeshardParallel": Subject(autopar.PipeshardParallel, PIPELINE, plan, 200, {"layer_option": LAYERS}),
-    "AutoLayerOption": Subject(autopar.AutoLayerOption, {"layer_num": [2, 4, 1, 100], **LAYER}, plan_with(devices=2), 100),
-    "ManualLayerOption": Subject(autopar.ManualLayerOption, {"remat_layer": LAYER["remat_layer"]}, plan_with(devices=4), 40),
+    "PipeshardParallel": Subject(
+        autopar.PipeshardParallel, PIPELINE, plan, 200, {"layer_option": LAYERS}
+    ),
+    "AutoLayerOption": Subject(
+        autopar.AutoLayerOption, {"layer_num": [2, 4, 1, 100], **LAYER}, plan_with(devices=2), 100
+    ),
+    "ManualLayerOption": Subject(
+        autopar.ManualLayerOption, {"remat_layer": LAYER["remat_layer"]}, plan_with(devices=4), 40
+    ),
     "UniformStageOption": Subject(
         autopar.UniformStageOption,
-        {"num_stages": [None, 1, 2, 5], "submesh_physical_shape": [None, (1, 2), (2, 2)], "submesh_logical_shape": [None, (2,), (4,), (2, 2)]},
+        {
+            "num_stages": [None, 1, 2, 5],
+            "submesh_physical_shape": [None, (1, 2), (2, 2)],
+            "submesh_logical_shape": [None, (2,), (4,), (2, 2)],
+        },
         plan_with(layer_option=LAYERS),
         100,
     ),
@@ -205,8 +230,17 @@ SUBJECTS = {
             "forward_stage_layer_ids": [[[0], [1]], [[0, 1]], ((0,), (1,)), [[1], [0]]],
             "submesh_physical_shapes": [[(1, 4), (1, 4)], [(1, 2), [1, 2]], [(1, 8), (1, 8)]],
             "submesh_logical_shapes": [[(4,), (2, 2)], [(2,), (2,)], [(4, 2), (8,)]],
-            "submesh_autosharding_option_dicts": [[], [{}, {}], [{"batch_axis": "x"}, {"mode": "heuristic"}]],
-            "submesh_devices": [(), [(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 1), (2, 3)], [(0, 1), (1, 2)]],
+            "submesh_autosharding_option_dicts": [
+                [],
+                [{}, {}],
+                [{"batch_axis": "x"}, {"mode": "heuristic"}],
+            ],
+            "submesh_devices": [
+                (),
+                [(0, 1, 2, 3), (4, 5, 6, 7)],
+                [(0, 1), (2, 3)],
+                [(0, 1), (1, 2)],
+            ],
         },
         plan_with(layer_option=LAYERS),
         100,
@@ -220,7 +254,11 @@ SUBJECTS = {
         autopar.AutoStageOption,
         {
             "submesh_physical_shape_space": ["power_of_two", "all", "whole_hosts"],
-            "submesh_logical_shape_space": ["single_node_model_parallel", "data_parallel_only", "all"],
+            "submesh_logical_shape_space": [
+                "single_node_model_parallel",
+                "data_parallel_only",
+                "all",
+            ],
             "stage_imbalance_tolerance": [INF, 0, 0.5],
             "leave_idle": [False, True],
             "profile": [False],
@@ -248,10 +286,14 @@ SUBJECTS = {
         {"plan": [None], "devices": COMMON["devices"]},
     ),
     "FollowParallel": Subject(
-        autopar.FollowParallel, {"src_func": [autopar.parallelize(STEP)], "num_micro_batches": [None, 1, 2]}, count=50
+        autopar.FollowParallel,
+        {"src_func": [autopar.parallelize(STEP)], "num_micro_batches": [None, 1, 2]},
+        count=50,
     ),
     "CreateStateParallel": Subject(
-        autopar.CreateStateParallel, {"train_step": [autopar.parallelize(STEP)], "other_args": [ARGS[1:], ARGS[1]]}, count=40
+        autopar.CreateStateParallel,
+        {"train_step": [autopar.parallelize(STEP)], "other_args": [ARGS[1:], ARGS[1]]},
+        count=40,
     ),
     "parallelize": Subject(
         autopar.parallelize,
@@ -277,7 +319,9 @@ SUBJECTS = {
         given={"fun": STEP, "args": ARGS, "cluster": CLUSTER},
     ),
     "simulate": Subject(
-        lambda **options: autopar.simulate(STEP, **{"args": ARGS, "plan": a_plan(), "cluster": CLUSTER} | options),
+        lambda **options: autopar.simulate(
+            STEP, **{"args": ARGS, "plan": a_plan(), "cluster": CLUSTER} | options
+        ),
         {
             "args": [ARGS, list(ARGS)],
             "cluster": [CLUSTER, "dgx_h100"],
@@ -288,7 +332,10 @@ SUBJECTS = {
         given={"fidelity": "analytic"},
     ),
     "layer construction": Subject(
-        autopar.automatic_layer_construction, {"layer_num": [2, 4], **LAYER}, given={"layer_num": 2}, count=40
+        autopar.automatic_layer_construction,
+        {"layer_num": [2, 4], **LAYER},
+        given={"layer_num": 2},
+        count=40,
     ),
     "init": Subject(
         autopar.init,
@@ -303,11 +350,11 @@ SUBJECTS = {
         given={"cluster": "local"},
         count=70,
     ),
-}  # fmt: skip
+}
 
 
 def drawn(subject: Subject, seed: int) -> dict[str, Any]:
-    """Some options, of which about half are what they may be and the others have one that may be anything."""
+    """Return options; about half of the choices are valid, and the others have one of `JUNK`."""
     rng = random.Random(seed)
     names = [name for name in subject.options if rng.random() < 0.4]
     options = {

@@ -1,9 +1,11 @@
+"""Outcomes are counted, and faults are listed."""
+
 import time
 
 from tests.fuzz.outcomes import Outcomes, as_table
 
 
-def test_errors_that_an_input_may_end_in_are_told_from_faults():
+def test_errors_that_an_input_may_raise_are_no_faults():
     outcomes = Outcomes()
 
     def fail(error):

@@ -1,6 +1,7 @@
-"""Every split of every family of primitives, as XLA's partitioner makes it, gives what one device computes.
+"""Every split of every family of primitives by XLA's partitioner gives the results of one device.
 
-The partitioner is a part of jaxlib: a family that a new one gets wrong shows here, and belongs into `autopar.lowering.shardwise`.
+The partitioner is a part of jaxlib. A family that a new version splits wrong fails here, and has to
+be added to `autopar.lowering.shardwise`.
 """
 
 import jax
@@ -22,7 +23,7 @@ DIVIDED = ("contractions", "index", "linalg", "order", "pointwise", "random", "r
 
 
 def cases_of(family: str):
-    """For each case of the family its label, a function and its arguments."""
+    """Yield the label, the function and the arguments of each case of a family."""
     for name in sorted(FAMILIES[family]):
         if family == "pointwise":
             yield name, *pointwise_case(name, 8)

@@ -44,7 +44,7 @@ OF_TWO = (jnp.add, jnp.multiply, jnp.subtract, jnp.maximum)
 
 @jax.custom_vjp
 def limited(a):
-    """`a`, with a gradient that is a nonlinear function of that of the result."""
+    """Return `a`; its gradient is a nonlinear function of the gradient of the result."""
     return a
 
 
@@ -52,12 +52,12 @@ limited.defvjp(lambda a: (a, None), lambda _, gradient: (jnp.tanh(20 * gradient)
 
 
 def along(column, value):
-    """A value per example, to be combined with `value`."""
+    """Return a value per example with the dims of `value`."""
     return column.reshape((-1,) + (1,) * (value.ndim - 1))
 
 
 def operations(draw):
-    """What a random loss may do with a value `a`, any other value `o` and the batch `b`, by name."""
+    """Return operations by name, of a value `a`, another value `o` and the batch `b`."""
     size, scale = draw.choice((2, 3, 4, 6, 8, 12)), draw.choice((0.5, 2.0))
     one, two = draw.choice(ONE_TO_ONE), draw.choice(OF_TWO)
     return {
@@ -70,7 +70,7 @@ def operations(draw):
         "largest": lambda a, o, b: a.max(axis=draw.randrange(a.ndim)),
         "flat": lambda a, o, b: a.reshape(-1),
         "groups": lambda a, o, b: a.reshape(-1, size),
-        "so many parts": lambda a, o, b: a.reshape(size, -1),
+        "fixed number of parts": lambda a, o, b: a.reshape(size, -1),
         "rows": lambda a, o, b: a.reshape(a.shape[0], -1),
         "transposed": lambda a, o, b: a.T,
         "softmax": lambda a, o, b: jax.nn.softmax(a, axis=draw.randrange(a.ndim)),
@@ -128,7 +128,10 @@ def operations(draw):
 
 
 def random_loss(seed):
-    """A loss of weights and a batch, the same for a seed; operations that are not for values of their shape are left out."""
+    """Return the loss of weights and a batch for a seed.
+
+    Operations that refuse values of their shape are left out.
+    """
 
     def loss(w, b, left_out=(), failed=None):
         draw = random.Random(seed)
@@ -204,7 +207,7 @@ def random_method(seed):
 
 
 def compared(got, wanted):
-    """ "right", or what differs, beside the largest of its kind."""
+    """Return "right", or the first array that differs, relative to its largest element."""
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         if a.shape != b.shape:

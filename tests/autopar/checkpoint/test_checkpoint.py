@@ -319,7 +319,7 @@ def test_a_missing_checkpoint_is_an_error(tmp_path, functions):
     with pytest.raises(autopar.CheckpointError, match="has no checkpoint"):
         autopar.restore_checkpoint(tmp_path, placement_specs=placed)
     autopar.save_checkpoint(tmp_path, stack_params(), 3)
-    with pytest.raises(autopar.CheckpointError, match="no checkpoint of step 4; those it has: 3"):
+    with pytest.raises(autopar.CheckpointError, match="no checkpoint of step 4; its steps are: 3"):
         autopar.restore_checkpoint(tmp_path, 4, placed)
     (tmp_path / "3" / "manifest.json").write_text("{}")
     with pytest.raises(
@@ -546,7 +546,7 @@ def test_a_checkpoint_without_checksums_is_restored_with_a_warning(tmp_path):
         ),
         (
             lambda path: autopar.restore_checkpoint(path, 77),
-            "no checkpoint of step 77; those it has: 0",
+            "no checkpoint of step 77; its steps are: 0",
         ),
         (
             lambda path: autopar.restore_checkpoint(3),

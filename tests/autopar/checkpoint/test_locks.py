@@ -64,7 +64,7 @@ def test_only_a_stale_lock_is_taken_over(tmp_path, changes, seconds_ago, is_stal
     else:
         with pytest.raises(
             autopar.CheckpointError,
-            match=r"in use by .*, last seen \d+ s ago and taken for gone after",
+            match=r"in use by .* \(last seen \d+ s ago; its lock expires after",
         ):
             autopar.save_checkpoint(tmp_path, STATE, 0)
         assert file.exists()

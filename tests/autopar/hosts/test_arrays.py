@@ -85,7 +85,7 @@ def test_every_use_of_an_array_of_ended_workers_is_refused(hosts, tmp_path):
     }
     for name, use in uses.items():
         with pytest.raises(
-            autopar.HostsError, match=r"was in the memory of workers that have ended"
+            autopar.HostsError, match=r"was lost: the workers that stored it were ended"
         ) as error:
             use()
         assert "\n" not in str(error.value), name
@@ -97,7 +97,7 @@ def test_every_use_of_an_array_of_ended_workers_is_refused(hosts, tmp_path):
     del uses["another function in this process"]
     for use in uses.values():
         with pytest.raises(
-            autopar.HostsError, match=r"was in the memory of workers that have ended"
+            autopar.HostsError, match=r"was lost: the workers that stored it were ended"
         ):
             use()
     updated, _ = function(fetched, stack_batch())  # fetched before the workers ended

@@ -79,7 +79,7 @@ def test_the_error_of_another_version_names_the_host_and_what_to_install(changes
 
 def test_the_error_of_too_few_devices_names_the_host():
     with pytest.raises(
-        HostsError, match=r"host 0 has 8 cpu devices that JAX can use, but 9 are wanted of it"
+        HostsError, match=r"host 0 has 8 cpu devices that JAX can use, but autopar.init asked for 9"
     ):
         Worker(0, [range(9)], "127.0.0.1").start()
 
@@ -225,7 +225,7 @@ def test_a_host_that_lacks_a_package_is_refused(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path)
     message = (
         r"host 0 \(.*\) can't run a worker: ModuleNotFoundError: No module named 'lacking'; "
-        r"install there what the driver has"
+        r"install the driver's version there"
     )
     with pytest.raises(HostsError, match=message):
         autopar.init(cluster="ray", num_nodes=1, num_devices_per_node=1)

@@ -183,7 +183,7 @@ def test_a_stopped_worker_is_an_error_before_the_timeout(hosts):
     os.kill(pids()[0], signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(
-        HostTimeoutError, match=r"host 0 .* has not said for \d+ s what it is doing"
+        HostTimeoutError, match=r"host 0 .* has not reported its activity for \d+ s"
     ) as error:
         np.array(function(params, stack_batch())[1])
     assert time.monotonic() - start < 15  # 8 s, and the delay of a busy machine

@@ -63,7 +63,7 @@ def step_of(reduce, dtype=np.float32):
 
 
 def collectives(hlo: str) -> tuple[Counter[str], Counter[str]]:
-    """Return the collectives of gradients inside loops and outside, without gathers of parameters."""
+    """Return the collectives inside and outside loops, without gathers of parameters."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
     inside, outside, here = Counter(), Counter(), ""
     for line in hlo.splitlines():

@@ -1,4 +1,4 @@
-"""Rows per example and metrics of a training step in microbatches equal those of the whole batch."""
+"""Rows per example and metrics in microbatches equal the results of the whole batch."""
 
 from dataclasses import fields
 

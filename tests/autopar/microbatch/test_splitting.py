@@ -339,8 +339,11 @@ def test_other_losses_are_made_of_sums_by_the_user_as_the_refusal_says():
         return jax.tree.map(lambda x: x * jnp.tanh(energy), (total, gradients))
 
     method = autopar.DataParallel(devices=2, num_micro_batches=4)
-    says = r"return the sums .* with has_aux=True, and divide after .*\(total, weights\), gradients = autopar.value_and_grad\(sums"
-    with pytest.raises(autopar.MicrobatchError, match=says):
+    advice = (
+        r"return the sums .* with has_aux=True, and divide after .*"
+        r"\(total, weights\), gradients = autopar.value_and_grad\(sums"
+    )
+    with pytest.raises(autopar.MicrobatchError, match=advice):
         autopar.parallelize(refused, method=method)(PARAMS, BATCH)
     assert_allclose(
         autopar.parallelize(allowed, method=method)(PARAMS, BATCH),

@@ -55,7 +55,7 @@ def along_rows(kernel: Any, x: Any, *, block: int = 2, **options: Any) -> Any:
     )(x)
 
 
-def doubled(x: Any) -> Any:
+def double_of(x: Any) -> Any:
     def kernel(x: Any, out: Any) -> None:
         out[...] = 2 * x[...]
 
@@ -80,7 +80,7 @@ def grouped_queries(queries: Any, keys: Any) -> Any:
     )(queries, keys)
 
 
-def numbered(x: Any) -> Any:
+def blocks_plus_number(x: Any) -> Any:
     """Add to each block its number."""
 
     def kernel(x: Any, out: Any) -> None:
@@ -89,7 +89,7 @@ def numbered(x: Any) -> Any:
     return along_rows(kernel, x)
 
 
-def summed(x: Any) -> Any:
+def sum_of_blocks(x: Any) -> Any:
     """Add all blocks to one."""
 
     def kernel(x: Any, out: Any) -> None:
@@ -119,7 +119,8 @@ def reversed_blocks(x: Any) -> Any:
     return along_rows(kernel, x, in_specs=[backwards])
 
 
-def only(fun: Any, *args: Any) -> tuple[Any, list[Any], OpFactors]:
+def kernel_equation(fun: Any, *args: Any) -> tuple[Any, list[Any], OpFactors]:
+    """Return the only kernel of a function, its operands and its factors."""
     ((eqn, operands),) = equations("pallas_call", fun, args)
     return eqn, operands, op_factors(eqn)
 
@@ -136,16 +137,16 @@ def sharded_dims(eqn: Any, factors: OpFactors) -> list[tuple[int, ...]]:
     ("fun", "args", "dims"),
     [
         (tiled_matmul, (ints(16, 3), ints(3, 32)), [(0,), (1,), (0, 1)]),
-        (doubled, (ints(16, 3),), [(0,), (0,)]),
+        (double_of, (ints(16, 3),), [(0,), (0,)]),
         (grouped_queries, (ints(16, 4), ints(8, 4)), [(0,), (0,), (0,)]),
-        (summed, (ints(8, 32),), [(1,), (1,)]),
-        (jax.vmap(numbered), (ints(8, 16, 3),), [(0,), (0,)]),
-        (jax.vmap(doubled), (ints(8, 16, 3),), [(0, 1), (0, 1)]),
+        (sum_of_blocks, (ints(8, 32),), [(1,), (1,)]),
+        (jax.vmap(blocks_plus_number), (ints(8, 16, 3),), [(0,), (0,)]),
+        (jax.vmap(double_of), (ints(8, 16, 3),), [(0, 1), (0, 1)]),
     ],
 )
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_independent_axes_of_a_grid_are_sharded(fun, args, dims, mesh):
-    eqn, operands, factors = only(fun, *args)
+    eqn, operands, factors = kernel_equation(fun, *args)
     assert sharded_dims(eqn, factors) == dims
     assert check(eqn, operands, mesh) > 1
 
@@ -153,13 +154,13 @@ def test_independent_axes_of_a_grid_are_sharded(fun, args, dims, mesh):
 @pytest.mark.parametrize(
     ("fun", "args"),
     [
-        (numbered, (ints(16, 3),)),  # the kernel reads its position
+        (blocks_plus_number, (ints(16, 3),)),  # the kernel reads its position
         (reversed_blocks, (ints(16, 3),)),  # blocks change places
-        (doubled, (ints(15, 3),)),  # the last block is padded
+        (double_of, (ints(15, 3),)),  # the last block is padded
     ],
 )
 def test_other_axes_of_a_grid_are_whole(fun, args):
-    eqn, _, factors = only(fun, *args)
+    eqn, _, factors = kernel_equation(fun, *args)
     assert not any(sharded_dims(eqn, factors))
     assert len(factors.assignments(MESHES[0])) == 1
 
@@ -174,13 +175,13 @@ def test_steps_that_pass_scratch_memory_on_run_on_one_device():
     def running_sum(x: Any) -> Any:
         return along_rows(kernel, x, scratch_shapes=[pltpu.VMEM((2, 3), np.float32)])
 
-    eqn, _, factors = only(running_sum, ints(16, 3))
+    eqn, _, factors = kernel_equation(running_sum, ints(16, 3))
     assert not any(sharded_dims(eqn, factors))
 
 
 def test_shared_heads_stay_with_their_queries():
     """Two query heads share a head of keys, so four devices have two queries and a key each."""
-    _, _, factors = only(grouped_queries, ints(8, 4), ints(4, 4))
+    _, _, factors = kernel_equation(grouped_queries, ints(8, 4), ints(4, 4))
     assert len(factors.assignments(LogicalMesh((4,), ("x",)))) == 2
     assert len(factors.assignments(LogicalMesh((8,), ("x",)))) == 1
 
@@ -198,14 +199,14 @@ def attend(queries: Any, keys: Any, values: Any) -> Any:
 
 
 def test_the_flop_of_a_kernel_are_those_of_its_grid():
-    eqn, _, _ = only(tiled_matmul, ints(16, 3), ints(3, 32))
+    eqn, _, _ = kernel_equation(tiled_matmul, ints(16, 3), ints(3, 32))
     assert kernel_of(eqn).flops == 2 * 16 * 3 * 32
     assert kernel_of(eqn, 0.0, [(8, 3), (3, 16), (8, 16)]).flops == 2 * 8 * 3 * 16
 
 
 def test_the_flop_of_attention_are_near_those_of_its_products():
     queries = jnp.ones((2, 64, 4, 32))
-    eqn, _, _ = only(attend, queries, queries, queries)
+    eqn, _, _ = kernel_equation(attend, queries, queries, queries)
     kernel = kernel_of(eqn)
     products = 2 * 2 * (2 * 4 * 64 * 64 * 32)
     assert kernel.kind == "gemm"
