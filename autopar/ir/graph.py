@@ -127,6 +127,14 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
+def is_differentiated(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is in a differentiated function, which JAX names `jvp(...)`.
+
+    That includes its backward pass.
+    """
+    return "jvp(" in str(eqn.source_info.name_stack)
+
+
 def aval_of(atom: Atom) -> ShapedArray:
     """Return shape and dtype of a value of a flat jaxpr, whose values are all arrays."""
     assert isinstance(atom.aval, ShapedArray), atom.aval

@@ -62,6 +62,8 @@ class Microbatching:
         loops: The body and the marks, split into loops over all microbatches that run one after
             another. Earlier loops accumulate statistics of the batch that later ones read, such as
             the sum of a mask that divides a loss.
+        own_statistics: The lines of code where each microbatch uses statistics of its own in place
+            of those of the batch, as "FILE:LINE".
     """
 
     count: int
@@ -72,6 +74,7 @@ class Microbatching:
     powers: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
     chunks: int = 1
     loops: tuple[Loop, ...] = ()
+    own_statistics: tuple[str, ...] = ()
 
     @property
     def num_marks(self) -> list[int]:
@@ -158,6 +161,11 @@ class StepGraph:
                 " a microbatch does"
             )
         if parts.microbatching and self.microbatching:
+            if self.microbatching.own_statistics:
+                raise MicrobatchError(
+                    "the statistics of a microbatch, as those of batch normalization, need the"
+                    " examples of all devices"
+                )
             if self.run_length % parts.run_length:
                 raise MicrobatchError(
                     f"runs of {parts.run_length} examples, which stay together, are not in runs of"

@@ -8,27 +8,22 @@ linear with power zero: a mean. A quotient by a statistic of the batch, as in a 
 as its numerator, `per` that statistic. Other values are not separable.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
-from typing import Literal as OneOf
 
-import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import broadcast_in_dim_p, div_p, iota_p
+from jax.extend.core.primitives import div_p
 from jax.lax import tile_p
 
 from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents, units
-from autopar.ir.graph import Atom, Where, aval_of, constant, source_line
+from autopar.ir.graph import Atom, Where, aval_of, source_line
 from autopar.ir.step_graph import MicrobatchError
-from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable, power_of
-from autopar.microbatch.created_rows import why_whole
-from autopar.microbatch.inner_bodies import why_body_differs
-from autopar.primitives import op_factors, record_of
-from autopar.primitives.index import indexed_dims
+from autopar.microbatch.batch_scaling_constants import constant_scaling
+from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable, result_scalings
+from autopar.primitives import record_of
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
 
 
@@ -46,15 +41,37 @@ class Repair:
     scaled: Mapping[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class StatisticRules:
+    """What the analysis may do with statistics of the batch that do not scale by themselves.
+
+    Attributes:
+        repaired: numbers of the equations whose operands may be replaced (`Repair`).
+        totals: whether operands may be replaced by statistics of the whole batch, which an earlier
+            loop accumulates.
+        functions: whether scalars may be functions of statistics, computed when these are complete.
+        own: numbers of the equations that may use a statistic of each microbatch in place of that
+            of the batch.
+        never_completed: values whose statistics are not computed for the whole batch before they
+            are used, nor divided by afterwards. `own` equations use no other statistics.
+    """
+
+    repaired: Set[int] = frozenset()
+    totals: bool = False
+    functions: bool = True
+    own: Set[int] = frozenset()
+    never_completed: Set[Var] = frozenset()
+
+
 class BatchScalings:
     """The batch scalings of all values of a step.
 
     Attributes:
         kinds: scaling of each variable of the smaller trace, or why it is not separable.
-        divided: numbers of the equations that divide by a statistic of the batch or by a function
-            of statistics.
+        divided: the quotients by a statistic of the batch or by a function of statistics.
         functions: maps each scalar that is a function of statistics to its equation.
-        repairs: replacements of operands, by the number of the equation.
+        repairs: replacements of operands, by the first result of the equation.
+        own: maps the results that follow from a statistic of each microbatch to their equation.
         copies: maps values that repeat a block per example or group of examples to the number of
             blocks.
         carries: scalings of loop carries that differ from those of their initial values.
@@ -66,9 +83,7 @@ class BatchScalings:
         full: Jaxpr,
         batch: frozenset[int],
         count: int,
-        body: Collection[int] = (),
-        totals: bool = False,
-        functions: bool = True,
+        rules: StatisticRules = StatisticRules(),
     ) -> None:
         """Derive the scalings from the first equation to the last.
 
@@ -77,21 +92,15 @@ class BatchScalings:
             full: flat jaxpr of the step for a batch `count` times as large.
             batch: inputs whose first dim is the batch.
             count: number of microbatches.
-            body: numbers of equations whose operands may be replaced (`Repair`).
-            totals: whether operands may be replaced by statistics of the whole batch, which an
-                earlier loop accumulates.
-            functions: whether scalars may be functions of statistics, computed when these are
-                complete.
+            rules: what it may do with statistics of the batch.
 
         Raises:
             MicrobatchError: the equations or constants of the step depend on the batch size, or a
                 while_loop depends on the batch.
         """
         self.count = count
-        self._body = frozenset(body)
-        self._totals = totals
-        self._functions = functions
-        self._costly = _costly(micro) if totals else set()
+        self._rules = rules
+        self._costly = _costly(micro) if rules.totals else set()
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, BatchScaling | NotSeparable] = dict.fromkeys(
             (*micro.constvars, *micro.invars), BatchScaling("same")
@@ -104,10 +113,9 @@ class BatchScalings:
             )
         for var, value, whole in zip(micro.constvars, micro.consts, full.consts, strict=True):
             try:
-                self.kinds[var] = self._constant(value, whole)
+                self.kinds[var] = constant_scaling(value, whole, count)
             except NotSeparable as unfit:
                 self.kinds[var] = unfit
-        self.copies: dict[Var, int] = {}
         if [eqn.primitive for eqn in micro.eqns] != [eqn.primitive for eqn in full.eqns]:
             raise MicrobatchError(
                 "the step does different things for batches of different size; that can't run in"
@@ -120,22 +128,18 @@ class BatchScalings:
 
     def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
         """Derive the scalings in order; return False if a loop changes its carry's scaling."""
-        self.divided: set[int] = set()
+        self.divided: set[Var] = set()
         self.functions: dict[Var, JaxprEqn] = {}
-        self.repairs: dict[int, Repair] = {}
+        self.repairs: dict[Var, Repair] = {}
+        self.own: dict[Var, JaxprEqn] = {}
+        self.copies: dict[Var, int] = {}
         for number, (eqn, whole) in enumerate(zip(eqns, wholes, strict=True)):
+            results: Sequence[BatchScaling | NotSeparable]
             try:
                 if eqn.primitive in control_flow.MARKERS:
                     results = self._of_marker(eqn, whole)
                 else:
-                    repaired = self._repaired(number, eqn, whole) if number in self._body else None
-                    results = repaired or self._results(eqn, whole)
-                if (
-                    eqn.primitive is div_p
-                    and isinstance(results[0], BatchScaling)
-                    and results[0].per is eqn.invars[1]
-                ):
-                    self.divided.add(number)
+                    results = self._of_equation(number, eqn, whole)
             except NotSeparable as unfit:
                 results = [unfit] * len(eqn.outvars)
             self.kinds.update(zip(eqn.outvars, results, strict=True))
@@ -148,6 +152,34 @@ class BatchScalings:
                     self.carries[carry] = results[0]
                     return False
         return True
+
+    def _of_equation(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
+        """Return the scalings of the results of an equation that is no marker."""
+        try:
+            repaired = self._repaired(eqn, whole) if number in self._rules.repaired else None
+            results = repaired or self._results(eqn, whole)
+        except NotSeparable:
+            if number not in self._rules.own:
+                raise
+            return self._with_own_statistics(eqn, whole)
+        if eqn.primitive is div_p and results[0].per is eqn.invars[1]:
+            self.divided.add(eqn.outvars[0])
+        return results
+
+    def _with_own_statistics(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
+        """Return the scalings of the results if each microbatch uses statistics of its own.
+
+        Raises:
+            NotSeparable: that does not help, or a statistic is one that is completed.
+        """
+        operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
+        for atom, kind in zip(eqn.invars, operands, strict=True):
+            completed = kind.form == "linear" and atom not in self._rules.never_completed
+            if completed or kind.form == "function" or kind.per:
+                raise NotSeparable(f"{Where(eqn)} is not linear in a statistic of the batch")
+        results = result_scalings(eqn, whole, operands, self.count, own=True)
+        self.own.update(dict.fromkeys(eqn.outvars, eqn))
+        return results
 
     def _of_marker(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling | NotSeparable]:
         """Return the scalings of the results of a marker of a loop or branch."""
@@ -237,6 +269,21 @@ class BatchScalings:
                 " then gradients / weights; or use num_micro_batches=1"
             ) from None
 
+    def why_not(self, values: Iterable[Var]) -> MicrobatchError | None:
+        """Return why some value can't be accumulated; None if all can."""
+        try:
+            for var in values:
+                self.of(var, var)
+        except MicrobatchError as unfit:
+            return unfit
+        return None
+
+    def add_totals(self, mark: JaxprEqn) -> None:
+        """Give the results of an `accumulate` equation the scalings of its operands."""
+        for atom, total in zip(mark.invars, mark.outvars, strict=True):
+            assert isinstance(atom, Var)
+            self.kinds[total] = self.kinds[atom]
+
     def powers_of_rows(self, eqns: Sequence[JaxprEqn]) -> dict[tuple[int, int], int]:
         """Return the powers of results with a row per example, by equation and result."""
         powers: dict[tuple[int, int], int] = {}
@@ -254,41 +301,9 @@ class BatchScalings:
                 raise kind
             return kind
         assert isinstance(whole, Literal)
-        return self._constant(atom.val, whole.val)
+        return constant_scaling(atom.val, whole.val, self.count)
 
-    def _constant(self, value: Any, whole: Any) -> BatchScaling:
-        """Return the scaling of a constant of the step, an array or a number."""
-        if value is whole:
-            return BatchScaling("same")
-        small, full = _numbers(value), _numbers(whole)
-        grown = [
-            dim
-            for dim, sizes in enumerate(zip(small.shape, full.shape, strict=False))
-            if sizes[0] != sizes[1]
-        ]
-        form = BatchScaling("same")
-        if small.ndim != full.ndim or len(grown) > 1:
-            raise NotSeparable(
-                f"a constant of the step has shape {small.shape} for a microbatch and {full.shape}"
-                " for the batch"
-            )
-        if grown:
-            form = BatchScaling("rows", dim=grown[0])
-            rows, small = small, small.take([0], grown[0])
-            if full.shape[grown[0]] != self.count * rows.shape[grown[0]] or not _close(rows, small):
-                raise NotSeparable(
-                    f"a constant of the step, of shape {rows.shape} for a microbatch and"
-                    f" {full.shape} for the batch, differs between examples"
-                )
-        power = power_of_constant(small, full, self.count)
-        if power != "none":
-            return replace(form, power=power)
-        raise NotSeparable(
-            f"a constant of the step is {_shown(value)} for a microbatch and {_shown(whole)} for"
-            " the batch"
-        )
-
-    def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling | NotSeparable]:
+    def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
         if record_of(eqn).passes_through:
             return list(operands)
@@ -306,11 +321,20 @@ class BatchScalings:
             )
         if any(kind.per for kind in operands):
             return self._of_ratios(eqn, whole, operands, where)
-        return self._plain(eqn, whole, operands, where)
+        return self._plain(eqn, whole, operands)
 
-    def _repaired(
-        self, number: int, eqn: JaxprEqn, whole: JaxprEqn
-    ) -> list[BatchScaling | NotSeparable] | None:
+    def _plain(
+        self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling]
+    ) -> list[BatchScaling]:
+        """Return the scalings of results whose operands are not quotients by statistics."""
+        results = result_scalings(eqn, whole, operands, self.count)
+        if eqn.primitive is tile_p and operands[0].form != "rows":
+            (kind,) = results
+            if kind.form == "rows":
+                self.copies[eqn.outvars[0]] = eqn.params["reps"][kind.dim]
+        return results
+
+    def _repaired(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling] | None:
         """Return the scalings of the results if operands are replaced; None if that doesn't help.
 
         A statistic is replaced by that of the whole batch. A summand that does not grow with the
@@ -318,19 +342,20 @@ class BatchScalings:
         nonlinear equation reads is scaled to its value in the whole batch.
         """
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
-        where = Where(eqn)
         if any(kind.per or kind.form == "function" for kind in operands):
             return None
         with suppress(NotSeparable):
-            return self._plain(eqn, whole, operands, where)
+            return self._plain(eqn, whole, operands)
         early = tuple(
             k
             for k, (atom, kind) in enumerate(zip(eqn.invars, operands, strict=True))
-            if self._totals
+            if self._rules.totals
             and isinstance(atom, Var)
             and kind.form == "linear"
             and not aval_of(atom).shape
-            if atom not in self._inside and atom not in self._costly
+            and atom not in self._inside
+            and atom not in self._costly
+            and atom not in self._rules.never_completed
         )
         for chosen in ((), early):
             kinds = list(operands)
@@ -338,8 +363,8 @@ class BatchScalings:
                 kinds[k] = BatchScaling("same", None if kinds[k].power is None else 0)
             scaled = self._scaled(eqn, kinds)
             with suppress(NotSeparable):
-                found = self._plain(eqn, whole, kinds, where)
-                self.repairs[number] = Repair(chosen, scaled)
+                found = self._plain(eqn, whole, kinds)
+                self.repairs[eqn.outvars[0]] = Repair(chosen, scaled)
                 return found
         return None
 
@@ -375,16 +400,20 @@ class BatchScalings:
         return (
             is_statistic
             and eqn.invars[1] not in self._inside
+            and eqn.invars[1] not in self._rules.never_completed
             and not self._operand(eqn.invars[0], whole.invars[0]).per
         )
 
     def _is_function(self, eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
         """Return whether a scalar is a function of statistics that can't itself be accumulated."""
-        statistics = [kind for kind in operands if kind.form != "same"]
+        statistics = [
+            atom for atom, kind in zip(eqn.invars, operands, strict=True) if kind.form != "same"
+        ]
         linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
         if (
-            not self._functions
+            not self._rules.functions
             or not statistics
+            or any(atom in self._rules.never_completed for atom in statistics)
             or any(kind.per or kind.form == "rows" for kind in operands)
         ):
             return False
@@ -405,7 +434,7 @@ class BatchScalings:
 
     def _of_ratios(
         self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], where: Where
-    ) -> list[BatchScaling | NotSeparable]:
+    ) -> list[BatchScaling]:
         """Return the scalings of results that are linear in quotients by one statistic."""
         divided = [k for k, kind in enumerate(operands) if kind.per]
         together = data_operands(eqn) if adds(eqn) else divided
@@ -416,97 +445,8 @@ class BatchScalings:
                 " else (a masked mean and a mean?)"
             )
         per = pers.pop() if pers else operands[divided[0]].per
-        plain = self._plain(eqn, whole, [replace(kind, per=None) for kind in operands], where)
-        return [
-            kind if isinstance(kind, NotSeparable) else replace(kind, per=per) for kind in plain
-        ]
-
-    def _plain(
-        self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], where: Where
-    ) -> list[BatchScaling | NotSeparable]:
-        """Return the scalings of results whose operands are not quotients by statistics."""
-        power = power_of(eqn, operands, where)
-        linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
-        rows = [k for k, kind in enumerate(operands) if kind.form == "rows"]
-        if linear and rows:
-            raise NotSeparable(
-                f"{where} mixes single examples with a statistic of the whole batch (batch"
-                " normalisation?)"
-            )
-        if linear:
-            if not is_linear(eqn, linear):
-                raise NotSeparable(
-                    f"{where} is not linear in a statistic of the batch (a masked mean? a ratio of"
-                    " sums?)"
-                )
-            return [BatchScaling("linear", power)] * len(eqn.outvars)
-        if not rows:
-            return [self._created(eqn, whole, BatchScaling("same", power), where)] * len(
-                eqn.outvars
-            )
-        factors = op_factors(eqn)
-        batch = {factors.operands[k][operands[k].dim] for k in rows}
-        if len(batch) != 1 or not (batch_dim := batch.pop()):
-            raise NotSeparable(f"{where} pairs examples with one another")
-        if reason := why_body_differs(eqn, whole):
-            raise NotSeparable(f"{where} {reason}")
-        if 0 in rows and operands[0].dim in indexed_dims(eqn):
-            raise NotSeparable(f"{where} looks up examples by their positions in the batch")
-        factor = batch_dim[0]
-        match factors.kinds[factor]:
-            case "sum":
-                if [aval_of(var).shape for var in eqn.outvars] != [
-                    aval_of(var).shape for var in whole.outvars
-                ]:
-                    raise NotSeparable(
-                        f"{where} makes something whose shape depends on the size of the batch"
-                    )
-                return [BatchScaling("linear", None if power is None else power + 1)] * len(
-                    eqn.outvars
-                )
-            case "parallel":
-                dims = [
-                    [d for d, of in enumerate(result) if of and of[0] == factor]
-                    for result in factors.results
-                ]
-                # A shard_map saves values for its backward pass without a dim of examples.
-                if not all(dims):
-                    raise NotSeparable(f"{where} has a result without a dim of examples")
-                kinds = [BatchScaling("rows", power, result_dims[0]) for result_dims in dims]
-                for kind, var, big in zip(kinds, eqn.outvars, whole.outvars, strict=True):
-                    self._check_rows(kind.dim, aval_of(var).shape, aval_of(big).shape, where)
-                return list(kinds)
-            case _:
-                raise NotSeparable(f"{where} works across the examples of the batch")
-
-    def _check_rows(
-        self, dim: int, micro: tuple[int, ...], whole: tuple[int, ...], where: Where
-    ) -> None:
-        """Raise NotSeparable unless only `dim` is larger in `whole`, by the factor `count`."""
-        if (*micro[:dim], self.count * micro[dim], *micro[dim + 1 :]) != whole:
-            raise NotSeparable(
-                f"{where} has a result of shape {micro} for a microbatch and of shape {whole} for"
-                " the batch: the dims that grow with the batch don't have a fixed number of rows"
-                " per example"
-            )
-
-    def _created(
-        self, eqn: JaxprEqn, whole: JaxprEqn, kind: BatchScaling, where: Where
-    ) -> BatchScaling:
-        """Return the scaling of a result of operands without examples: rows if its shape grows."""
-        shape, full = aval_of(eqn.outvars[0]).shape, aval_of(whole.outvars[0]).shape
-        grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
-        if not grown:
-            return kind
-        uniform = eqn.primitive in (broadcast_in_dim_p, tile_p) or (
-            eqn.primitive is iota_p and eqn.params["dimension"] not in grown
-        )
-        if len(grown) > 1 or not uniform:
-            raise NotSeparable(f"{where} {why_whole(eqn)}")
-        self._check_rows(grown[0], shape, full, where)
-        if eqn.primitive is tile_p:
-            self.copies[eqn.outvars[0]] = eqn.params["reps"][grown[0]]
-        return replace(kind, form="rows", dim=grown[0])
+        plain = self._plain(eqn, whole, [replace(kind, per=None) for kind in operands])
+        return [replace(kind, per=per) for kind in plain]
 
     def chunks(self, eqns: Iterable[JaxprEqn], batch: Sequence[Var]) -> int:
         """Return the number of runs of neighbouring examples in the batch of the smaller trace.
@@ -524,40 +464,6 @@ class BatchScalings:
             if isinstance(kind, BatchScaling) and kind.form == "rows":
                 sizes.append(self.copies.get(var) or aval_of(var).shape[kind.dim])
         return gcd(*sizes)
-
-
-def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"] | None:
-    """Return the power of `count` that is the ratio of two constants.
-
-    Args:
-        small: the constant for the smaller batch.
-        large: the constant for the larger batch.
-        count: ratio of the batch sizes.
-
-    Returns:
-        0, 1 or -1; None for zeros, which fit any power; "none" if no power fits.
-    """
-    a, b = _numbers(small), _numbers(large)
-    if not a.any() and not b.any():
-        return None
-    for power in (0, 1, -1):
-        if _close(a * float(count) ** power, b):
-            return power
-    return "none"
-
-
-def _numbers(value: Any) -> np.ndarray:
-    """Return a constant as an array of float64 or complex128; random keys as their data."""
-    array = constant(value)
-    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
-
-
-def _close(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.allclose(a, b, rtol=1e-6, atol=0, equal_nan=True)
-
-
-def _shown(value: Any) -> str:
-    return str(value) if not np.ndim(value) else f"an array of shape {np.shape(value)}"
 
 
 def _adds_alike(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:

@@ -1,18 +1,22 @@
-"""The batch scaling of a value, and the power of a primitive's result from those of its operands.
+"""The batch scaling of a value, and that of an equation's results from those of its operands.
 
 `autopar.microbatch.batch_scaling` applies them to a step.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
 from jax.extend.core import JaxprEqn, Var
-from jax.extend.core.primitives import scatter_add_p
-from jax.lax import scatter_sub_p
+from jax.extend.core.primitives import broadcast_in_dim_p, iota_p, scatter_add_p
+from jax.lax import scatter_sub_p, tile_p
 
-from autopar.ir.graph import Where
-from autopar.primitives.linearity import algebra_of, data_operands
+from autopar.ir.graph import Where, aval_of
+from autopar.microbatch.created_rows import why_whole
+from autopar.microbatch.inner_bodies import why_body_differs
+from autopar.primitives import op_factors
+from autopar.primitives.index import indexed_dims
+from autopar.primitives.linearity import algebra_of, data_operands, is_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +80,125 @@ def _scatters_rows(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
     """Return whether rows of examples are added into an array without a batch dim."""
     scatters = eqn.primitive in (scatter_add_p, scatter_sub_p)
     return scatters and operands[2].form == "rows" and operands[0].form != "rows"
+
+
+def result_scalings(
+    eqn: JaxprEqn,
+    whole: JaxprEqn,
+    operands: Sequence[BatchScaling],
+    count: int,
+    own: bool = False,
+) -> list[BatchScaling]:
+    """Return the scalings of the results of an equation whose operands are same, rows or linear.
+
+    Args:
+        eqn: the equation in the trace for the smaller batch.
+        whole: the same equation in the trace for the larger batch.
+        operands: the batch scalings of its operands, none of them `per` a statistic.
+        count: ratio of the batch sizes.
+        own: whether each microbatch uses statistics of its own, the means of which over the
+            microbatches stand for those of the batch. Reductions over the examples are statistics.
+
+    Raises:
+        NotSeparable: the results do not follow from those of microbatches.
+    """
+    where = Where(eqn)
+    power = power_of(eqn, operands, where)
+    linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
+    rows = {k: kind.dim for k, kind in enumerate(operands) if kind.form == "rows"}
+    if linear and rows and not own:
+        raise NotSeparable(
+            f"{where} mixes single examples with a statistic of the whole batch (batch"
+            " normalisation?)"
+        )
+    if linear and not own:
+        if not is_linear(eqn, linear):
+            raise NotSeparable(
+                f"{where} is not linear in a statistic of the batch (a masked mean? a ratio of"
+                " sums?)"
+            )
+        if _shapes(eqn) != _shapes(whole):
+            raise NotSeparable(f"{where} repeats a statistic of the batch for each example")
+        return [BatchScaling("linear", power)] * len(eqn.outvars)
+    if rows:
+        return _of_rows(eqn, whole, rows, power, count, own)
+    kind = _created(eqn, whole, BatchScaling("same", power), count)
+    if own and kind.form == "same":
+        kind = replace(kind, form="linear")
+    return [kind] * len(eqn.outvars)
+
+
+def _shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    return [aval_of(var).shape for var in eqn.outvars]
+
+
+def _of_rows(
+    eqn: JaxprEqn,
+    whole: JaxprEqn,
+    rows: Mapping[int, int],
+    power: int | None,
+    count: int,
+    own: bool,
+) -> list[BatchScaling]:
+    """Return the scalings of results of operands with examples; `rows` has their dims."""
+    where, factors = Where(eqn), op_factors(eqn)
+    batch = {factors.operands[k][dim] for k, dim in rows.items()}
+    if len(batch) != 1 or not (batch_dim := batch.pop()):
+        raise NotSeparable(f"{where} pairs examples with one another")
+    if reason := why_body_differs(eqn, whole):
+        raise NotSeparable(f"{where} {reason}")
+    if rows.get(0) in indexed_dims(eqn):
+        raise NotSeparable(f"{where} looks up examples by their positions in the batch")
+    factor = batch_dim[0]
+    same_shapes = _shapes(eqn) == _shapes(whole)
+    match factors.kinds[factor]:
+        case "sum":
+            if not same_shapes:
+                raise NotSeparable(
+                    f"{where} makes something whose shape depends on the size of the batch"
+                )
+            return [BatchScaling("linear", None if power is None else power + 1)] * len(eqn.outvars)
+        case "parallel":
+            dims = [
+                [d for d, of in enumerate(result) if of and of[0] == factor]
+                for result in factors.results
+            ]
+            # A shard_map saves values for its backward pass without a dim of examples.
+            if not all(dims):
+                raise NotSeparable(f"{where} has a result without a dim of examples")
+            kinds = [BatchScaling("rows", power, result_dims[0]) for result_dims in dims]
+            for kind, var, big in zip(kinds, eqn.outvars, whole.outvars, strict=True):
+                _check_rows(kind.dim, aval_of(var).shape, aval_of(big).shape, count, where)
+            return kinds
+        case "max" | "min" if own and same_shapes:
+            return [BatchScaling("linear", power)] * len(eqn.outvars)
+        case _:
+            raise NotSeparable(f"{where} works across the examples of the batch")
+
+
+def _check_rows(
+    dim: int, micro: tuple[int, ...], whole: tuple[int, ...], count: int, where: Where
+) -> None:
+    """Raise NotSeparable unless only `dim` is larger in `whole`, by the factor `count`."""
+    if (*micro[:dim], count * micro[dim], *micro[dim + 1 :]) != whole:
+        raise NotSeparable(
+            f"{where} has a result of shape {micro} for a microbatch and of shape {whole} for"
+            " the batch: the dims that grow with the batch don't have a fixed number of rows"
+            " per example"
+        )
+
+
+def _created(eqn: JaxprEqn, whole: JaxprEqn, kind: BatchScaling, count: int) -> BatchScaling:
+    """Return the scaling of a result of operands without examples: rows if its shape grows."""
+    where = Where(eqn)
+    shape, full = aval_of(eqn.outvars[0]).shape, aval_of(whole.outvars[0]).shape
+    grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
+    if not grown:
+        return kind
+    uniform = eqn.primitive in (broadcast_in_dim_p, tile_p) or (
+        eqn.primitive is iota_p and eqn.params["dimension"] not in grown
+    )
+    if len(grown) > 1 or not uniform:
+        raise NotSeparable(f"{where} {why_whole(eqn)}")
+    _check_rows(grown[0], shape, full, count, where)
+    return replace(kind, form="rows", dim=grown[0])

@@ -111,9 +111,12 @@ class _BodyRules:
     def requires(self, unit: Unit) -> bool:
         """Return whether a unit is in the body, with all that it depends on.
 
-        The backward pass is. What follows from accumulated values alone, such as the derivative of
-        a regularizer of updated parameters, runs once.
+        The backward pass is, and so is what reads statistics of a microbatch. What follows from
+        accumulated values alone, such as the derivative of a regularizer of updated parameters,
+        runs once.
         """
+        if self.scalings is not None and not self.scalings.own.keys().isdisjoint(unit.makes):
+            return True
         if not has_backward(unit) or self.depending.isdisjoint(unit.makes):
             return False
         if self.scalings is None:

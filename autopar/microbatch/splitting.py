@@ -6,9 +6,10 @@ masked mean, is deferred until after the last microbatch (`autopar.microbatch.de
 Steps that are not separable raise MicrobatchError.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import gcd
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
@@ -18,10 +19,11 @@ from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, aval_of, needed, source_line
 from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
-from autopar.microbatch.batch_scaling import BatchScalings, Repair, power_of_constant
-from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
+from autopar.microbatch.batch_scaling import BatchScalings, Repair, StatisticRules
+from autopar.microbatch.batch_scaling_constants import power_of_constant
+from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.body_boundary import (
-    before_update,
+    Boundary,
     find_boundary,
     has_gradient,
     mark_boundary,
@@ -29,6 +31,7 @@ from autopar.microbatch.body_boundary import (
 )
 from autopar.microbatch.deferred_division import defer_divisions, equations, statistics
 from autopar.microbatch.gradients import accumulate_p
+from autopar.microbatch.own_statistics import exact_rules, own_statistic_rules
 from autopar.microbatch.row_positions import without_positions
 from autopar.microbatch.whole_batch import join_traces
 from autopar.primitives import record_of
@@ -44,6 +47,7 @@ def split(
     gradient_free: bool = False,
     stages: bool = False,
     positions: int | None = None,
+    own_statistics: bool = False,
 ) -> tuple[Jaxpr, Microbatching]:
     """Split a flat jaxpr into what runs for each microbatch and what runs once.
 
@@ -60,6 +64,8 @@ def split(
         stages: whether the step is cut into pipeline stages, which run each microbatch only once.
         positions: the input with the positions of the examples
             (`autopar.microbatch.row_positions`); None if the step needs none.
+        own_statistics: whether microbatches may use statistics of their own
+            (`autopar.microbatch.own_statistics`).
 
     Returns:
         The jaxpr to run, with the equations after the accumulated values from `whole`, and the
@@ -69,55 +75,35 @@ def split(
         MicrobatchError: the step takes no gradient, or an accumulated value is not separable.
     """
     _check_gradient(micro, gradient_free)
-    micro, whole, sizes = _marked(micro, whole, sizes, part, batch, positions, count, stages)
-    aligned = [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]
-    if aligned:
+    scaled = _scalings(sizes, batch, positions, count, stages, own_statistics)
+    found = scaled.found
+    micro, whole, sizes = _marked(micro, whole, sizes, part, batch, scaled.boundary)
+    (number, _), (_, traced) = _mark(micro), _mark(sizes[0])
+    found.add_totals(traced)
+    _, traced_body, _ = _parts(sizes[0], batch)
+    repairs = _numbered_repairs(traced_body, found)
+    powers: dict[tuple[int, int], int] = {}
+    if [eqn.primitive for eqn in micro.eqns] == [eqn.primitive for eqn in sizes[0].eqns]:
         _check_sizes(micro, whole, sizes, count)
-    found = BatchScalings(*sizes, batch, count, functions=not stages)
-    try:
-        contributions = _contributions(sizes, found)
-    except MicrobatchError as refused:
-        if not aligned:
-            raise MicrobatchError(
-                f"{refused}. The step is computed otherwise when a microbatch has a single example:"
-                " fewer microbatches may do"
-            ) from None
-        found = BatchScalings(
-            *sizes,
-            batch,
-            count,
-            {number for number, _ in _parts(micro, batch)[1]},
-            totals=not stages,
-            functions=not stages,
+        powers = found.powers_of_rows(sizes[0].eqns)
+    elif repairs:
+        raise MicrobatchError(
+            f"{scaled.refused}. The step is computed otherwise when a microbatch has a single"
+            " example: fewer microbatches may do"
         )
-        try:
-            contributions = _contributions(sizes, found)
-        except MicrobatchError:
-            raise refused from None
     whole = without_positions(whole)
     _, _, once = _parts(whole, batch)
-    powers = found.powers_of_rows(sizes[0].eqns) if aligned else {}
     _, body, _ = _parts(micro, batch)
     jaxpr, numbers = join_traces(micro, whole, {n for n, _ in body}, {n for n, _ in once})
-    combine: list[Combine] = []
-    weights: list[list[Var | None]] = []
-    for position, (_, eqn) in enumerate(_named(sizes[0], accumulate_p)):
-        kept = [(atom, contributions[position, k]) for k, atom in enumerate(eqn.invars)]
-        weights.append([kind.per for _, kind in kept])
-        functions = [atom for atom, kind in kept if kind.form == "function"]
-        kinds = [kind for _, kind in kept if kind.form != "function"]
-        rows = [(k, kind.power) for k, kind in enumerate(kinds) if kind.form == "rows"]
-        scaled = {k: -power for k, power in rows if power}
-        if scaled:
-            found.repairs[_named(micro, accumulate_p)[position][0]] = Repair((), scaled)
-        divisors = statistics([*functions, *weights[-1]], found.functions)
-        combine.extend(map(_combine, (*kinds, *(found.of(var, var) for var in divisors))))
-    if found.functions or any(map(any, weights)):
+    combine, weights, scaled_rows = _combination(sizes, found)
+    if scaled_rows:
+        repairs[number] = Repair((), scaled_rows)
+    if found.functions or any(weights):
         jaxpr, later = _divided_afterwards(micro, sizes[0], jaxpr, numbers, found, weights)
         numbers = {number: later[at] for number, at in numbers.items()}
     before: dict[Var, Combine] = {}
-    if found.repairs:
-        jaxpr, later, before = _repaired(micro, sizes[0], jaxpr, numbers, found)
+    if repairs:
+        jaxpr, later, before = _repaired(micro, sizes[0], jaxpr, numbers, repairs, found)
         numbers = {number: later[at] for number, at in numbers.items()}
     powers = {(numbers[n], r): power for (n, r), power in powers.items() if n in numbers}
     chunks = _chunks(micro, sizes[0], found, batch)
@@ -129,7 +115,15 @@ def split(
     ]
     body = sorted({number: eqn for loop in loops for number, eqn in loop.body}.items())
     return jaxpr, Microbatching(
-        count, tuple(body), tuple(tail), tuple(marks), tuple(combined), powers, chunks, tuple(loops)
+        count,
+        tuple(body),
+        tuple(tail),
+        tuple(marks),
+        tuple(combined),
+        powers,
+        chunks,
+        tuple(loops),
+        _lines_of_own_statistics(traced_body, found),
     )
 
 
@@ -155,38 +149,84 @@ def _check_gradient(jaxpr: Jaxpr, gradient_free: bool) -> None:
         )
 
 
+class _Scaled(NamedTuple):
+    """The batch scalings of a step with which it runs in microbatches.
+
+    Attributes:
+        found: the scalings.
+        boundary: the values that are accumulated.
+        refused: why a value is not separable without changes of equations; None if all are.
+    """
+
+    found: BatchScalings
+    boundary: Boundary
+    refused: MicrobatchError | None
+
+
+def _scalings(
+    sizes: tuple[Jaxpr, Jaxpr],
+    batch: frozenset[int],
+    positions: int | None,
+    count: int,
+    stages: bool,
+    own_statistics: bool,
+) -> _Scaled:
+    """Return the scalings by the first rules with which all accumulated values are separable.
+
+    See `split` for the arguments.
+
+    Raises:
+        MicrobatchError: no rules will do, or only those of own statistics, which are not asked for.
+    """
+    examples = batch - {positions}
+    refused: MicrobatchError | None = None
+
+    def separable(attempts: Iterable[StatisticRules]) -> _Scaled | None:
+        nonlocal refused
+        for rules in attempts:
+            found = BatchScalings(*sizes, batch, count, rules)
+            boundary = find_boundary(sizes[0], examples, found)
+            if not boundary.values:
+                raise _no_batch()
+            reason = found.why_not(boundary.values)
+            if reason is None:
+                return _Scaled(found, boundary, refused)
+            if refused is None or rules.own:
+                refused = reason
+        return None
+
+    result = separable(exact_rules(sizes[0], examples, stages))
+    if result is not None:
+        return result
+    exact = refused
+    assert exact is not None
+    result = separable(own_statistic_rules(*sizes, examples, stages))
+    if result is None:
+        raise refused if own_statistics and refused else exact
+    if not own_statistics:
+        raise MicrobatchError(
+            f"{exact}; or use batch_statistics='microbatch' in the method, with which each"
+            " microbatch has statistics of its own"
+        )
+    return result
+
+
 def _marked(
     micro: Jaxpr,
     whole: Jaxpr,
     sizes: tuple[Jaxpr, Jaxpr],
     part: Jaxpr,
     batch: frozenset[int],
-    positions: int | None,
-    count: int,
-    stages: bool,
+    boundary: Boundary,
 ) -> tuple[Jaxpr, Jaxpr, tuple[Jaxpr, Jaxpr]]:
-    """Return traces of a step with their accumulated values marked; see `split`."""
+    """Return traces of a step with their accumulated values marked; see `split`.
+
+    `boundary` is that of the smaller one of `sizes`.
+    """
     small, large = sizes
-    scalings = BatchScalings(small, large, batch, count, functions=not stages)
-    boundary = find_boundary(small, batch - {positions}, scalings)
-    if any(isinstance(scalings.kinds[var], NotSeparable) for var in boundary.values):
-        repairable = before_update(small, batch - {positions})
-        scalings = BatchScalings(
-            small, large, batch, count, repairable, totals=not stages, functions=not stages
-        )
-        boundary = find_boundary(small, batch - {positions}, scalings)
-    if not boundary.values:
-        raise _no_batch()
-    try:
-        boundaries = [same_boundary(small, boundary, each) for each in (micro, whole, large, part)]
-    except MicrobatchError:
-        twins = same_boundary(small, boundary, large).values
-        for value, larger in zip(boundary.values, twins, strict=True):
-            scalings.of(value, larger)  # a value that is not separable is the better reason
-        raise
     micro, whole, large, part = (
-        mark_boundary(each, own)
-        for each, own in zip((micro, whole, large, part), boundaries, strict=True)
+        mark_boundary(each, same_boundary(small, boundary, each))
+        for each in (micro, whole, large, part)
     )
     small = mark_boundary(small, boundary)
     _check_computation(part, small, batch)
@@ -199,16 +239,37 @@ def _no_batch() -> MicrobatchError:
     )
 
 
+def _numbered_repairs(body: Sequence[Numbered], found: BatchScalings) -> dict[int, Repair]:
+    """Return the repairs of the equations of a body, by number."""
+    return {
+        number: found.repairs[eqn.outvars[0]]
+        for number, eqn in body
+        if eqn.outvars and eqn.outvars[0] in found.repairs
+    }
+
+
+def _lines_of_own_statistics(body: Sequence[Numbered], found: BatchScalings) -> tuple[str, ...]:
+    """Return the lines of code where microbatches use statistics of their own, in order."""
+    own = (eqn for _, eqn in body if not found.own.keys().isdisjoint(eqn.outvars))
+    return tuple(dict.fromkeys(map(source_line, own)))
+
+
 def _repaired(
-    micro: Jaxpr, traced: Jaxpr, jaxpr: Jaxpr, numbers: Mapping[int, int], found: BatchScalings
+    micro: Jaxpr,
+    traced: Jaxpr,
+    jaxpr: Jaxpr,
+    numbers: Mapping[int, int],
+    repairs: Mapping[int, Repair],
+    found: BatchScalings,
 ) -> tuple[Jaxpr, list[int], dict[Var, Combine]]:
-    """Replace operands as `found.repairs` says.
+    """Replace operands as `repairs` says.
 
     Args:
         micro: the step for one microbatch, with the equations of `traced`.
         traced: the trace that `found` describes.
         jaxpr: the step as it runs.
         numbers: maps the numbers of equations of `micro` to theirs in `jaxpr`.
+        repairs: the replacements, by the numbers of equations of `micro`.
         found: the batch scalings of `traced`.
 
     Returns:
@@ -217,25 +278,23 @@ def _repaired(
     """
     totals: dict[Var, Var] = {}
     combine: dict[Var, Combine] = {}
-    repairs = {
-        numbers[number]: repair for number, repair in found.repairs.items() if number in numbers
-    }
-    for number, repair in found.repairs.items():
+    for number, repair in repairs.items():
         for k in repair.totals:
             var, known = micro.eqns[number].invars[k], traced.eqns[number].invars[k]
             assert isinstance(var, Var)
             total = totals.setdefault(var, Var(var.aval))
             combine[total] = _combine(found.of(known, known))
+    repair_at = {numbers[number]: repair for number, repair in repairs.items()}
     eqns: list[JaxprEqn] = []
     later: list[int] = []
     for number, eqn in enumerate(jaxpr.eqns):
-        if number in repairs:
+        if number in repair_at:
             operands = list(eqn.invars)
-            for k in repairs[number].totals:
+            for k in repair_at[number].totals:
                 var = operands[k]
                 assert isinstance(var, Var)
                 operands[k] = totals[var]
-            for k, power in repairs[number].scaled.items():
+            for k, power in repair_at[number].scaled.items():
                 scaled = Var(operands[k].aval)
                 eqns += equations(
                     partial(_divided, found.count**power), [operands[k]], scaled, eqn.source_info
@@ -328,18 +387,6 @@ def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: 
                     )
 
 
-def _contributions(
-    sizes: tuple[Jaxpr, Jaxpr], found: BatchScalings
-) -> dict[tuple[int, int], BatchScaling]:
-    """Return the scaling of each operand of the `accumulate` equations, by both positions."""
-    marks = (_named(each, accumulate_p) for each in sizes)
-    return {
-        (position, k): found.of(*atoms)
-        for position, ((_, small), (_, large)) in enumerate(zip(*marks, strict=True))
-        for k, atoms in enumerate(zip(small.invars, large.invars, strict=True))
-    }
-
-
 def _chunks(micro: Jaxpr, traced: Jaxpr, found: BatchScalings, batch: frozenset[int]) -> int:
     """Return the number of runs of neighbouring examples in a microbatch.
 
@@ -359,13 +406,39 @@ def _chunks(micro: Jaxpr, traced: Jaxpr, found: BatchScalings, batch: frozenset[
     return chunks * rows // larger
 
 
+def _combination(
+    sizes: tuple[Jaxpr, Jaxpr], found: BatchScalings
+) -> tuple[list[Combine], list[Var | None], dict[int, int]]:
+    """Return how to combine the accumulated values of microbatches.
+
+    Args:
+        sizes: the marked traces that `found` describes.
+        found: their batch scalings.
+
+    Returns:
+        How the operands of the `accumulate` equation are combined that are no functions of
+        statistics, and after them the statistics; the divisor of each operand, or None; and the
+        powers of the number of microbatches by which rows are divided, by position.
+    """
+    atoms = [_mark(each)[1].invars for each in sizes]
+    every = [found.of(atom, twin) for atom, twin in zip(*atoms, strict=True)]
+    weights = [kind.per for kind in every]
+    late = [atom for atom, kind in zip(atoms[0], every, strict=True) if kind.form == "function"]
+    kinds = [kind for kind in every if kind.form != "function"]
+    scaled = {k: -kind.power for k, kind in enumerate(kinds) if kind.form == "rows" and kind.power}
+    divisors = statistics([*late, *weights], found.functions)
+    kinds += [found.of(var, var) for var in divisors]
+    combine: list[Combine] = [_combine(kind) for kind in kinds]
+    return combine, weights, scaled
+
+
 def _divided_afterwards(
     micro: Jaxpr,
     traced: Jaxpr,
     jaxpr: Jaxpr,
     numbers: Mapping[int, int],
     found: BatchScalings,
-    weights: Sequence[Sequence[Var | None]],
+    weights: Sequence[Var | None],
 ) -> tuple[Jaxpr, list[int]]:
     """Defer the divisions of `micro` that correspond to those that `found` has in another trace.
 
@@ -377,7 +450,7 @@ def _divided_afterwards(
         jaxpr: the step as it runs.
         numbers: maps the numbers of equations of `micro` to theirs in `jaxpr`.
         found: the batch scalings of `traced`.
-        weights: the divisors of the operands of each `accumulate` equation, or None.
+        weights: the divisor of each operand of the `accumulate` equation, or None.
     """
     ours, theirs = _named(micro, div_p), _named(traced, div_p)
     scalars = [[not aval_of(eqn.invars[1]).shape for _, eqn in each] for each in (ours, theirs)]
@@ -402,20 +475,19 @@ def _divided_afterwards(
     if scalars[0] != scalars[1]:
         raise _other_divisions()
     here = set()
-    for (number, mine), (their_number, other) in zip(ours, theirs, strict=True):
-        if their_number in found.divided:
+    for (number, mine), (_, other) in zip(ours, theirs, strict=True):
+        if other.outvars[0] in found.divided:
             pair(other.invars[1], mine.invars[1])
             here.add(number)
-    marks = _named(micro, accumulate_p), _named(traced, accumulate_p)
-    for (_, mine), (_, other) in zip(*marks, strict=True):
-        for a, b in zip(other.invars, mine.invars, strict=True):
-            if isinstance(a, Var) and a in found.functions:
-                pair(a, b)
+    mark, mine = _mark(micro)
+    _, other = _mark(traced)
+    for a, b in zip(other.invars, mine.invars, strict=True):
+        if isinstance(a, Var) and a in found.functions:
+            pair(a, b)
     before = {numbers[number] for number in here if number in numbers}
     before.intersection_update(number for number, _ in _parts(jaxpr, frozenset())[1])
-    renamed = [[None if var is None else own[var] for var in row] for row in weights]
-    at = [numbers[number] for number, _ in marks[0]]
-    return defer_divisions(jaxpr, before, dict(zip(at, renamed, strict=True)), functions)
+    renamed = [None if var is None else own[var] for var in weights]
+    return defer_divisions(jaxpr, before, {numbers[mark]: renamed}, functions)
 
 
 def _other_divisions() -> MicrobatchError:
@@ -464,6 +536,12 @@ def _parts(
 
 def _vars(eqn: JaxprEqn) -> list[Var]:
     return [atom for atom in eqn.invars if isinstance(atom, Var)]
+
+
+def _mark(jaxpr: Jaxpr) -> Numbered:
+    """Return the numbered `accumulate` equation of a trace."""
+    (mark,) = _named(jaxpr, accumulate_p)
+    return mark
 
 
 def _named(jaxpr: Jaxpr, primitive: Primitive) -> list[Numbered]:

@@ -1,0 +1,86 @@
+"""The batch scaling of a constant of a step, from its values for two batch sizes."""
+
+from dataclasses import replace
+from typing import Any
+from typing import Literal as OneOf
+
+import numpy as np
+
+from autopar.ir.graph import constant
+from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
+
+
+def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
+    """Return the scaling of a constant, an array or a number.
+
+    Args:
+        value: the constant for the smaller batch.
+        whole: the constant for the larger batch.
+        count: ratio of the batch sizes.
+
+    Raises:
+        NotSeparable: the two values do not differ by a power of `count`.
+    """
+    if value is whole:
+        return BatchScaling("same")
+    small, full = _numbers(value), _numbers(whole)
+    grown = [
+        dim
+        for dim, sizes in enumerate(zip(small.shape, full.shape, strict=False))
+        if sizes[0] != sizes[1]
+    ]
+    form = BatchScaling("same")
+    if small.ndim != full.ndim or len(grown) > 1:
+        raise NotSeparable(
+            f"a constant of the step has shape {small.shape} for a microbatch and {full.shape}"
+            " for the batch"
+        )
+    if grown:
+        form = BatchScaling("rows", dim=grown[0])
+        rows, small = small, small.take([0], grown[0])
+        if full.shape[grown[0]] != count * rows.shape[grown[0]] or not _close(rows, small):
+            raise NotSeparable(
+                f"a constant of the step, of shape {rows.shape} for a microbatch and"
+                f" {full.shape} for the batch, differs between examples"
+            )
+    power = power_of_constant(small, full, count)
+    if power != "none":
+        return replace(form, power=power)
+    raise NotSeparable(
+        f"a constant of the step is {_shown(value)} for a microbatch and {_shown(whole)} for"
+        " the batch"
+    )
+
+
+def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"] | None:
+    """Return the power of `count` that is the ratio of two constants.
+
+    Args:
+        small: the constant for the smaller batch.
+        large: the constant for the larger batch.
+        count: ratio of the batch sizes.
+
+    Returns:
+        0, 1 or -1; None for zeros, which fit any power; "none" if no power fits.
+    """
+    a, b = _numbers(small), _numbers(large)
+    if not a.any() and not b.any():
+        return None
+    for power in (0, 1, -1):
+        if _close(a * float(count) ** power, b):
+            return power
+    return "none"
+
+
+def _numbers(value: Any) -> np.ndarray:
+    """Return a constant as an array of float64 or complex128; random keys as their data."""
+    array = constant(value)
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.allclose(a, b, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def _shown(value: Any) -> str:
+    return str(value) if not np.ndim(value) else f"an array of shape {np.shape(value)}"
