@@ -5,7 +5,7 @@ plan that exists, `FollowParallel` and `CreateStateParallel` derive one from ano
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,7 +26,7 @@ from autopar.checks import (
     satisfying,
 )
 from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
-from autopar.ir.step_graph import RandomBits, StepGraph
+from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, StepGraph
 from autopar.layering.layers import AutoLayerOption, LayerOption
 from autopar.pipeline.pipeline_schedules import Pipeline, schedule_kind, schedule_names
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
@@ -49,6 +49,7 @@ _COMMON: dict[str, Any] = {
     "cluster": CLUSTER | NONE,
     "memory_budget": BYTES | NONE,
     "rng": one_of(*get_args(RandomBits.__value__)),
+    "batch_statistics": one_of(*get_args(BatchStatistics.__value__)),
 }
 _SHARDING = instance("an autopar.ShardingOptions", ShardingOptions)
 
@@ -70,6 +71,11 @@ class PlanningMethod:
             bits that they have in the whole batch. That takes keys of JAX's default generator,
             threefry; a step that draws with another one is refused. With "fold_in" such a
             generator draws other bits, from a key for each microbatch.
+        batch_statistics: the statistics of the batch, such as those of batch normalization. With
+            "exact" a step is refused if microbatches can't use those of the whole batch. With
+            "microbatch" each microbatch uses its own in such places, and the plan's warnings name
+            the lines. The loss, its gradients and running averages are then the means of those of
+            the microbatches.
     """
 
     devices: Devices = None
@@ -77,6 +83,12 @@ class PlanningMethod:
     cluster: AnyCluster | str | Path | None = None
     memory_budget: float | None = None
     rng: RandomBits = field(default="exact", kw_only=True)
+    batch_statistics: BatchStatistics = field(default="exact", kw_only=True)
+
+    @property
+    def exactness(self) -> Exactness:
+        """In what microbatches may differ from the whole batch."""
+        return Exactness(self.rng, self.batch_statistics)
 
     @property
     def sharding(self) -> ShardingOptions:
@@ -351,7 +363,14 @@ def get_3d_parallel_method(
     if pipeline_parallel > 1 or not degenerates:
         return method
     mesh = reshaped(devices, shape)
-    return ShardParallel(mesh, num_micro_batches, method.cluster, method.memory_budget, sharding)
+    return ShardParallel(
+        mesh,
+        num_micro_batches,
+        method.cluster,
+        method.memory_budget,
+        sharding,
+        **asdict(method.exactness),
+    )
 
 
 def reshaped(devices: Devices, shape: tuple[int, ...]) -> Devices:
@@ -410,6 +429,7 @@ class FollowParallel:
         num_micro_batches: number of microbatches in a pipeline; 1 by default.
         rng: the random bits of microbatches, as in `PlanningMethod`; by default those of the
             followed step.
+        batch_statistics: the statistics of the batch, likewise.
 
     Example:
         >>> @autopar.parallelize(method=autopar.FollowParallel(train_step))
@@ -419,6 +439,7 @@ class FollowParallel:
     src_func: Any
     num_micro_batches: int | None = None
     rng: RandomBits | None = field(default=None, kw_only=True)
+    batch_statistics: BatchStatistics | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check(
@@ -426,6 +447,7 @@ class FollowParallel:
             src_func=_PARALLELIZED,
             num_micro_batches=integer() | NONE,
             rng=_COMMON["rng"] | NONE,
+            batch_statistics=_COMMON["batch_statistics"] | NONE,
         )
 
 

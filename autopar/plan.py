@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.ir.spec import LogicalMesh, Spec, local_shape, partition_spec
-from autopar.ir.step_graph import RandomBits
+from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits
 from autopar.layering.layers import LayerOption
 from autopar.progress import ranges
 from autopar.sharding.dataflow import InputRole
@@ -259,6 +259,7 @@ class Plan(_Model):
         planning_seconds: seconds that planning took, without tracing. If several plans were
             compared, the sum over all of them.
         rng: the random bits of microbatches (`autopar.PlanningMethod`).
+        batch_statistics: the statistics of the batch in microbatches (`autopar.PlanningMethod`).
         warnings: notes for a reader, e.g. primitives that every device computes whole because no
             rule splits them.
 
@@ -284,6 +285,7 @@ class Plan(_Model):
     gap: float | None = 0.0
     planning_seconds: float
     rng: RandomBits = "exact"
+    batch_statistics: BatchStatistics = "exact"
     warnings: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -299,6 +301,11 @@ class Plan(_Model):
                 " each number from 0 in one stage"
             )
         return self
+
+    @property
+    def exactness(self) -> Exactness:
+        """In what microbatches differ from the whole batch."""
+        return Exactness(self.rng, self.batch_statistics)
 
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` reads it back to an equal plan."""

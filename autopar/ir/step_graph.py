@@ -31,6 +31,31 @@ alone. fold_in: such generators draw other bits, from a key for each microbatch.
 """
 
 
+type BatchStatistics = Literal["exact", "microbatch"]
+"""The statistics of the batch in microbatches.
+
+exact: those of the whole batch; refused where they can't be accumulated. microbatch: where they
+can't be accumulated, each microbatch uses its own (`autopar.microbatch.own_statistics`).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """In what the microbatches of a step may differ from the whole batch.
+
+    Attributes:
+        rng: The random bits of microbatches.
+        batch_statistics: The statistics of the batch.
+    """
+
+    rng: RandomBits = "exact"
+    batch_statistics: BatchStatistics = "exact"
+
+
+EXACT = Exactness()
+"""Microbatches that have the numbers of the whole batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loop:
     """Equations that run for each microbatch.
@@ -154,6 +179,11 @@ class StepGraph:
         Raises:
             MicrobatchError: The results of the parts can't be combined.
         """
+        if self.microbatching and self.microbatching.own_statistics:
+            raise MicrobatchError(
+                "statistics of a microbatch, as in batch normalization, need the examples of all"
+                " devices"
+            )
         parts = self.retrace(self.num_micro_batches * ways)
         if parts.positions != self.positions:
             raise MicrobatchError(
@@ -161,11 +191,6 @@ class StepGraph:
                 " a microbatch does"
             )
         if parts.microbatching and self.microbatching:
-            if self.microbatching.own_statistics:
-                raise MicrobatchError(
-                    "the statistics of a microbatch, as those of batch normalization, need the"
-                    " examples of all devices"
-                )
             if self.run_length % parts.run_length:
                 raise MicrobatchError(
                     f"runs of {parts.run_length} examples, which stay together, are not in runs of"

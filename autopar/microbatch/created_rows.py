@@ -16,13 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core.primitives import iota_p, random_bits_p, random_split_p
 from jax.extend.random import threefry2x32_p
 
 from autopar.ir.graph import aval_of
 from autopar.ir.keys import impl_of
-from autopar.ir.step_graph import RandomBits
 from autopar.primitives import PrimitiveRecord, register
 from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
 
@@ -268,11 +267,6 @@ def dim_of_examples(eqn: JaxprEqn, larger: JaxprEqn) -> int | None:
 def folds_position(eqn: JaxprEqn) -> bool:
     """Return whether an equation draws other random bits than for the whole batch."""
     return eqn.primitive in _ORIGINAL and bool(eqn.params["folds"])
-
-
-def random_bits_of(jaxpr: Jaxpr) -> RandomBits:
-    """Return which random bits the microbatches of a step have."""
-    return "fold_in" if any(map(folds_position, jaxpr.eqns)) else "exact"
 
 
 def is_exact_by_row(eqn: JaxprEqn) -> bool:

@@ -5,15 +5,15 @@ and for a pipeline they are read in the same stages.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.ir.spec import partition_spec
-from autopar.ir.step_graph import RandomBits, StepGraph
+from autopar.ir.step_graph import EXACT, Exactness, StepGraph
 from autopar.layering.layers import FollowLayerOption
 from autopar.lowering.planned import PlannedStep
-from autopar.microbatch.created_rows import random_bits_of
+from autopar.microbatch.exactness import exactness_of
 from autopar.pipeline.partitioner import partition_step, whole_step_partition
 from autopar.pipeline.pipeline_schedules import schedule_kind
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
@@ -81,7 +81,7 @@ def follow(
     num_micro_batches: int,
     followed: PlannedStep,
     cluster: AnyCluster,
-    rng: RandomBits = "exact",
+    exactness: Exactness = EXACT,
 ) -> PlannedStep:
     """Plan `fun` in the stages of another step.
 
@@ -95,7 +95,7 @@ def follow(
         num_micro_batches: number of microbatches; 1 unless the followed step is a pipeline.
         followed: the step to follow, with its plan.
         cluster: the cluster that `followed` is planned for.
-        rng: the random bits of microbatches.
+        exactness: in what microbatches may differ from the whole batch.
 
     Raises:
         ValueError: there are several microbatches and the followed step is not a pipeline, or its
@@ -121,7 +121,14 @@ def follow(
         option = schedule.layer_option
         assert isinstance(option, FollowLayerOption)
         step = trace(
-            fun, args, batch, num_micro_batches, option, marked=True, forward=True, rng=rng
+            fun,
+            args,
+            batch,
+            num_micro_batches,
+            option,
+            marked=True,
+            forward=True,
+            exactness=exactness,
         )
         partition = partition_step(step, range(num_stages), input_homes=option.layer_of_input)
     solved = [
@@ -186,7 +193,7 @@ def _plan(
         predicted_memory=MemorySplit.of(fullest.roles_at_peak, peak_bytes),
         gap=None,
         planning_seconds=sum(stage_shardings.solve_seconds for stage_shardings in shardings),
-        rng=random_bits_of(step.jaxpr),
+        **asdict(exactness_of(step)),
         warnings=coverage_warnings(step),
     )
 

@@ -79,7 +79,7 @@ def plan_by_method(
         return _plan_pipeline(method, fun, args, batch, target)
     name = type(method).__name__
     cluster = single_pool(target.cluster, name)
-    step = trace(fun, args, batch, method.num_micro_batches, rng=method.rng)
+    step = trace(fun, args, batch, method.num_micro_batches, exactness=method.exactness)
     options = method.sharding_of(step)
     plan = make_plan(step, target.mesh, cluster, options, name, memory_budget=method.memory_budget)
     return PlannedStep(step, plan)
@@ -161,7 +161,7 @@ class _PipelinePlanning:
             layer_option,
             marked=True,
             forward=forward,
-            rng=self.method.rng,
+            exactness=self.method.exactness,
         )
 
     def planner(self, step: StepGraph) -> PipelinePlanner:
@@ -190,7 +190,8 @@ class _PipelinePlanning:
     def plan_whole_step(self, num_micro_batches: int, mesh: LogicalMesh) -> tuple[StepGraph, Plan]:
         """Return the step and its plan as one program on a mesh."""
         name = type(self.method).__name__
-        step = trace(self.fun, self.args, self.batch, num_micro_batches, rng=self.method.rng)
+        exactness = self.method.exactness
+        step = trace(self.fun, self.args, self.batch, num_micro_batches, exactness=exactness)
         pool = single_pool(self.cluster, name)
         options = self.method.sharding_of(step)
         budget = self.method.memory_budget
@@ -213,7 +214,7 @@ def trace_for(
     marked = not schedule.is_whole_step
     forward = marked and not has_backward(schedule.name)
     count, layers = plan.num_micro_batches, schedule.layer_option
-    return trace(fun, args, batch_argnums, count, layers, marked, forward, plan.rng)
+    return trace(fun, args, batch_argnums, count, layers, marked, forward, plan.exactness)
 
 
 def any_cluster(cluster: Any) -> AnyCluster:

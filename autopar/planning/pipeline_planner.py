@@ -3,7 +3,7 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from autopar.devices import Device, logical_mesh
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.step_graph import StepGraph
 from autopar.layering.layers import num_layers
-from autopar.microbatch.created_rows import random_bits_of
+from autopar.microbatch.exactness import exactness_of
 from autopar.pipeline.partition import Partition
 from autopar.pipeline.partitioner import partition_step
 from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule, splits_backward
@@ -178,7 +178,7 @@ class PipelinePlanner:
             predicted_memory=MemorySplit(**pipeline.memory),
             gap=max(gaps, default=None),
             planning_seconds=time.perf_counter() - start,
-            rng=random_bits_of(self.step.jaxpr),
+            **asdict(exactness_of(self.step)),
             warnings=(*warnings, *coverage_warnings(self.step)),
         )
 

@@ -1,6 +1,7 @@
 """Planning of a traced step as one program: from shardings to a plan."""
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from jax.extend.core.primitives import name_p
@@ -12,7 +13,7 @@ from autopar.ir.control_flow import loop_p
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
-from autopar.microbatch.created_rows import random_bits_of
+from autopar.microbatch.exactness import exactness_of, exactness_warnings
 from autopar.plan import MemorySplit, Plan, ShardingConstraint, Stage, TimeSplit, Value
 from autopar.primitives import record_of, runs_on_shards
 from autopar.sharding.options import ShardingOptions
@@ -73,7 +74,7 @@ def make_plan(
         predicted_memory=MemorySplit.of(shardings.roles_at_peak, round(shardings.peak_bytes)),
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
-        rng=random_bits_of(step.jaxpr),
+        **asdict(exactness_of(step)),
         warnings=(*shardings.warnings, *coverage_warnings(step)),
     )
     plan = with_axis_uses(step, plan)
@@ -179,9 +180,4 @@ def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
         warnings.append(
             f"{num_endless} x while_loop: how often it runs is not known, its costs count once"
         )
-    if random_bits_of(step.jaxpr) == "fold_in":
-        warnings.append(
-            "rng='fold_in': each microbatch draws random bits from a key of its own, so they are"
-            " not those of the step without microbatches"
-        )
-    return tuple(warnings)
+    return (*warnings, *exactness_warnings(step))

@@ -15,7 +15,7 @@ from autopar.ir.array_cuts import Cut, CutTree
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of, error_line
-from autopar.ir.step_graph import MicrobatchError, Microbatching, RandomBits, StepGraph
+from autopar.ir.step_graph import EXACT, Exactness, MicrobatchError, Microbatching, StepGraph
 from autopar.layering.gradient_layers import gradient_layers
 from autopar.layering.gradient_scans import cut_gradient_scans
 from autopar.layering.layers import (
@@ -47,7 +47,7 @@ def trace(
     layers: LayerOption | None = None,
     marked: bool = False,
     forward: bool = False,
-    rng: RandomBits = "exact",
+    exactness: Exactness = EXACT,
 ) -> StepGraph:
     """Return `fun`, traced for arguments like `args`.
 
@@ -62,7 +62,7 @@ def trace(
             microbatch.
         forward: Whether `fun` takes no gradients. Then `fun` itself is divided into layers, and its
             results are combined from microbatches.
-        rng: The random bits of microbatches (`autopar.ir.step_graph.RandomBits`).
+        exactness: In what microbatches may differ from the whole batch.
 
     Raises:
         TraceError: `fun` depends on the values of its arguments, or returns something other than
@@ -76,7 +76,7 @@ def trace(
             weight_argnums = [i for i in range(len(args)) if i not in batch_argnums]
             fun = layered(fun, layers, weight_argnums, differentiated=False)
         layers = None
-    tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, rng)
+    tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, exactness)
     return tracer.graph(num_micro_batches)
 
 
@@ -142,7 +142,7 @@ class _StepTracer:
         layers: LayerOption | None,
         marked: bool,
         forward: bool,
-        rng: RandomBits,
+        exactness: Exactness,
     ) -> None:
         leaves, self.in_tree = jax.tree.flatten_with_path(tuple(args))
         self.fun = fun
@@ -150,7 +150,7 @@ class _StepTracer:
         self.layers = layers
         self.marked = marked
         self.forward = forward
-        self.rng: RandomBits = rng
+        self.exactness = exactness
         self.in_keys = [path for path, _ in leaves]
         self.avals = [abstract(leaf) for _, leaf in leaves]
         self.batch = frozenset(
@@ -283,7 +283,7 @@ class _StepTracer:
         large = self._traced(Fraction(scale), True, on_shards).jaxpr
         part_of = self._traced(Fraction(1), True, on_shards).jaxpr
         pairs = [(micro, whole), (part, part_of), (small, large)]
-        numbered = add_positions(pairs, batch, count, self.rng == "fold_in")
+        numbered = add_positions(pairs, batch, count, self.exactness.rng == "fold_in")
         positions = None
         if numbered is not None:
             (micro, whole), (part, _), (small, large) = numbered
@@ -299,6 +299,7 @@ class _StepTracer:
             gradient_free=self.forward or not self.marked,
             stages=self.marked,
             positions=positions,
+            own_statistics=self.exactness.batch_statistics == "microbatch",
         )
         return without_unread_positions(jaxpr, positions), microbatching
 

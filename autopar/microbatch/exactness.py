@@ -1,0 +1,40 @@
+"""How the microbatches of a step differ from the whole batch, by the user's choice."""
+
+from autopar.ir.step_graph import Exactness, StepGraph
+from autopar.microbatch.created_rows import folds_position
+
+_MOST_LINES = 6
+
+
+def exactness_of(step: StepGraph) -> Exactness:
+    """Return what the microbatches of a step compute exactly.
+
+    A step that gives the same numbers without a choice counts as exact.
+    """
+    own = step.microbatching.own_statistics if step.microbatching else ()
+    return Exactness(
+        rng="fold_in" if any(map(folds_position, step.jaxpr.eqns)) else "exact",
+        batch_statistics="microbatch" if own else "exact",
+    )
+
+
+def exactness_warnings(step: StepGraph) -> list[str]:
+    """Return a warning for each way in which microbatches differ from the whole batch."""
+    exactness = exactness_of(step)
+    warnings = []
+    if exactness.rng == "fold_in":
+        warnings.append(
+            "rng='fold_in': each microbatch draws random bits from a key of its own, so they are"
+            " not those of the step without microbatches"
+        )
+    if exactness.batch_statistics == "microbatch":
+        assert step.microbatching is not None
+        lines = step.microbatching.own_statistics
+        named = ", ".join(lines[:_MOST_LINES])
+        more = f" and {len(lines) - _MOST_LINES} more lines" if len(lines) > _MOST_LINES else ""
+        warnings.append(
+            f"batch_statistics='microbatch': each microbatch uses statistics of its own at {named}"
+            f"{more}, so the results are not those of the step without microbatches; what is"
+            " computed from these statistics afterwards, as running averages, has their mean"
+        )
+    return warnings
