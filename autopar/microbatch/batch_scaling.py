@@ -259,7 +259,13 @@ class BatchScalings:
             MicrobatchError: the value is not separable.
         """
         try:
-            return self._operand(atom, whole)
+            kind = self._operand(atom, whole)
+            if self.own and kind.form == "linear" and kind.power == 0 and is_exact(atom):
+                raise NotSeparable(
+                    f"a statistic of each microbatch becomes an array of {aval_of(atom).dtype},"
+                    " which has no mean"
+                )
+            return kind
         except NotSeparable as unfit:
             raise MicrobatchError(
                 f"can't accumulate over microbatches: {unfit}. Write the loss as a sum, a mean or"

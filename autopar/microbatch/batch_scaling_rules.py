@@ -103,7 +103,7 @@ def result_scalings(
         NotSeparable: the results do not follow from those of microbatches.
     """
     where = Where(eqn)
-    power = power_of(eqn, operands, where)
+    power = _own_power(eqn, operands, where) if own else power_of(eqn, operands, where)
     linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
     rows = {k: kind.dim for k, kind in enumerate(operands) if kind.form == "rows"}
     if linear and rows and not own:
@@ -126,6 +126,24 @@ def result_scalings(
     if own and kind.form == "same":
         kind = replace(kind, form="linear")
     return [kind] * len(eqn.outvars)
+
+
+def _own_power(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> int | None:
+    """Return the power of a result that follows from statistics of each microbatch.
+
+    A bound or a small number beside a sum over the examples does not count, as in `max(count, 1)`.
+    """
+    try:
+        return power_of(eqn, operands, where)
+    except NotSeparable:
+        powers = {kind.power for kind in operands if kind.form == "linear"}
+        constant = all(kind.form == "linear" or not kind.power for kind in operands)
+        bounded = (
+            algebra_of(eqn) in ("sum", "homogeneous", "selection") and constant and len(powers) == 1
+        )
+        if not bounded or any(kind.form == "rows" for kind in operands):
+            raise
+        return powers.pop()
 
 
 def _shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:

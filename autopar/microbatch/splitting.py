@@ -251,7 +251,12 @@ def _numbered_repairs(body: Sequence[Numbered], found: BatchScalings) -> dict[in
 def _lines_of_own_statistics(body: Sequence[Numbered], found: BatchScalings) -> tuple[str, ...]:
     """Return the lines of code where microbatches use statistics of their own, in order."""
     own = (eqn for _, eqn in body if not found.own.keys().isdisjoint(eqn.outvars))
-    return tuple(dict.fromkeys(map(source_line, own)))
+    return tuple(sorted(set(map(source_line, own)), key=_file_and_number))
+
+
+def _file_and_number(line: str) -> tuple[str, int]:
+    file, _, number = line.rpartition(":")
+    return file, int(number) if number.isdecimal() else 0
 
 
 def _repaired(
