@@ -143,11 +143,11 @@ class _Evaluator:
 
         if params["length"] is None:
             ((_, test),) = region.markers(control_flow.loop_test_p)
-            carry = jax.lax.while_loop(
-                lambda carry: read(test.invars[0], run_part(condition[0], carry, [])),
-                lambda carry: iterate(carry, [])[0],
-                init,
-            )
+
+            def goes_on(carry: list[Any]) -> Any:
+                return read(test.invars[0], run_part(condition[0], carry, []))
+
+            carry = _while_loop(goes_on, lambda carry: iterate(carry, [])[0], init)
             ys = []
         else:
             carry, ys = jax.lax.scan(iterate, init, xs, **params)
@@ -211,6 +211,28 @@ class _Region:
             elif eqn.primitive is separator:
                 parts.append([])
         return parts
+
+
+def _while_loop(
+    goes_on: Callable[[list[Any]], Any], iterate: Callable[[list[Any]], list[Any]], init: list[Any]
+) -> list[Any]:
+    """Run a while loop, whose condition has a truth value for each row under `jax.vmap`.
+
+    Then the loop runs until all are false, and a row keeps its carry when its own is.
+    """
+    if not jax.eval_shape(goes_on, init).shape:
+        return jax.lax.while_loop(goes_on, iterate, init)
+
+    def iterate_rows(carry: list[Any]) -> list[Any]:
+        rows = goes_on(carry)
+
+        def chosen(old: Any, new: Any) -> Any:
+            dims = tuple(range(rows.ndim))
+            return jax.lax.select(jax.lax.broadcast_in_dim(rows, old.shape, dims), new, old)
+
+        return list(map(chosen, carry, iterate(carry)))
+
+    return jax.lax.while_loop(lambda carry: goes_on(carry).any(), iterate_rows, init)
 
 
 def _strong(value: Any) -> Any:

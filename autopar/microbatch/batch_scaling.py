@@ -182,11 +182,20 @@ class BatchScalings:
         return results
 
     def _of_marker(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling | NotSeparable]:
-        """Return the scalings of the results of a marker of a loop or branch."""
+        """Return the scalings of the results of a marker of a loop or branch.
+
+        What a loop computes is not separable if its token is not: if it runs for another number of
+        iterations in a microbatch.
+        """
+        if eqn.primitive not in control_flow.OPENING:
+            self._operand(control_flow.token_of(eqn), control_flow.token_of(whole))
         match eqn.primitive:
             case control_flow.loop_p | control_flow.switch_p:
                 if eqn.params != whole.params:
-                    raise NotSeparable(f"a loop at {source_line(eqn)} is longer for a larger batch")
+                    raise NotSeparable(
+                        f"a loop at {source_line(eqn)} is longer for a larger batch: it goes"
+                        " through the examples, or runs once for each"
+                    )
                 return [
                     self._operand(eqn.invars[0], whole.invars[0])
                     if eqn.invars
@@ -223,14 +232,26 @@ class BatchScalings:
             case control_flow.loop_const_p:
                 return [self._operand(eqn.invars[0], whole.invars[0])]
             case control_flow.loop_test_p:
-                kind = self._operand(eqn.invars[0], whole.invars[0])
-                if kind.form != "same" or kind.power or kind.per:
-                    raise MicrobatchError(
-                        f"a while_loop at {source_line(eqn)} runs until the batch meets a"
-                        " condition, so microbatches would run it for different times; use"
-                        " num_micro_batches=1"
-                    )
+                self._check_condition(eqn, whole)
         return []
+
+    def _check_condition(self, eqn: JaxprEqn, whole: JaxprEqn) -> None:
+        """Mark a while loop as not separable if microbatches run it for different times.
+
+        Under `jax.vmap` every example has a condition of its own.
+        """
+        reason = NotSeparable(
+            f"a while_loop at {source_line(eqn)} runs until the batch meets a condition, so"
+            " microbatches would run it for different times; apply it to each example by jax.vmap"
+        )
+        token = control_flow.token_of(eqn)
+        try:
+            kind = self._operand(eqn.invars[0], whole.invars[0])
+        except NotSeparable:
+            self.kinds[token] = reason
+            return
+        if kind.form not in ("same", "rows") or kind.power or kind.per:
+            self.kinds[token] = reason
 
     def _joined(self, eqn: JaxprEqn, whole: JaxprEqn, count: int) -> BatchScaling:
         """Return the common scaling of the first `count` operands, one of which is the result."""

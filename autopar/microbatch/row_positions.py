@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from autopar.ir import control_flow
+from autopar.ir.equation_groups import dependents
 from autopar.ir.graph import aval_of
 from autopar.microbatch.created_rows import (
     ROWS_OF,
@@ -69,13 +70,62 @@ def add_positions(
     sites = [_sites(pair, batch, folds) for pair in pairs]
     if not sites[0] or len({tuple((site.order, site.dim) for site in s) for s in sites}) > 1:
         return None
-    return [
+    numbered = [
         (
             _with_positions(micro, {s.number[0]: s.dim for s in of_pair}, batch, count, folds),
             _with_positions(whole, {s.number[1]: s.dim for s in of_pair}, batch, 1, folds),
         )
         for (micro, whole), of_pair in zip(pairs, sites, strict=True)
     ]
+    if any(_primitives(micro) != _primitives(whole) for micro, whole in numbered):
+        return numbered
+    return [(_with_whole_sizes(micro, whole, batch), whole) for micro, whole in numbered]
+
+
+def _primitives(jaxpr: Jaxpr) -> list[Primitive]:
+    return [eqn.primitive for eqn in jaxpr.eqns]
+
+
+def _with_whole_sizes(micro: Jaxpr, whole: Jaxpr, batch: frozenset[int]) -> Jaxpr:
+    """Return the trace of a microbatch, with the whole batch's numbers beside positions.
+
+    In `arange(n) / n` the positions are those in the whole batch, and so `n` has to be its size.
+    The numbers are replaced in equations that compute rows from positions without other data of the
+    examples, and in what only these read, such as the limits of `jax.random.randint(key, (n,), 0,
+    n)`.
+
+    Args:
+        micro: the trace of a microbatch; its last input is the positions.
+        whole: the trace of the whole batch, with the same primitives.
+        batch: inputs whose first dim is the batch, without the positions.
+    """
+    numbered = list(enumerate(micro.eqns))
+    from_data = dependents(numbered, [micro.invars[i] for i in batch])
+    created = dependents(numbered, micro.invars[-1:])
+    read_otherwise = {atom for atom in micro.outvars if isinstance(atom, Var)}
+    eqns = list(micro.eqns)
+    for number, eqn in reversed(numbered):
+        twin = whole.eqns[number]
+        if not eqn.outvars or not from_data.isdisjoint(eqn.outvars):
+            is_changed = False
+        elif created.isdisjoint(eqn.outvars):
+            is_changed = read_otherwise.isdisjoint(eqn.outvars)
+        else:
+            is_changed = _shapes(eqn) != _shapes(twin)
+        if is_changed:
+            eqns[number] = eqn.replace(
+                invars=[
+                    larger if isinstance(atom, Literal) and isinstance(larger, Literal) else atom
+                    for atom, larger in zip(eqn.invars, twin.invars, strict=True)
+                ]
+            )
+        else:
+            read_otherwise.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return micro.replace(eqns=eqns)
+
+
+def _shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    return [aval_of(var).shape for var in eqn.outvars]
 
 
 def without_positions(whole: Jaxpr) -> Jaxpr:

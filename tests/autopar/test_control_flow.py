@@ -84,6 +84,14 @@ FUNCTIONS = {
         ),
         (X,),
     ),
+    "while for each row": (
+        lambda x: jax.vmap(
+            lambda y: lax.while_loop(
+                lambda c: c[1].sum() < 99, lambda c: (c[0] + 1, c[1] * 2), (0, y)
+            )
+        )(x * x),
+        (X,),
+    ),
     "while that computes in its body what its condition does": (
         lambda x: lax.while_loop(lambda y: (y * 2).sum() < 99, lambda y: y * 2, x * x),
         (X,),

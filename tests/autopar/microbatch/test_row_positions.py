@@ -140,6 +140,19 @@ CHANGES: dict[str, Change] = {
     "position as a number": lambda h, k, p, b: h + rows_of(h)[:, None] / 10,
     "mask by position": lambda h, k, p, b: with_first_rows_marked(h),
     "position in a table": lambda h, k, p, b: h + p["table"][rows_of(h)],
+    "position by the size of the batch": lambda h, k, p, b: h * (rows_of(h) / len(h))[:, None],
+    "halves of the batch": lambda h, k, p, b: (
+        h * jnp.where(rows_of(h) < len(h) // 2, 1.0, 2.0)[:, None]
+    ),
+    "integers below the size of the batch": lambda h, k, p, b: (
+        h * jax.random.randint(k, (len(h),), 0, len(h))[:, None] / 10
+    ),
+    "a while loop for each example": lambda h, k, p, b: (
+        h * jax.vmap(lambda x: halved(x, lambda _, x: (x > 0.1).any()))(b["x"])[:, :1]
+    ),
+    "a Poisson variable for each example": lambda h, k, p, b: (
+        h * jax.vmap(lambda k: jax.random.poisson(k, 2.0))(jax.random.split(k, len(h)))[:, None]
+    ),
     "element of each row": lambda h, k, p, b: h * h[rows_of(h), b["label"]][:, None],
     "elements of each row": lambda h, k, p, b: (
         h * h[rows_of(h)[:, None], jnp.stack([b["label"], b["label"] // 2], 1)].sum(1)[:, None]
@@ -180,7 +193,7 @@ SOME = (
     "examples last",
     "a key for each example",
     "in nested scans",
-    "mask by position",
+    "halves of the batch",
     "element of each row",
 )
 """Changes of different kinds, which the fast tests combine in one step."""
@@ -336,6 +349,13 @@ def refused(change: Change, **options: Any) -> str:
     return str(error.value)
 
 
+def halved(x, goes_on):
+    """Return `x` after as many iterations, which halve it, as `goes_on(number, x)` is true."""
+    return lax.while_loop(
+        lambda carry: goes_on(*carry), lambda carry: (carry[0] + 1, carry[1] / 2), (0, x)
+    )[1]
+
+
 def summed_up(hidden, key):
     def add(total, key):
         return total + jax.random.normal(key), total
@@ -382,10 +402,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda h, k, p, b: h * jax.random.normal(k, (len(h) - 1,)).sum(),
         "random_bits at .* depends on the size of the batch",
     ),
-    "positions in halves of the batch": (
-        lambda h, k, p, b: h * jnp.where(jnp.arange(len(h)) < len(h) // 2, 1.0, 2.0)[:, None],
-        "lt at",
-    ),
     "random bits of a shard": (
         lambda h, k, p, b: h + on_shards(lambda x, k: dropout(k, x))(b["x"], k).sum(1)[:, None],
         "shard_map at .* draws random bits for examples",
@@ -395,6 +411,18 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "shard_map at .* uses the size of the batch inside its body",
     ),
     "a loop through the examples": (lambda h, k, p, b: summed_up(h, k), "a loop at"),
+    "as many iterations as examples": (
+        lambda h, k, p, b: lax.fori_loop(0, len(h), lambda _, h: jnp.sin(h), h),
+        "a loop at .* is longer for a larger batch",
+    ),
+    "a while loop over as many numbers as examples": (
+        lambda h, k, p, b: h * halved(b["x"][:, :1], lambda number, _: number < len(h)),
+        "a while_loop at .* runs until the batch meets a condition",
+    ),
+    "a while loop until no example is large": (
+        lambda h, k, p, b: h * halved(b["x"][:, :1], lambda _, x: (x > 0.1).any()),
+        "a while_loop at .* runs until the batch meets a condition",
+    ),
 }
 
 
