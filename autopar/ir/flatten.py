@@ -21,6 +21,7 @@ from jax.extend.core.primitives import (
     cond_p,
     custom_jvp_call_p,
     custom_vjp_call_p,
+    iota_p,
     jit_p,
     pmax_p,
     pmin_p,
@@ -129,10 +130,12 @@ class _Builder:
         """Return the results of `eqn`; those of an equal equation if there is one before.
 
         Values behind a barrier are other values, so recomputation is not merged. Broadcast
-        constants are not merged either: zeros per example may have the shape of a weight for some
-        batch sizes only.
+        constants and counters are not merged either: zeros per example may have the shape of a
+        weight for some batch sizes only.
         """
-        is_constant = eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)
+        is_constant = eqn.primitive is iota_p or (
+            eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)
+        )
         is_barrier = eqn.primitive is jax.lax.optimization_barrier_p
         key = None if is_constant or is_barrier else value_number(eqn)
         if key is None:

@@ -22,7 +22,12 @@ from autopar.ir.equation_groups import dependents, units
 from autopar.ir.graph import Atom, Where, aval_of, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_constants import constant_scaling
-from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable, result_scalings
+from autopar.microbatch.batch_scaling_rules import (
+    BatchScaling,
+    ConstantDiffers,
+    NotSeparable,
+    result_scalings,
+)
 from autopar.primitives import record_of
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
 
@@ -117,10 +122,7 @@ class BatchScalings:
             except NotSeparable as unfit:
                 self.kinds[var] = unfit
         if [eqn.primitive for eqn in micro.eqns] != [eqn.primitive for eqn in full.eqns]:
-            raise MicrobatchError(
-                "the step does different things for batches of different size; that can't run in"
-                " microbatches"
-            )
+            raise _different_steps(micro, full)
         self.carries: dict[Var, BatchScaling | NotSeparable] = {}
         # A loop whose carry scales otherwise than its initial value needs another pass.
         while not self._follow(micro.eqns, full.eqns):
@@ -140,6 +142,8 @@ class BatchScalings:
                     results = self._of_marker(eqn, whole)
                 else:
                     results = self._of_equation(number, eqn, whole)
+            except ConstantDiffers as unfit:
+                results = [NotSeparable(f"{unfit}; {Where(eqn)} reads it")] * len(eqn.outvars)
             except NotSeparable as unfit:
                 results = [unfit] * len(eqn.outvars)
             self.kinds.update(zip(eqn.outvars, results, strict=True))
@@ -491,6 +495,18 @@ class BatchScalings:
             if isinstance(kind, BatchScaling) and kind.form == "rows":
                 sizes.append(self.copies.get(var) or aval_of(var).shape[kind.dim])
         return gcd(*sizes)
+
+
+def _different_steps(micro: Jaxpr, full: Jaxpr) -> MicrobatchError:
+    """Return the error for a step whose equations depend on the size of the batch."""
+    both = zip(micro.eqns, full.eqns, strict=False)
+    different = next((pair for pair in both if pair[0].primitive is not pair[1].primitive), None)
+    where = f" at {source_line(different[0])}" if different else ""
+    names = " and ".join(eqn.primitive.name for eqn in different) if different else "more or less"
+    return MicrobatchError(
+        f"the step does different things for batches of different size{where}: {names}; that can't"
+        " run in microbatches"
+    )
 
 
 def _adds_alike(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:

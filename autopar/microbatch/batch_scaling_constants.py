@@ -7,7 +7,7 @@ from typing import Literal as OneOf
 import numpy as np
 
 from autopar.ir.graph import constant
-from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
+from autopar.microbatch.batch_scaling_rules import BatchScaling, ConstantDiffers
 
 
 def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
@@ -19,7 +19,7 @@ def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
         count: ratio of the batch sizes.
 
     Raises:
-        NotSeparable: the two values do not differ by a power of `count`.
+        ConstantDiffers: the two values do not differ by a power of `count`.
     """
     if value is whole:
         return BatchScaling("same")
@@ -31,7 +31,7 @@ def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
     ]
     form = BatchScaling("same")
     if small.ndim != full.ndim or len(grown) > 1:
-        raise NotSeparable(
+        raise ConstantDiffers(
             f"a constant of the step has shape {small.shape} for a microbatch and {full.shape}"
             " for the batch"
         )
@@ -39,14 +39,14 @@ def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
         form = BatchScaling("rows", dim=grown[0])
         rows, small = small, small.take([0], grown[0])
         if full.shape[grown[0]] != count * rows.shape[grown[0]] or not _close(rows, small):
-            raise NotSeparable(
+            raise ConstantDiffers(
                 f"a constant of the step, of shape {rows.shape} for a microbatch and"
                 f" {full.shape} for the batch, differs between examples"
             )
     power = power_of_constant(small, full, count)
     if power != "none":
         return replace(form, power=power)
-    raise NotSeparable(
+    raise ConstantDiffers(
         f"a constant of the step is {_shown(value)} for a microbatch and {_shown(whole)} for"
         " the batch"
     )

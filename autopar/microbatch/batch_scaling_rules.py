@@ -44,6 +44,10 @@ class NotSeparable(Exception):
     """The value of the whole batch does not follow from those of its microbatches."""
 
 
+class ConstantDiffers(NotSeparable):
+    """A constant of the step depends on the size of the batch."""
+
+
 def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> int | None:
     """Return the power of the result from those of the operands; None for zeros.
 

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, is_backward, needed
+from autopar.ir.graph import Atom, is_backward, needed, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
@@ -192,7 +192,7 @@ def same_boundary(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> Boundary:
         twin = _twins(jaxpr, boundary, other)
     values = tuple(twin[var] for var in boundary.values if var in twin)
     if len(set(values)) < len(boundary.values):
-        raise _other_tail()
+        raise _other_tail(jaxpr.eqns)
     tail = frozenset(twin[var] for var in boundary.tail if var in twin)
     return Boundary(values, tail, boundary.effects)
 
@@ -210,7 +210,7 @@ def _twins(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> dict[Var, Var]:
         [eqn for eqn in trace.eqns if eqn.effects and not eqn.outvars] for trace in (jaxpr, other)
     ]
     if len(acts[0]) != len(acts[1]):
-        raise _other_tail()
+        raise _other_tail(max(acts, key=len))
     for mine, their, in_body in zip(*acts, boundary.effects, strict=True):
         if not in_body:
             pending += zip(mine.invars, their.invars, strict=True)
@@ -221,7 +221,7 @@ def _twins(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> dict[Var, Var]:
         if not isinstance(mine, Var) or mine not in compared or mine in twin:
             continue
         if not isinstance(their, Var):
-            raise _other_tail()
+            raise _other_tail([ours[mine][0]])
         twin[mine] = their
         if mine in ends:
             continue
@@ -231,7 +231,7 @@ def _twins(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> dict[Var, Var]:
             their_r,
             len(their_maker.invars),
         ):
-            raise _other_tail()
+            raise _other_tail([maker])
         pending += zip(maker.invars, their_maker.invars, strict=True)
     return twin
 
@@ -241,10 +241,11 @@ def _makers(jaxpr: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:
     return {var: (eqn, r) for eqn in jaxpr.eqns for r, var in enumerate(eqn.outvars)}
 
 
-def _other_tail() -> MicrobatchError:
+def _other_tail(eqns: Sequence[JaxprEqn]) -> MicrobatchError:
+    """Return the error for a tail that differs in the last of some equations."""
     return MicrobatchError(
-        "what the step computes after the gradient is computed otherwise when a microbatch has a"
-        " single example; use fewer microbatches"
+        f"what the step computes after the gradient, at {source_line(eqns[-1])}, is computed"
+        " otherwise when a microbatch has a single example; use fewer microbatches"
     )
 
 

@@ -7,6 +7,7 @@ Steps that are not separable raise MicrobatchError.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import gcd
 from typing import NamedTuple
@@ -95,9 +96,9 @@ def split(
     _, _, once = _parts(whole, batch)
     _, body, _ = _parts(micro, batch)
     jaxpr, numbers = join_traces(micro, whole, {n for n, _ in body}, {n for n, _ in once})
-    combine, weights, scaled_rows = _combination(sizes, found)
-    if scaled_rows:
-        repairs[number] = Repair((), scaled_rows)
+    combine, weights, divided = _combination(sizes, found)
+    if divided:
+        repairs[number] = Repair((), divided)
     if found.functions or any(weights):
         jaxpr, later = _divided_afterwards(micro, sizes[0], jaxpr, numbers, found, weights)
         numbers = {number: later[at] for number, at in numbers.items()}
@@ -351,22 +352,29 @@ def _check_computation(micro: Jaxpr, larger: Jaxpr, batch: frozenset[int]) -> No
     Raises:
         MicrobatchError: the two apply different primitives for each microbatch.
     """
-    if _computation(micro, batch) != _computation(larger, batch):
+    eqns, others = _computation(micro, batch), _computation(larger, batch)
+    names, other_names = ([eqn.primitive for eqn in each] for each in (eqns, others))
+    if names != other_names:
+        first = next(
+            (n for n, (a, b) in enumerate(zip(names, other_names, strict=False)) if a is not b),
+            min(len(names), len(other_names)) - 1,
+        )
         rows, more = (aval_of(each.invars[min(batch)]).shape[0] for each in (micro, larger))
         raise MicrobatchError(
-            f"the step computes something else for a microbatch of {rows} than for {more} examples;"
-            " make it compute the same for batches of any size, or use another num_micro_batches"
+            f"the step computes something else for a microbatch of {rows} than for {more} examples"
+            f" at {source_line(others[first])}; make it compute the same for batches of any size,"
+            " or use another num_micro_batches"
         )
 
 
-def _computation(jaxpr: Jaxpr, batch: frozenset[int]) -> list[Primitive]:
-    """Return the primitives that run for each microbatch.
+def _computation(jaxpr: Jaxpr, batch: frozenset[int]) -> list[JaxprEqn]:
+    """Return the equations that run for each microbatch.
 
     Sums and changes of shape are left out, because tracing adds or omits them for dims of size one.
     """
     _, body, _ = _parts(jaxpr, batch)
     return [
-        eqn.primitive
+        eqn
         for _, eqn in body
         if record_of(eqn).movement != "shape" and eqn.primitive is not reduce_sum_p
     ]
@@ -423,17 +431,18 @@ def _combination(
     Returns:
         How the operands of the `accumulate` equation are combined that are no functions of
         statistics, and after them the statistics; the divisor of each operand, or None; and the
-        powers of the number of microbatches by which rows are divided, by position.
+        powers of the number of microbatches by which operands are divided, by position.
     """
     atoms = [_mark(each)[1].invars for each in sizes]
     every = [found.of(atom, twin) for atom, twin in zip(*atoms, strict=True)]
     weights = [kind.per for kind in every]
     late = [atom for atom, kind in zip(atoms[0], every, strict=True) if kind.form == "function"]
     kinds = [kind for kind in every if kind.form != "function"]
-    scaled = {k: -kind.power for k, kind in enumerate(kinds) if kind.form == "rows" and kind.power}
     divisors = statistics([*late, *weights], found.functions)
     kinds += [found.of(var, var) for var in divisors]
-    combine: list[Combine] = [_combine(kind) for kind in kinds]
+    scaled = {k: -kind.power for k, kind in enumerate(kinds) if kind.power and _is_scaled(kind)}
+    combine: list[Combine] = []
+    combine.extend(_combine(replace(kind, power=0) if _is_scaled(kind) else kind) for kind in kinds)
     return combine, weights, scaled
 
 
@@ -468,17 +477,17 @@ def _divided_afterwards(
         if not isinstance(other, Var) or other in own:
             return
         if not isinstance(mine, Var):
-            raise _other_divisions()
+            raise _other_divisions(theirs)
         own[other] = mine
         if other in found.functions:
-            theirs, functions[mine] = found.functions[other], maker[mine]
-            if theirs.primitive is not maker[mine].primitive:
-                raise _other_divisions()
-            for a, b in zip(theirs.invars, maker[mine].invars, strict=True):
+            function, functions[mine] = found.functions[other], maker[mine]
+            if function.primitive is not maker[mine].primitive:
+                raise _other_divisions(theirs)
+            for a, b in zip(function.invars, maker[mine].invars, strict=True):
                 pair(a, b)
 
     if scalars[0] != scalars[1]:
-        raise _other_divisions()
+        raise _other_divisions(theirs)
     here = set()
     for (number, mine), (_, other) in zip(ours, theirs, strict=True):
         if other.outvars[0] in found.divided:
@@ -495,11 +504,12 @@ def _divided_afterwards(
     return defer_divisions(jaxpr, before, {numbers[mark]: renamed}, functions)
 
 
-def _other_divisions() -> MicrobatchError:
+def _other_divisions(divisions: Sequence[Numbered]) -> MicrobatchError:
+    where = f" at {source_line(divisions[0][1])}" if divisions else ""
     return MicrobatchError(
-        "a masked mean is computed otherwise when a microbatch has a single example, or a model"
-        " runs on shards; use fewer microbatches, or for a scheduled model another backend than"
-        " 'manual'"
+        f"a masked mean{where} is computed otherwise when a microbatch has a single example, or a"
+        " model runs on shards; use fewer microbatches, or for a scheduled model another backend"
+        " than 'manual'"
     )
 
 
@@ -565,7 +575,15 @@ def _combine(kind: BatchScaling) -> Combine:
             return "sum"
         case power:
             raise MicrobatchError(
-                f"a loss or gradient that grows with the batch size to the power {power} can't"
-                " be accumulated over microbatches; write the loss as a sum or a mean over the"
-                " examples"
+                f"a statistic of the batch that grows with its size to the power {power} can't be"
+                " accumulated over microbatches; write it as a sum or a mean over the examples"
             )
+
+
+def _is_scaled(kind: BatchScaling) -> bool:
+    """Return whether an accumulated value is scaled to its value in the whole batch first.
+
+    Rows are, and so is what is neither a sum nor a mean over the examples, such as their mean
+    divided by their number.
+    """
+    return kind.power is not None and (kind.form == "rows" or kind.power not in (0, 1))

@@ -9,7 +9,6 @@ RECORDS = {
     "cholesky_update": _WHOLE,
     "custom_linear_solve": _WHOLE,
     "pure_callback": _WHOLE,
-    "random_gamma": _WHOLE,
     "rng_bit_generator": _WHOLE,
     "rng_uniform": _WHOLE,
 }

@@ -19,6 +19,11 @@ def _per_key(eqn: JaxprEqn) -> OpFactors:
     return build.build([keys], [(*keys, *made)])
 
 
+def _of_keys(eqn: JaxprEqn) -> OpFactors:
+    """Shard the keys and what they generate; keep what one key generates whole."""
+    return leading(eqn, len(shape_of(eqn.invars[0])))
+
+
 def _wrapping(eqn: JaxprEqn) -> OpFactors:
     """Convert between keys and the integers that they consist of."""
     return leading(eqn, min(len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))))
@@ -28,6 +33,7 @@ RECORDS = {
     "random_bits": PrimitiveRecord(factors=_per_key, is_recomputed=False),
     "random_clone": PrimitiveRecord(factors=pointwise),
     "random_fold_in": PrimitiveRecord(factors=pointwise),
+    "random_gamma": PrimitiveRecord(factors=_of_keys, is_recomputed=False),
     "random_seed": PrimitiveRecord(factors=pointwise),
     "random_split": PrimitiveRecord(factors=_per_key),
     "random_unwrap": PrimitiveRecord(factors=_wrapping),

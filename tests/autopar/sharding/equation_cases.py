@@ -405,6 +405,10 @@ CASES: dict[str, Case] = {
     # pallas_kernels
     "pallas_call": _on(_pallas_exp),
     # random
+    "random_gamma": lambda size: (
+        lambda rows, shape: jax.vmap(jax.random.gamma)(jax.random.wrap_key_data(rows), shape),
+        (ints(size(), 2, low=0, dtype=np.uint32), ints(size(), 3, low=1)),
+    ),
     "threefry2x32": lambda size: (
         lambda x: jax.extend.random.threefry2x32_p.bind(np.uint32(1), np.uint32(2), x, 2 * x),
         (ints(size(), size(), low=0, dtype=np.uint32),),
