@@ -268,7 +268,21 @@ class _StepTracer:
             try:
                 return self._split_like(2, traced, count)
             except (MicrobatchError, TypeError, ValueError):
-                raise refused from None
+                raise MicrobatchError(f"{refused}{self._unlike_rows()}") from None
+
+    def _unlike_rows(self) -> str:
+        """Return what to do if inputs have different numbers of rows, such as those of graphs."""
+        paths: dict[int, str] = {}
+        for i in sorted(self.batch):
+            paths.setdefault(self.avals[i].shape[0], _text(self.in_keys[i]))
+        if len(paths) == 1:
+            return ""
+        sizes = ", ".join(f"{path} has {rows} rows" for rows, path in paths.items())
+        return (
+            f"\nInputs of the batch differ in their rows: {sizes}. If rows of one refer to those of"
+            " another, as the edges of graphs to nodes, stack examples of equal size, such as"
+            " padded graphs, and apply the model to each by jax.vmap."
+        )
 
     def _split_like(self, scale: int, traced: _Trace, count: int) -> tuple[Jaxpr, Microbatching]:
         """Return the step, split like the step for a batch that is larger by `scale`."""

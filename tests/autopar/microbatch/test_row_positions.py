@@ -606,3 +606,23 @@ def test_a_choice_of_integers_by_a_constant_condition_is_traced_in_microbatches(
     args = jnp.ones(4), jnp.arange(32.0).reshape(8, 4)
     parallel = autopar.parallelize(step, method=autopar.ShardParallel((8,), 4))
     np.testing.assert_allclose(parallel(*args), step(*args), rtol=1e-5)
+
+
+def test_edges_that_refer_to_nodes_are_refused_with_the_inputs_and_what_to_write() -> None:
+    def step(weights, graph):
+        def loss(w):
+            hidden = jnp.tanh(graph["nodes"] @ w)
+            received = jax.ops.segment_sum(
+                hidden[graph["senders"]], graph["receivers"], len(hidden)
+            )
+            return jnp.mean((hidden + received) ** 2)
+
+        return autopar.value_and_grad(loss)(weights)
+
+    edges = RNG.integers(0, 16, 24).astype(np.int32)
+    graph = {"nodes": BATCH["x"], "senders": edges, "receivers": edges}
+    with pytest.raises(
+        autopar.MicrobatchError,
+        match=r"1/nodes has 16 rows, 1/receivers has 24 rows(.|\n)*jax\.vmap",
+    ):
+        trace(step, (PARAMS["first"], graph), (1,), 4)
