@@ -23,6 +23,7 @@ from autopar.ir.graph import Atom, Where, aval_of, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_constants import constant_scaling
 from autopar.microbatch.batch_scaling_rules import (
+    AcrossExamples,
     BatchScaling,
     ConstantDiffers,
     NotSeparable,
@@ -196,7 +197,7 @@ class BatchScalings:
         match eqn.primitive:
             case control_flow.loop_p | control_flow.switch_p:
                 if eqn.params != whole.params:
-                    raise NotSeparable(
+                    raise AcrossExamples(
                         f"a loop at {source_line(eqn)} is longer for a larger batch: it goes"
                         " through the examples, or runs once for each"
                     )
@@ -224,8 +225,9 @@ class BatchScalings:
                 if kind.form != "rows":
                     return [kind]
                 if eqn.primitive is control_flow.loop_slice_p and kind.dim == 0:
-                    raise NotSeparable(
+                    raise AcrossExamples(
                         f"a loop at {source_line(eqn)} goes through the examples of the batch"
+                        " (jax.vmap does not)"
                     )
                 return [
                     replace(
@@ -293,11 +295,7 @@ class BatchScalings:
             return kind
         except NotSeparable as unfit:
             raise MicrobatchError(
-                f"can't accumulate over microbatches: {unfit}. Write the loss as a sum, a mean or"
-                " one weighted mean over the examples of the batch; or return the sums that it is"
-                " made of, with has_aux=True, and divide after autopar.value_and_grad:"
-                " (total, weights), gradients = autopar.value_and_grad(sums, has_aux=True)(params),"
-                " then gradients / weights; or use num_micro_batches=1"
+                f"can't accumulate over microbatches: {unfit}. {unfit.remedy}"
             ) from None
 
     def why_not(self, values: Iterable[Var]) -> MicrobatchError | None:

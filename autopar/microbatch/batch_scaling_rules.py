@@ -41,7 +41,27 @@ class BatchScaling:
 
 
 class NotSeparable(Exception):
-    """The value of the whole batch does not follow from those of its microbatches."""
+    """The value of the whole batch does not follow from those of its microbatches.
+
+    Attributes:
+        remedy: what the user may write instead.
+    """
+
+    remedy = (
+        "Write the loss as a sum, a mean or one weighted mean over the examples of the batch; or"
+        " return the sums that it is made of, with has_aux=True, and divide after"
+        " autopar.value_and_grad: (total, weights), gradients = autopar.value_and_grad(sums,"
+        " has_aux=True)(params), then gradients / weights; or use num_micro_batches=1"
+    )
+
+
+class AcrossExamples(NotSeparable):
+    """An equation reads examples that are in different microbatches."""
+
+    remedy = (
+        "A microbatch has no other examples than its own: combine neighbours only, as in"
+        " scores.reshape(-1, 2), or use num_micro_batches=1"
+    )
 
 
 class ConstantDiffers(NotSeparable):
@@ -166,11 +186,11 @@ def _of_rows(
     where, factors = Where(eqn), op_factors(eqn)
     batch = {factors.operands[k][dim] for k, dim in rows.items()}
     if len(batch) != 1 or not (batch_dim := batch.pop()):
-        raise NotSeparable(f"{where} pairs examples with one another")
+        raise AcrossExamples(f"{where} pairs examples with one another")
     if reason := why_body_differs(eqn, whole):
         raise NotSeparable(f"{where} {reason}")
     if rows.get(0) in indexed_dims(eqn):
-        raise NotSeparable(f"{where} looks up examples by their positions in the batch")
+        raise AcrossExamples(f"{where} looks up examples by their positions in the batch")
     factor = batch_dim[0]
     same_shapes = _shapes(eqn) == _shapes(whole)
     match factors.kinds[factor]:
@@ -195,7 +215,7 @@ def _of_rows(
         case "max" | "min" if own and same_shapes:
             return [BatchScaling("linear", power)] * len(eqn.outvars)
         case _:
-            raise NotSeparable(f"{where} works across the examples of the batch")
+            raise AcrossExamples(f"{where} works across the examples of the batch")
 
 
 def _check_rows(
