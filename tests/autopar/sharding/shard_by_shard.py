@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -41,18 +41,32 @@ def equations(
 ) -> list[tuple[JaxprEqn, list[Any]]]:
     """Return the equations of primitive `name` in `fun`, each with its operands' values."""
     jaxpr = flatten(jax.make_jaxpr(fun)(*args))
-    matches: list[tuple[JaxprEqn, list[Any]]] = []
-
-    def record(number: int, operands: list[Any]) -> list[Any]:
-        if jaxpr.eqns[number].primitive.name == name:
-            matches.append((jaxpr.eqns[number], operands))
-        return operands
-
-    env = dict(
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
+    values = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*jaxpr.consts, *jax.tree.leaves(args)), strict=True)
     )
-    evaluate(enumerate(jaxpr.eqns), env, record, lambda _, results: results)
-    return matches
+    if all(isinstance(atom, Literal) or atom in values for eqn in eqns for atom in eqn.invars):
+        return [
+            (eqn, [a.val if isinstance(a, Literal) else values[a] for a in eqn.invars])
+            for eqn in eqns
+        ]
+
+    def operands_of(values: dict[Var, Any]) -> list[list[Any]]:
+        matches: list[list[Any]] = []
+
+        def record(number: int, operands: list[Any]) -> list[Any]:
+            if jaxpr.eqns[number].primitive.name == name:
+                matches.append(operands)
+            return operands
+
+        evaluate(enumerate(jaxpr.eqns), values, record, lambda _, results: results)
+        return matches
+
+    variables, arrays = list(values), list(values.values())
+    operands = jax.jit(lambda arrays: operands_of(dict(zip(variables, arrays, strict=True))))(
+        arrays
+    )
+    return list(zip(eqns, operands, strict=True))
 
 
 def device_mesh(mesh: LogicalMesh) -> Mesh:
@@ -62,43 +76,66 @@ def device_mesh(mesh: LogicalMesh) -> Mesh:
 
 def check(eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh) -> int:
     """Assert that every candidate of `eqn` on `mesh` equals one device, and return their number."""
-    factors = op_factors(eqn)
-    options = candidates(eqn, factors, mesh)
+    return check_all([(eqn, operands)], mesh)[0]
 
-    def run(*values: Any) -> list[list[Any]]:
-        @cache
-        def shard(operand: int, spec: Spec) -> Any:
-            # XLA merges a slice of a slice as if no index were out of bounds; the barrier
-            # prevents it
-            return lax.optimization_barrier(
-                shard_of(values[operand], replicated(values[operand].ndim), spec, mesh)
-            )
 
-        @cache
-        def partial(assignment: Assignment) -> list[Any]:
-            return _partial_results(eqn, factors, assignment, mesh, shard)
+def check_all(cases: Sequence[tuple[JaxprEqn, Sequence[Any]]], mesh: LogicalMesh) -> list[int]:
+    """Check equations with the values of their operands as `check` does, in a single program."""
+    factors = [op_factors(eqn) for eqn, _ in cases]
+    options = [candidates(eqn, op, mesh) for (eqn, _), op in zip(cases, factors, strict=True)]
 
+    def run(values: Any) -> Any:
         return [
-            [_complete(x, r, factors, o) for r, x in enumerate(partial(o.assignment))]
-            for o in options
+            _all_results(eqn, op, of_eqn, mesh, arrays)
+            for (eqn, _), op, of_eqn, arrays in zip(cases, factors, options, values, strict=True)
         ]
 
-    specs = [[partition_spec(spec) for spec in option.results] for option in options]
+    specs = [
+        [[partition_spec(spec) for spec in option.results] for option in of_eqn]
+        for of_eqn in options
+    ]
     mapped = jax.shard_map(
         run, mesh=device_mesh(mesh), in_specs=P(), out_specs=specs, check_vma=False
     )
-    expected = _bind(eqn, operands)
-    for option, results in zip(
-        options, jax.jit(mapped, compiler_options=FAST)(*operands), strict=True
+    arrays = [list(operands) for _, operands in cases]
+    results = jax.jit(mapped, compiler_options=FAST)(arrays)
+    on_one_device = jax.jit(
+        lambda values: [_bind(eqn, x) for (eqn, _), x in zip(cases, values, strict=True)]
+    )(arrays)
+    for (eqn, _), op, of_eqn, of_options, expected in zip(
+        cases, factors, options, results, on_one_device, strict=True
     ):
-        for result, expected_value in zip(results, expected, strict=True):
-            message = (
-                f"{eqn.primitive.name} {eqn.params} with {factors} on {mesh.shape} under {option}"
-            )
-            np.testing.assert_allclose(
-                result, expected_value, rtol=1e-5, atol=1e-5, err_msg=message
-            )
-    return len(options)
+        for option, arrays in zip(of_eqn, of_options, strict=True):
+            message = f"{eqn.primitive.name} {eqn.params} with {op} on {mesh.shape} under {option}"
+            for array, value in zip(arrays, expected, strict=True):
+                np.testing.assert_allclose(array, value, rtol=1e-5, atol=1e-5, err_msg=message)
+    return [len(of_eqn) for of_eqn in options]
+
+
+def _all_results(
+    eqn: JaxprEqn,
+    factors: OpFactors,
+    options: Sequence[Option],
+    mesh: LogicalMesh,
+    values: Sequence[Any],
+) -> list[list[Any]]:
+    """Return what one device computes under each option, from the whole operands."""
+
+    @cache
+    def shard(operand: int, spec: Spec) -> Any:
+        # XLA merges a slice of a slice as if no index were out of bounds; the barrier
+        # prevents it
+        return lax.optimization_barrier(
+            shard_of(values[operand], replicated(values[operand].ndim), spec, mesh)
+        )
+
+    @cache
+    def partial(assignment: Assignment) -> list[Any]:
+        return _partial_results(eqn, factors, assignment, mesh, shard)
+
+    return [
+        [_complete(x, r, factors, o) for r, x in enumerate(partial(o.assignment))] for o in options
+    ]
 
 
 def _bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -23,21 +23,38 @@ from autopar.primitives import (
     record_of,
 )
 from tests.autopar.sharding.equation_cases import CASES, RANDOM, ints
-from tests.autopar.sharding.shard_by_shard import check, device_mesh, equations
+from tests.autopar.sharding.shard_by_shard import check_all, device_mesh, equations
 
 # Hypothesis tries the first of each: the sizes and the mesh with the most candidates.
 MESHES = [LogicalMesh(shape, ("x", "y")[: len(shape)]) for shape in ((2, 4), (2, 2), (4,), (2,))]
 SIZES = [8, 4, 1, 6, 2, 3]
+PRIMITIVES = {label.split(":")[0] for label in CASES}
 
 
+@pytest.mark.parametrize(
+    "family", [family for family, names in FAMILIES.items() if PRIMITIVES & set(names)]
+)
+def test_every_candidate_of_a_family_equals_the_unsharded_equation(family: str) -> None:
+    """The first case of each primitive is on a mesh of two axes, the others are on one axis."""
+    firsts: list[Any] = []
+    others: list[Any] = []
+    for name in sorted(PRIMITIVES & set(FAMILIES[family])):
+        cases = [case(lambda: 8) for label, case in CASES.items() if label.split(":")[0] == name]
+        first, *more = [equations(name, fun, args) for fun, args in cases]
+        firsts += first
+        others += [equation for of_case in more for equation in of_case]
+    assert min(check_all(firsts, MESHES[0])) > 1
+    check_all(others, MESHES[2])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("label", CASES)
-@settings(max_examples=1)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_every_candidate_equals_the_unsharded_equation(label: str, data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from(MESHES))
     fun, args = CASES[label](lambda: data.draw(st.sampled_from(SIZES)))
-    for eqn, operands in equations(label.split(":")[0], fun, args):
-        check(eqn, operands, mesh)
+    check_all(equations(label.split(":")[0], fun, args), mesh)
 
 
 @pytest.mark.parametrize("label", CASES)
@@ -50,22 +67,18 @@ def test_every_case_has_a_sharded_candidate(label: str) -> None:
 
 def test_every_primitive_with_a_rule_has_a_case() -> None:
     """Control flow is tested in test_control_flow, shard_map in test_manual_regions."""
-    covered = (
-        {label.split(":")[0] for label in CASES}
-        | set(RANDOM)
-        | {marker.name for marker in MARKERS}
-        | {"shard_map"}
-    )
+    covered = PRIMITIVES | set(RANDOM) | {marker.name for marker in MARKERS} | {"shard_map"}
     special = {"collectives", "library_markers", "loops", "moves", "opaque", "pointwise"}
     names = {name for family in FAMILIES.keys() - special for name in FAMILIES[family]}
     assert names - covered == set()
 
 
-@pytest.mark.parametrize("name", sorted(map(str, FAMILIES["pointwise"])))
-def test_pointwise_primitives_on_shards_equal_one_device(name: str) -> None:
-    fun, args = pointwise_case(name, 4)
-    ((eqn, operands),) = equations(name, fun, args)
-    assert check(eqn, operands, MESHES[-1]) == 2
+def test_pointwise_primitives_on_shards_equal_one_device() -> None:
+    cases = []
+    for name in sorted(map(str, FAMILIES["pointwise"])):
+        (equation,) = equations(name, *pointwise_case(name, 4))
+        cases.append(equation)
+    assert set(check_all(cases, MESHES[-1])) == {2}
 
 
 _SPECIAL = {
