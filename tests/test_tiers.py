@@ -2,7 +2,7 @@
 
 from itertools import combinations, product
 
-from tests.tiers import covering, pairs, tiers
+from tests.tiers import covering, fast, pairs, tiers
 
 
 def test_the_fast_tier_covers_values_and_both_tiers_cover_pairs():
@@ -11,16 +11,20 @@ def test_the_fast_tier_covers_values_and_both_tiers_cover_pairs():
     rows = [param.values for param in parameters]
     for one, two in combinations(range(4), 2):
         assert {(row[one], row[two]) for row in rows} == set(product(axes[one], axes[two]))
-    fast = [param.values for param in parameters if not param.marks]
-    assert [set(column) for column in zip(*fast, strict=True)] == [set(axis) for axis in axes]
+    unmarked = [param.values for param in parameters if not param.marks]
+    assert [set(column) for column in zip(*unmarked, strict=True)] == [set(axis) for axis in axes]
     assert 20 <= len(rows) <= 30
-    assert 5 <= len(fast) <= 8
+    assert 5 <= len(unmarked) <= 8
 
 
 def test_a_covering_is_a_subset_of_the_rows_in_their_order():
     rows = [("a", 1), ("a", 2), ("b", 2), ("c", 2)]
     assert covering(rows, 2) == rows
     assert covering(rows, 1) == [("a", 1), ("b", 2), ("c", 2)]
+
+
+def test_chosen_values_are_fast():
+    assert [bool(param.marks) for param in fast("xyz", "zx")] == [False, True, False]
 
 
 def test_the_first_value_of_a_single_parameter_is_fast():

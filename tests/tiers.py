@@ -5,7 +5,7 @@ the full product (Kuhn, Wallace and Gallo, "Software fault interactions and impl
 software testing", IEEE TSE 30(6), 2004).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -35,14 +35,23 @@ def slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def fast(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
+    """Return the values of one parameter, of which the chosen ones are fast, the others slow."""
+    texts = set(map(repr, chosen))
+    return [
+        pytest.param(value, marks=() if repr(value) in texts else (pytest.mark.slow,))
+        for value in values
+    ]
+
+
 def tiers(rows: Sequence[Any]) -> list[Any]:
     """Return parameters for `rows`: a subset that covers each value once is fast, the others slow.
 
     A row is a tuple of values, or a single value, of which the first is fast.
     """
     several = all(isinstance(row, tuple) for row in rows)
-    fast = covering(rows, 1) if several else rows[:1]
-    fast_texts = set(map(repr, fast))
+    covered = covering(rows, 1) if several else rows[:1]
+    fast_texts = set(map(repr, covered))
     marks = [() if repr(row) in fast_texts else (pytest.mark.slow,) for row in rows]
     return [
         pytest.param(*row, marks=mark) if several else pytest.param(row, marks=mark)

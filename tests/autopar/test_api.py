@@ -29,7 +29,7 @@ METHODS = [
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(
     method=st.sampled_from(METHODS),
     devices=st.sampled_from([1, 2, 4, 8, (2, 2), (2, 4), (4, 2), (1, 8)]),

@@ -21,6 +21,7 @@ from autopar import (
 )
 from autopar.testing import assert_allclose
 from simulator.program import Send
+from tests.tiers import fast
 
 
 class Model(nn.Module):
@@ -71,7 +72,7 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=fast(METHODS, ["shard in microbatches", "pipeline in a V"]))
 def trained(request: pytest.FixtureRequest) -> tuple[Callable[..., Any], Any, Any]:
     """Return a training step, the function that creates its state, and a state after one step."""
     step = autopar.parallelize(train_step, method=METHODS[request.param], donate_argnums=())

@@ -230,7 +230,7 @@ def test_degrees_without_a_pipeline_are_a_mesh_of_the_same_devices(devices, degr
     "degrees",
     [
         (-1, 1, 4),
-        *(pytest.param(d, marks=pytest.mark.slow) for d in [(2, 2, 2), (1, 4, 2), (4, 1, 2)]),
+        *slow((2, 2, 2), (1, 4, 2), (4, 1, 2)),
     ],
 )
 def test_degrees_with_a_pipeline_are_stages_of_that_shape(degrees):
@@ -240,7 +240,12 @@ def test_degrees_with_a_pipeline_are_stages_of_that_shape(degrees):
     plan = autopar.plan_step(mlp_step, args, method=method, cluster="p3.16xlarge")
     assert len(plan.stages) == stages
     assert {stage.mesh_shape for stage in plan.stages} == {(8 // operator // stages, operator)}
-    run(method, args=args)
+
+
+@pytest.mark.slow
+def test_degrees_with_a_pipeline_equal_one_device():
+    method = autopar.get_3d_parallel_method(2, 2, 2, 2, devices=8)
+    run(method, args=mlp_args((64, 64, 64, 64)))
 
 
 def test_degrees_are_planned_for_an_absent_cluster():

@@ -14,6 +14,7 @@ from autopar.testing import assert_allclose
 from tests.autopar.sharding.equation_cases import CASES
 from tests.autopar.sharding.shard_by_shard import equations
 from tests.autopar.sharding.split_by_xla import wrong_splits
+from tests.tiers import fast, pairs, slow
 
 RNG = np.random.default_rng(0)
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -61,7 +62,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", fast(METHODS, ["zero3", "automatic, two axes", "manual, space"]))
 def test_per_example_gradients_of_a_convolution_are_those_of_one_device(method):
     planned = autopar.parallelize(per_example_gradients, method=METHODS[method])
     assert_allclose(
@@ -83,7 +84,7 @@ def test_a_plan_divides_the_examples_of_per_example_gradients():
     assert_allclose(again(KERNEL, IMAGES), planned(KERNEL, IMAGES))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", fast(METHODS, ["data", "batch on one of two axes", "manual"]))
 def test_a_step_with_clipped_gradients_is_that_of_one_device(method):
     step = lambda w, x: clipped_step(w, x, jax.value_and_grad)  # noqa: E731
     planned = autopar.parallelize(step, method=METHODS[method])
@@ -111,8 +112,7 @@ def grouped_batch():
     return {"x": IMAGES, "y": RNG.standard_normal((16, 8, 6, 8)).astype(np.float32)}
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("split", "count"), pairs(list(SPLITS), [1, 2]))
 def test_gradients_of_grouped_convolutions_are_those_of_one_device(split, count):
     """With microbatches autopar may split examples while XLA splits features."""
     step, batch = lambda w, b: grouped_step(w, b, autopar.value_and_grad), grouped_batch()
@@ -171,7 +171,7 @@ def test_a_state_made_by_a_grouped_convolution_is_that_of_one_device():
     assert_allclose(create(IMAGES), make(IMAGES), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("label", ["gradient of kernel, groups", "batch groups", "groups"])
+@pytest.mark.parametrize("label", [*slow("gradient of kernel, groups", "batch groups"), "groups"])
 def test_every_split_of_a_convolution_with_groups_is_right(label):
     """`tests/fuzz/test_splits.py` tests the other primitives."""
     label, mesh = f"conv_general_dilated: {label}", LogicalMesh((2, 4), ("x", "y"))

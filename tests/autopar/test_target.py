@@ -83,7 +83,7 @@ def test_every_shipped_cluster_compiles_a_step(name):
     assert program.memory == (executable.memory,)
 
 
-@pytest.mark.parametrize("name", GPU_CLUSTERS)
+@pytest.mark.parametrize("name", tiers(GPU_CLUSTERS))
 def test_a_step_takes_six_flops_per_parameter_and_row_but_for_the_gradient_of_the_input(name):
     rows = BATCH // shipped(name).num_devices
     sizes = [rows_ * columns for rows_, columns in KERNELS]
@@ -93,7 +93,7 @@ def test_a_step_takes_six_flops_per_parameter_and_row_but_for_the_gradient_of_th
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in GPU_CLUSTERS if Cluster.load(name).num_devices > 1]
+    "name", tiers([name for name in GPU_CLUSTERS if Cluster.load(name).num_devices > 1])
 )
 def test_data_parallelism_all_reduces_every_gradient_once(name):
     assert total_work(data_parallel(name)).collectives == {"all_reduce": PARAMETER_BYTES}

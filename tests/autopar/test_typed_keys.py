@@ -9,6 +9,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import autopar
 from tests.autopar.pipeline.stack_steps import descend, stack_batch, stack_params
+from tests.tiers import fast
 
 
 def noisy_step(state: Any, batch: Any) -> Any:
@@ -64,7 +65,7 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=fast(METHODS, ["microbatches", "pipeline"]))
 def function(request):
     return autopar.parallelize(noisy_step, method=METHODS[request.param])
 

@@ -32,9 +32,9 @@ MODEL = GPT(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("directives", "backend"),
-    [(megatron, "manual"), pytest.param(split_attention, "auto", marks=pytest.mark.slow)],
+    ("directives", "backend"), [(megatron, "manual"), (split_attention, "auto")]
 )
 def test_a_scheduled_gpt_trains_as_on_one_device(directives: object, backend: Backend) -> None:
     key = jax.random.key(0)

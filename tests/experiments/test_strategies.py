@@ -18,7 +18,6 @@ from experiments.sweep_job import Job
 from simulator.engine.timeline import Timeline
 from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
-from tests.tiers import tiers
 
 MODELS = {
     "mlp": MLP(dim=16, num_layers=2, batch_size=16),
@@ -47,7 +46,29 @@ def serial_steps(model: str) -> Any:
     return (state, batch), first, step(next_state(first), batch)
 
 
-@pytest.mark.parametrize(("model_name", "name", "mesh"), tiers(CELLS))
+QUICK_CELLS = [
+    ("mlp", name, mesh)
+    for name, mesh in [
+        ("serial", (1,)),
+        ("pmap", (2,)),
+        ("data", (4,)),
+        ("zero2", (8,)),
+        ("zero3", (2, 4)),
+        ("shard", (2, 4)),
+        ("heuristic", (4,)),
+        ("pipeline", (2, 4)),
+    ]
+]
+"""Tests of the fast tier; `test_gpt_directives` trains with directives."""
+
+
+@pytest.mark.parametrize(
+    ("model_name", "name", "mesh"),
+    [
+        pytest.param(*cell, marks=() if cell in QUICK_CELLS else (pytest.mark.slow,))
+        for cell in CELLS
+    ],
+)
 def test_every_strategy_equals_the_serial_step(
     model_name: str, name: str, mesh: tuple[int, ...]
 ) -> None:

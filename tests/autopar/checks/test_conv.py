@@ -11,6 +11,7 @@ import pytest
 from autopar.sharding.options import DATA_PARALLEL
 from autopar.tracing.trace import trace
 from tests.autopar.checks.compiled_plans import collectives, kinds, planned
+from tests.tiers import slow
 
 LAYERS = 3
 
@@ -55,7 +56,7 @@ def traced(channels, size, batch_size):
     return trace(step, jax.eval_shape(init), (1,))
 
 
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+@pytest.mark.parametrize("mesh", [*slow((4,)), (2, 2)])
 def test_data_parallelism_reduces_gradients_and_batch_statistics_in_both_passes(mesh):
     plan = planned(traced(channels=8, size=16, batch_size=16), mesh, DATA_PARALLEL)
     assert collectives(plan) == Counter(all_reduce=1 + 2 * LAYERS)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.testing import assert_allclose
+from tests.tiers import slow
 
 _x = np.random.default_rng(0).normal(size=(16, 144)).astype(np.float32)
 _w = np.random.default_rng(1).normal(size=(144,)).astype(np.float32)
@@ -74,17 +75,23 @@ OPS: dict[str, Callable[[jax.Array], Any]] = {
 }
 
 
+def all_operations(x: jax.Array) -> dict[str, Any]:
+    return {name: operation(x) for name, operation in OPS.items()}
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
-@pytest.mark.parametrize("name", OPS)
-def test_an_operation_on_a_sharded_operand_equals_one_device(name, spec):
+@pytest.mark.parametrize(
+    "operation", [all_operations, *slow(*OPS.values())], ids=["all", *OPS.keys()]
+)
+def test_an_operation_on_a_sharded_operand_equals_one_device(operation, spec):
     options = autopar.ShardingOptions(pins={"0": spec})
     planned = autopar.parallelize(
-        OPS[name],
+        operation,
         method=autopar.ShardParallel(4, options=options),
         batch_argnums=(),
         donate_argnums=(),
     )
-    assert_allclose(planned(_x), jax.jit(OPS[name])(_x), rtol=1e-3, atol=1e-3)
+    assert_allclose(planned(_x), jax.jit(operation)(_x), rtol=1e-3, atol=1e-3)
     (value,) = planned.get_last_executable().plan.stages[0].inputs
     assert value.spec == ((("x",), ()) if spec == P("x") else ((), ("x",)))
 

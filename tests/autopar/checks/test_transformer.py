@@ -15,6 +15,7 @@ from autopar.tracing.trace import trace
 from experiments.models.transformer import Block
 from tests.autopar.checks.compiled_plans import collectives, kinds, planned
 from tests.steps import mlp_step
+from tests.tiers import slow
 
 LAYERS = 2
 KINDS = {"qkv": "column", "attention/out": "row", "up": "column", "down": "row"}
@@ -51,7 +52,7 @@ def test_data_parallelism_is_one_all_reduce(bert):
     assert collectives(planned(bert, (4,), DATA_PARALLEL)) == Counter(all_reduce=1)
 
 
-@pytest.mark.parametrize("mesh", [(4,), (1, 4)])
+@pytest.mark.parametrize("mesh", [(4,), *slow((1, 4))])
 def test_model_parallelism_needs_an_all_reduce_per_half_layer_in_each_direction(bert, mesh):
     """There are 4 L - 1, because the gradient of the first layer's input is not computed."""
     plan = planned(bert, mesh)
@@ -72,7 +73,7 @@ def test_on_a_square_mesh_one_axis_is_data_parallel_and_the_other_model_parallel
         assert kinds(plan, f"{layer}/kernel") == [f"data parallel on x, {kind} on y"] * LAYERS
 
 
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+@pytest.mark.parametrize("mesh", [*slow((4,)), (2, 2)])
 def test_a_batch_of_one_is_planned(mesh):
     step, _ = traced_and_make_args(1)
     assert sum(collectives(planned(step, mesh)).values()) > 0

@@ -36,7 +36,7 @@ from tests.autopar.directives.scheduled_models import (
     tensor_parallel,
 )
 from tests.models import Dropping, Transformer, TutorialMLP
-from tests.tiers import tiers
+from tests.tiers import fast, tiers
 
 TOKENS = np.arange(32).reshape(4, 8) * 7 % 32
 
@@ -50,7 +50,7 @@ def abstract(sch: ModelSchedule, built: BuiltModel) -> Any:
     )
 
 
-@pytest.mark.parametrize("ways", [1, 2, 4, 8])
+@pytest.mark.parametrize("ways", fast([1, 2, 4, 8], [1, 4]))
 def test_the_tutorials_schedule_verifies_if_it_decomposes_before_it_shards(
     ways: int,
 ) -> None:
@@ -517,8 +517,10 @@ def test_each_stage_of_a_pipeline_has_a_mesh_of_the_schedules_shape() -> None:
     ]
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["mean", "masked mean"])
-@pytest.mark.parametrize(("mesh", "count"), [((2, 2), 2), ((1, 4), 8)])
+@pytest.mark.parametrize(
+    ("mesh", "count", "masked"),
+    tiers([((2, 2), 2, True), ((1, 4), 8, False), ((2, 2), 2, False), ((1, 4), 8, True)]),
+)
 def test_a_step_on_shards_accumulates_gradients_over_microbatches(
     mesh: tuple[int, int], count: int, masked: bool
 ) -> None:

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections import defaultdict
+from functools import cache
 from typing import Any
 
 import jax
@@ -113,9 +114,15 @@ def test_a_step_on_one_mesh_equals_one_device():
         assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@cache
+def stack_job(meshes: int) -> JobDescription:
+    """Return the job of a pipeline, which several tests run."""
+    return describe_job(pipeline(meshes), stack_step, (stack_params(), stack_batch()))
+
+
 def test_each_mesh_executes_the_instructions_of_the_program_in_order(monkeypatch):
     args = stack_params(), stack_batch()
-    description = describe_job(pipeline(4), stack_step, args)
+    description = stack_job(4)
     executed = defaultdict(list)
     execute = LoadedJob.execute
 
@@ -133,8 +140,7 @@ def test_each_mesh_executes_the_instructions_of_the_program_in_order(monkeypatch
 
 
 def test_a_job_is_divided_among_workers():
-    args = stack_params(), stack_batch()
-    job: Job = describe_job(pipeline(4), stack_step, args).job
+    job: Job = stack_job(4).job
     parts = [job.of(range(start, start + 4)) for start in (0, 4)]
     assert [{mesh for mesh, _ in part.order} for part in parts] == [{0, 1}, {2, 3}]
     assert sum(len(part.order) for part in parts) == len(job.order)
@@ -145,8 +151,7 @@ def test_a_job_is_divided_among_workers():
 
 
 def test_hosts_that_share_a_stage_form_a_process_group():
-    args = stack_params(), stack_batch()
-    job = describe_job(pipeline(2), stack_step, args).job
+    job = stack_job(2).job
     assert worker_groups(job.meshes, {device: device // 4 for device in range(8)}) == frozenset()
     assert worker_groups(job.meshes, {device: device // 2 for device in range(8)}) == {
         (0, 1),
@@ -158,14 +163,14 @@ def test_hosts_that_share_a_stage_form_a_process_group():
 
 def test_a_worker_stores_only_the_results_of_the_last_step():
     args = stack_params(), stack_batch()
-    driver = Driver(describe_job(pipeline(2), stack_step, args))
+    driver = Driver(stack_job(2))
     driver.steps(args, 3)
     assert driver.worker.num_arrays() == len(driver.description.outputs)
 
 
 def test_an_unloaded_job_is_freed():
     args = stack_params(), stack_batch()
-    driver = Driver(describe_job(pipeline(2), stack_step, args))
+    driver = Driver(stack_job(2))
     driver.steps(args, 1)
     job = weakref.ref(driver.worker.jobs[0])
     driver.worker.do(None, [], "unload", 0)
@@ -199,7 +204,7 @@ def test_sent_values_outlive_the_donation_of_their_memory(monkeypatch):
 
 def test_the_error_of_an_instruction_names_its_mesh():
     args = stack_params(), stack_batch()
-    driver = Driver(describe_job(pipeline(2), stack_step, args))
+    driver = Driver(stack_job(2))
     name, to = next(iter(driver.description.job.deliveries))
 
     def raise_error(*_):

@@ -16,6 +16,7 @@ from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import layer_of
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
+from tests.tiers import slow
 
 RNG = np.random.default_rng(0)
 WIDTH, CLASSES, EXAMPLES = 16, 8, 16
@@ -67,7 +68,7 @@ def pipeline(schedule="1f1b", layers=2, **options):
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+@pytest.mark.parametrize("schedule", [*slow("1f1b"), "zero_bubble_h1"])
 def test_a_pipeline_of_plain_gradients_equals_one_device(schedule):
     step = make_step(jax.value_and_grad)
     expected = jax.jit(step)(PARAMS, BATCH)

@@ -200,7 +200,7 @@ SOME = (
 
 
 @pytest.mark.parametrize(
-    "method", [METHODS["shards"], METHODS["pipeline"]], ids=["shards", "pipeline"]
+    "method", [*slow(METHODS["shards"]), METHODS["pipeline"]], ids=["shards", "pipeline"]
 )
 def test_whatever_is_created_for_the_examples_equals_one_device(method):
     args = (PARAMS, BATCH, KEY)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
-from tests.tiers import slow
+from tests.tiers import fast, slow
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -381,7 +381,9 @@ METHODS = {
         devices=2, num_micro_batches=2, layer_option=autopar.AutoLayerOption(2)
     ),
 }
-over_methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+over_methods = pytest.mark.parametrize(
+    "method", fast(METHODS.values(), [METHODS["shards"], METHODS["pipeline"]]), ids=METHODS.keys()
+)
 DEEP = {"w": [RNG.standard_normal((6, 6)).astype(np.float32) for _ in range(2)]}
 
 

@@ -55,7 +55,7 @@ def option_fields(options):
     ("first", "second", "ways"),
     [
         pytest.param(DATA_PARALLEL, DATA_PARALLEL, [4, 4], marks=pytest.mark.slow),
-        (ZERO2, ZERO3, [4, 4]),
+        pytest.param(ZERO2, ZERO3, [4, 4], marks=pytest.mark.slow),
         pytest.param(DATA_PARALLEL, None, [4, 1], marks=pytest.mark.slow),
         pytest.param(None, ZERO2, [1, 4], marks=pytest.mark.slow),
     ],

@@ -144,6 +144,7 @@ def test_the_selected_options_given_explicitly_have_the_same_plan():
     )
 
 
+@pytest.mark.slow
 def test_a_plan_with_automatic_options_equals_one_device():
     method = autopar.PipeshardParallel(
         devices=4,

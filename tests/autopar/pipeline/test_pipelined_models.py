@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from experiments.models.model import Model
 from experiments.models.model_sizes import SMALL
 from tests.autopar.pipeline.stack_steps import assert_as_serial, pipeline
 from tests.steps import assert_close_to_scale, model_step, sgd_args
-from tests.tiers import pairs
+from tests.tiers import covering
 
 QUICK = ShardingOptions(mode="heuristic")  # valid shardings without a solver
 STEPS = 3
@@ -110,9 +111,19 @@ def assert_trains_as_serial(name: str, stages: int, layers: str, schedule: str) 
 SCHEDULES = ("gpipe", "1f1b", "1f1b_overlap_friendly", "zero_bubble_h1")
 
 
+ALL_PAIRS = covering(
+    list(
+        product(MODELS, [2, 4], ["manual", "automatic"], [*SCHEDULES, "interleaved_1f1b"]),
+    ),
+    2,
+)
+QUICKEST = [("mlp", 2, "manual", "gpipe"), ("moe", 4, "automatic", "interleaved_1f1b")]
+"""Tests of the fast tier; `test_pipelined_steps` runs every schedule."""
+
+
 @pytest.mark.parametrize(
     ("name", "stages", "layers", "schedule"),
-    pairs(list(MODELS), [2, 4], ["manual", "automatic"], [*SCHEDULES, "interleaved_1f1b"]),
+    [pytest.param(*row, marks=() if row in QUICKEST else (pytest.mark.slow,)) for row in ALL_PAIRS],
 )
 def test_a_model_trains_as_on_one_device(
     name: str, stages: int, layers: str, schedule: str

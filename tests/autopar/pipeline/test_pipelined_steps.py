@@ -24,7 +24,7 @@ from tests.autopar.pipeline.stack_steps import (
     stack_params,
     stack_step,
 )
-from tests.tiers import pairs
+from tests.tiers import fast, pairs, slow
 
 TRAINING = [name for name in schedule_names() if has_backward(name)]
 
@@ -165,8 +165,9 @@ def masked_step(params: Any, batch: Any) -> Any:
     return descend(params, autopar.value_and_grad(loss)(params))
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+@pytest.mark.parametrize(
+    ("schedule", "num_micro_batches"), pairs(["1f1b", "zero_bubble_h1"], [1, 4])
+)
 def test_a_masked_mean_is_divided_by_the_mask_of_the_whole_batch(
     schedule: str, num_micro_batches: int
 ) -> None:
@@ -300,7 +301,8 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "count"), pairs(list(SHARED), [4, 1]))
+@pytest.mark.parametrize("count", [4, *slow(1)])
+@pytest.mark.parametrize("kind", fast(SHARED, [counter, moving_average]))
 def test_values_computed_before_the_loss_may_be_read_by_it_and_returned(
     kind: Any, count: int
 ) -> None:

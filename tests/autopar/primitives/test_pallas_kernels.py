@@ -16,6 +16,7 @@ from autopar.primitives.factors import OpFactors
 from autopar.testing import assert_allclose
 from tests.autopar.sharding.equation_cases import ints
 from tests.autopar.sharding.shard_by_shard import check, equations
+from tests.tiers import slow
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -236,11 +237,10 @@ def attention_arguments() -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "method",
     [
-        autopar.ShardParallel((2, 4)),
         autopar.ShardParallel((2, 4), num_micro_batches=2),
-        autopar.Zero3Parallel(8),
+        *slow(autopar.ShardParallel((2, 4)), autopar.Zero3Parallel(8)),
     ],
-    ids=["sharded", "in microbatches", "zero3"],
+    ids=["in microbatches", "sharded", "zero3"],
 )
 def test_attention_in_pallas_equals_one_device(method):
     args = attention_arguments()

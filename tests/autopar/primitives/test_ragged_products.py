@@ -14,6 +14,7 @@ from autopar.primitives import kernel_of
 from autopar.testing import assert_allclose
 from tests.autopar.sharding.equation_cases import ints
 from tests.autopar.sharding.shard_by_shard import equations
+from tests.tiers import slow
 
 NUM_EXPERTS, TOP = 8, 2
 
@@ -53,8 +54,10 @@ def by_experts(axis: Any) -> Any:
     "method",
     [
         autopar.ShardParallel((2, 4)),
-        autopar.Zero3Parallel(8),
-        autopar.ManualShardParallel((8,), in_specs=(by_experts("x"), P("x"))),
+        *slow(
+            autopar.Zero3Parallel(8),
+            autopar.ManualShardParallel((8,), in_specs=(by_experts("x"), P("x"))),
+        ),
         autopar.ManualShardParallel((2, 4), in_specs=(by_experts("x"), P("y"))),
     ],
     ids=["automatic", "zero3", "an expert per device", "experts and tokens on other axes"],

@@ -1,5 +1,7 @@
 """Kinds of parallelism follow from the use of an axis, not from shardings alone."""
 
+from itertools import product
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,13 +17,24 @@ from autopar.sharding.options import DATA_PARALLEL
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
 from tests.autopar.report.planned_steps import planned, respecced
+from tests.tiers import covering
 
 ONE_KIND = {"DataParallel": "data parallel", "Zero2Parallel": "ZeRO-2", "Zero3Parallel": "ZeRO-3"}
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (1, 4), (2, 4)])
-@pytest.mark.parametrize("method", ONE_KIND)
-@pytest.mark.parametrize("step", ["mlp", "decoder", "mlp in microbatches"])
+@pytest.mark.parametrize(
+    ("step", "method", "shape"),
+    covering(
+        list(
+            product(
+                ["mlp", "decoder", "mlp in microbatches"],
+                ONE_KIND,
+                [(2,), (4,), (2, 2), (1, 4), (2, 4)],
+            )
+        ),
+        2,
+    ),
+)
 def test_methods_of_one_kind_are_that_kind_on_every_axis(step, method, shape):
     found = classify(planned(step, method, shape))
     assert found.label == ONE_KIND[method]
