@@ -43,16 +43,6 @@ class DistributedArray(ArrayHandle):
         self._fetched: np.ndarray | None = None
 
     @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape))
-
-    @property
     def sharding(self) -> NamedSharding:
         """Sharding of the array, on a mesh without devices."""
         return self.array.sharding
@@ -137,12 +127,6 @@ class DistributedArray(ArrayHandle):
         if self.array.impl is None:
             return value
         return jax.random.wrap_key_data(value, impl=self.array.impl)
-
-    def __float__(self) -> float:
-        return float(np.asarray(self))
-
-    def __int__(self) -> int:
-        return int(np.asarray(self))
 
     def item(self) -> Any:
         """Return the only element as a Python number."""

@@ -36,21 +36,6 @@ class JoinedArray(ArrayHandle):
         self.weak_type = first.weak_type
 
     @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.size * self.dtype.itemsize
-
-    @property
     def sharding(self) -> tuple[Any, ...]:
         """The sharding of each piece."""
         return tuple(piece.sharding for piece in self.pieces)
@@ -102,12 +87,6 @@ class JoinedArray(ArrayHandle):
 
     def __iter__(self) -> Any:
         return iter(self.__jax_array__())
-
-    def __float__(self) -> float:
-        return float(self.__jax_array__())
-
-    def __int__(self) -> int:
-        return int(self.__jax_array__())
 
     def __bool__(self) -> bool:
         return bool(self.__jax_array__())

@@ -108,6 +108,27 @@ def split(
         numbers = {number: later[at] for number, at in numbers.items()}
     powers = {(numbers[n], r): power for (n, r), power in powers.items() if n in numbers}
     chunks = _chunks(micro, sizes[0], found, batch)
+    microbatching = _microbatching(jaxpr, batch, count, combine, before)
+    lines = _lines_of_own_statistics(traced_body, found)
+    return jaxpr, replace(microbatching, powers=powers, chunks=chunks, own_statistics=lines)
+
+
+def _microbatching(
+    jaxpr: Jaxpr,
+    batch: frozenset[int],
+    count: int,
+    combine: Iterable[Combine],
+    before: Mapping[Var, Combine],
+) -> Microbatching:
+    """Return what of `jaxpr` runs for each microbatch.
+
+    Args:
+        jaxpr: the step as it runs, with its `accumulate` equations.
+        batch: inputs whose first dim is the batch.
+        count: number of microbatches.
+        combine: how accumulated values are combined, without the statistics in `before`.
+        before: how statistics that a later loop reads are combined.
+    """
     marks, body, tail = _parts(jaxpr, batch)
     loops = _loops(jaxpr, batch, marks, before) if before else [Loop(tuple(body), tuple(marks))]
     others = iter(combine)
@@ -115,16 +136,8 @@ def split(
         before[var] if var in before else next(others) for _, eqn in marks for var in eqn.outvars
     ]
     body = sorted({number: eqn for loop in loops for number, eqn in loop.body}.items())
-    return jaxpr, Microbatching(
-        count,
-        tuple(body),
-        tuple(tail),
-        tuple(marks),
-        tuple(combined),
-        powers,
-        chunks,
-        tuple(loops),
-        _lines_of_own_statistics(traced_body, found),
+    return Microbatching(
+        count, tuple(body), tuple(tail), tuple(marks), tuple(combined), loops=tuple(loops)
     )
 
 

@@ -63,9 +63,8 @@ def simulate(
     """
     with usage_errors():
         check_writable(gantt, trace)
-        changes = [Change.parse(text) for text in change or []]
+        names, changes = _clusters_and_changes(cluster, change)
         software = None if backend is None else backend_named(backend)
-        names = cluster or [_DEFAULT_CLUSTER]
         predictions = _predict_program(program, names, changes, software, gantt, trace)
     print_predictions(predictions, as_json)
 
@@ -85,8 +84,7 @@ def llm(
     Several clusters make several columns.
     """
     with usage_errors():
-        changes = [Change.parse(text) for text in change or []]
-        names = cluster or [_DEFAULT_CLUSTER]
+        names, changes = _clusters_and_changes(cluster, change)
         predictions = _predict_scenario(scenario, names, changes, backend or "eager")
     print_predictions(predictions, as_json)
 
@@ -106,6 +104,13 @@ def print_predictions(predictions: dict[str, Prediction], as_json: bool, width: 
     memories = [prediction.memory for prediction in predictions.values()]
     if not any(not memory.parts or memory.fits for memory in memories):
         raise typer.Exit(NO)
+
+
+def _clusters_and_changes(
+    clusters: list[str] | None, changes: list[str] | None
+) -> tuple[list[str], list[Change]]:
+    """Return the clusters of `--cluster` or the default one, and the changes of `--set`."""
+    return clusters or [_DEFAULT_CLUSTER], [Change.parse(text) for text in changes or []]
 
 
 def _predict_scenario(
