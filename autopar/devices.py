@@ -78,7 +78,7 @@ def device_mesh(
     Args:
         devices: see `Devices`.
         shape: the shape that the mesh must have, e.g. that of a plan; any by default.
-        axis_names: names of the axes; those of a given mesh, or `AXIS_NAMES`, by default.
+        axis_names: names of the axes; by default the names of a given mesh, or `AXIS_NAMES`.
 
     Raises:
         ValueError: this process has too few devices, or `shape` needs another number of them.

@@ -65,7 +65,7 @@ def _seconds(run_func: Callable[[], object], sync: Callable[[], object], number:
 def memory_of(compiled: Any) -> MemoryUse:
     """Return the bytes on one device that a compiled function needs.
 
-    They are those of the compiler's buffer assignment.
+    The bytes come from the compiler's buffer assignment.
 
     Args:
         compiled: a `jax.stages.Compiled`, which `jax.jit(...).lower(...).compile()` returns.

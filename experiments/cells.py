@@ -24,8 +24,8 @@ class Cell:
         step_time_s: mean step time.
         step_time_std_s: standard deviation of the step time; None for a simulated step.
         memory_bytes_per_device: bytes that the step needs on one device.
-        equality_error: largest absolute difference of the loss and the updated state from those of
-            the serial step.
+        equality_error: largest absolute difference of the loss and the updated state from the
+            results of the serial step.
         planning_time_s: seconds of planning.
         compile_time_s: seconds of compiling. For a simulated cell it is compiled for the cluster,
             and the simulation is included, which takes much less.

@@ -40,7 +40,7 @@ def recorded_seconds(*tables: Path) -> dict[str, float]:
 
 
 def job_priorities(sweep: Sweep, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return a priority for each job: those of the first figure first, then the longest.
+    """Return a priority for each job: jobs of the first figure first, then the longest.
 
     Args:
         sweep: the sweep.

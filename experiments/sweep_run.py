@@ -126,7 +126,7 @@ class SweepRun:
         }
 
     def _jobs(self, jobs: Iterable[Any]) -> Iterator[tuple[int, Job]]:
-        """Yield those of Snakemake's jobs that are jobs of the sweep, with their threads."""
+        """Yield the jobs of Snakemake that are jobs of the sweep, with their threads."""
         for job in jobs:
             if job.rule.name in CELL_RULES:
                 name = str(job.output[0]).removeprefix("results/cells/")

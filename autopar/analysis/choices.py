@@ -31,7 +31,7 @@ class Choices:
         decisions: the selection problem.
         owner: for each decision about an equation, rather than an input, its number.
         selected: the option of each decision that the plan selects.
-        reads: for each equation the uses of values by it; those of the outputs under None.
+        reads: for each equation the uses of values by it; uses by the outputs are under None.
     """
 
     replay: Replay

@@ -56,7 +56,7 @@ class ReshardingTask:
 
 
 def resharding_tasks(planned: Planned) -> tuple[ReshardingTask, ...]:
-    """Return every resharding in a step, in the order of its equations, then those of outputs.
+    """Return the reshardings in a step in the order of its equations, then of its outputs.
 
     Args:
         planned: a step and its plan, which has a single stage (see `single_stage`).

@@ -106,7 +106,7 @@ def save_checkpoint(
     wait: bool = True,
     verify: bool = True,
 ) -> Saving:
-    """Save a state to `ckpt_dir/<step>`, from this process's devices or those of other hosts.
+    """Save a state to `ckpt_dir/<step>`, from the devices of this process or of other hosts.
 
     If the process is killed meanwhile, the earlier checkpoints are unchanged.
 

@@ -28,7 +28,7 @@ from simulator.files import one_line
 OPTIONS = ("batch_argnums", "donate_argnums", "tokens", "method")
 """The options that FUNCTION may return after step and arguments.
 
-`method` is the planning method of `--method auto`; the others are those of `autopar.predict`.
+`method` is the planning method of `--method auto`; the others are options of `autopar.predict`.
 """
 
 _EXAMPLE = "MODULE:FUNCTION, such as my_step:make_step; `autopar new my_step.py` writes one"

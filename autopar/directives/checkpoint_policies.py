@@ -1,4 +1,4 @@
-"""Checkpoint policies by name: those of `jax.checkpoint_policies`, and functions of the user."""
+"""Checkpoint policies: names in `jax.checkpoint_policies`, or functions of the user."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

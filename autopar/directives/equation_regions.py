@@ -28,7 +28,7 @@ class RegionNode:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes of the region, those of nested regions included."""
+        """All nodes of the region and of the regions nested in it."""
         return nodes_in(self.inside)
 
 

@@ -20,7 +20,7 @@ class ModuleInfo:
     Attributes:
         path: The path in the model.
         type: The class; None for a scope.
-        params: Shapes and dtypes of its own parameters, without those of submodules.
+        params: Shapes and dtypes of its own parameters, without its submodules' parameters.
     """
 
     path: str

@@ -95,7 +95,7 @@ class EquationLayouts:
 
 
 def propagate(eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh) -> EquationLayouts:
-    """Return the layouts of the results of `eqn`, given those of its operands.
+    """Return the layouts of the results of `eqn`, given the layouts of its operands.
 
     Where another operand is split, an operand that is whole is taken split: each device slices it.
 
@@ -140,7 +140,7 @@ def propagate(eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh) 
 def jaxpr_result_layouts(
     jaxpr: Jaxpr, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> list[ValueLayout]:
-    """Return the layouts of the results of `jaxpr`, given those of its inputs.
+    """Return the layouts of the results of `jaxpr`, given the layouts of its inputs.
 
     Raises:
         LayoutError: An equation can't run, e.g. on a partial sum that arises inside.

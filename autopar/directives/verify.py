@@ -121,7 +121,7 @@ class Verify:
     ) -> tuple[dict[str, np.ndarray], float]:
         """Return loss and gradients by name, and the norm of the summands of the loss.
 
-        Gradients are those of all floating-point parameters and inputs.
+        Gradients of all floating-point parameters and inputs are compared.
 
         Args:
             fun: The model.

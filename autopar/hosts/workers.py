@@ -270,7 +270,7 @@ class Workers:
         return self.answers(refs, is_slow=method in _SLOW)
 
     def ask_all(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Call a method on all workers and return the answers; `args` are those of each worker."""
+        """Call a method on all workers and return the answers; `args` has an item per worker."""
         args = [()] * len(self._actors) if args is None else args
         refs = [(host, self.call(host, method, *given)) for host, given in enumerate(args)]
         return self.answers(refs, is_slow=method in _SLOW)

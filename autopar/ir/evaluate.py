@@ -195,7 +195,7 @@ class _Region:
         )
 
     def markers(self, primitive: Primitive) -> list[Numbered]:
-        """Return the region's markers of a primitive, without those of nested regions."""
+        """Return the region's markers of a primitive, without markers of nested regions."""
         return [
             (number, eqn)
             for number, eqn in self.inner

@@ -127,7 +127,7 @@ class _Builder:
         return outvars
 
     def _apply(self, eqn: JaxprEqn) -> list[Var]:
-        """Return the results of `eqn`; those of an equal equation if there is one before.
+        """Return the results of `eqn`, or of an equal equation before it.
 
         Values behind a barrier are other values, so recomputation is not merged. Broadcast
         constants and counters are not merged either: zeros per example may have the shape of a

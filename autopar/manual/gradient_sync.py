@@ -26,7 +26,7 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Return `jax.value_and_grad` of the mean of `fun` over the devices along `axis`.
 
-    Call the result inside `jax.shard_map`. Value and gradients are those of the whole batch if
+    Call the result inside `jax.shard_map`. It returns value and gradients of the whole batch if
     `fun` is a mean over equally many examples on each device. A replicated parameter gets the same
     gradient on every device, with one all_reduce regardless of how often it is used. For a sharded
     parameter each device gets the gradient of its shard.

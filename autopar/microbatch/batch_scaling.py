@@ -1,4 +1,4 @@
-"""Batch scaling: how values of the whole batch follow from those of its microbatches.
+"""Batch scaling: how values of the whole batch follow from values of its microbatches.
 
 An abstract interpretation reads two traces of a step side by side, one for each of two batch sizes.
 It gives every value a `BatchScaling`: same, rows or linear, and the power of the number of
@@ -80,7 +80,7 @@ class BatchScalings:
         own: maps the results that follow from a statistic of each microbatch to their equation.
         copies: maps values that repeat a block per example or group of examples to the number of
             blocks.
-        carries: scalings of loop carries that differ from those of their initial values.
+        carries: scalings of loop carries that differ from the scalings of their initial values.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class ConstantDiffers(NotSeparable):
 
 
 def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> int | None:
-    """Return the power of the result from those of the operands; None for zeros.
+    """Return the power of the result from the powers of the operands; None for zeros.
 
     Args:
         eqn: the equation.

@@ -158,7 +158,7 @@ def _required(groups: Sequence[Unit], rules: _BodyRules) -> set[int]:
 
 
 def before_update(jaxpr: Jaxpr, batch: Collection[int]) -> set[int]:
-    """Return the numbers of the equations that may be in the body: not those of the update."""
+    """Return the numbers of the equations that may be in the body, i.e. before the update."""
     groups = units(enumerate(jaxpr.eqns))
     depending = _depending(jaxpr, batch)
     rules = _BodyRules(groups, depending, None)

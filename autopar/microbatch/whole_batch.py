@@ -89,7 +89,7 @@ def join_traces(
 def _marks(micro: Jaxpr, whole: Jaxpr, names: Names) -> dict[int, JaxprEqn]:
     """Return the `accumulate` equations of `micro`, by number, and add their results to `names`.
 
-    Rows are joined to those of the whole batch.
+    Rows are joined to the rows of the whole batch.
     """
     ours = [(number, eqn) for number, eqn in enumerate(micro.eqns) if eqn.primitive is accumulate_p]
     theirs = [eqn for eqn in whole.eqns if eqn.primitive is accumulate_p]

@@ -1,4 +1,4 @@
-"""Schedules of model families, after those of Slapo, for Flax modules with any module names.
+"""Schedules of model families, after Slapo's, for Flax modules with any module names.
 
 sch = autopar.create_schedule(model, params, [tokens], mesh=(2, 4))
 schedule_gpt(sch, Knobs(batch_axis="x", sequence_parallel=True))

@@ -358,7 +358,7 @@ def smallest(name: str) -> Pipeline:
 def splits_backward(name: str) -> bool:
     """Return whether the schedule has I and W in place of B.
 
-    I computes the gradients of inputs, W those of weights.
+    I computes the gradients of inputs, W the gradients of weights.
     """
     return "W" in make_schedule(name, smallest(name)).phases
 

@@ -20,7 +20,7 @@ _MIN_GAIN = 2e-3
 """Smallest share of a stage's time for which another point of a layer's hull is computed."""
 
 type _Points = dict[LayerFront, list[LayerCost]]
-"""Points of each front: those of its hull, or one for each of its layers."""
+"""Points of each front: the points of its hull, or one point per layer."""
 
 
 @dataclass(frozen=True)

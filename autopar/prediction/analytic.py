@@ -88,7 +88,7 @@ def analytic_program(planned: PlannedStep, cluster: AnyCluster) -> Program:
 
 
 def _charged_equations(graph: StageGraph) -> dict[Task, list[int]]:
-    """Return the numbers of the equations charged to each task; those of no task to the update."""
+    """Return the equations charged to each task; equations of no task go to the update."""
     default = next((task for task in graph.tasks if task.phase == "U"), [*graph.tasks][-1])
     numbers: dict[Task, list[int]] = {task: [] for task in graph.tasks}
     for number in range(len(graph.step.jaxpr.eqns)):
@@ -108,8 +108,8 @@ class _StageModel:
             self._choices.selected, len(eqns)
         )
         self._times = repeats(eqns)
-        # for each equation the collectives that reshard its operands; the last one has those of
-        # the outputs, too
+        # for each equation the collectives that reshard its operands; the last equation also has
+        # those that reshard the outputs
         self._reshardings: defaultdict[int, list[Step]] = defaultdict(list)
         for task in replayed_resharding_tasks(planned, self._choices.replay):
             reader = len(eqns) - 1 if task.eqn is None else task.eqn

@@ -23,7 +23,7 @@ def algebra_of(eqn: JaxprEqn) -> Algebra | None:
 
 
 def adds(eqn: JaxprEqn) -> bool:
-    """Return whether the data operands of an equation must scale alike, as those of a sum."""
+    """Return whether the data operands of an equation must scale alike, as in a sum."""
     return record_of(eqn).algebra in ("sum", "selection")
 
 

@@ -27,7 +27,7 @@ class PlanDiff:
     """The differences between two plans; false if there are none.
 
     Attributes:
-        lines: a sentence for each difference, those of the settings first and predictions last.
+        lines: a sentence for each difference, first of the settings, last of the predictions.
     """
 
     lines: tuple[str, ...]

@@ -59,7 +59,7 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A plan that was considered beside those of a page.
+    """A plan that was considered beside the plans of a page.
 
     Attributes:
         name: what distinguishes it, e.g. its method.

@@ -12,7 +12,7 @@ from simulator.program import Program, Recv, Run, Send
 from simulator.work import Collective, Done, Kernel, Loop, OpList, Start
 
 MAX_KERNELS = 2_000
-"""Number of different kernels on a page, beyond which those of least time are left out."""
+"""Most kernels on a page; the kernels of least time are left out."""
 
 
 def _operations(body: OpList, times: int = 1) -> Iterator[tuple[Kernel | Collective, int]]:
@@ -51,7 +51,7 @@ def kernel_rows(
     Args:
         program: the program, with bodies.
         cluster: the cluster that it runs on.
-        max_kernels: maximum number of rows; those of the most seconds are kept.
+        max_kernels: maximum number of rows; the kernels of most seconds are kept.
 
     Returns:
         `kernels`, rows of equal kernels: name of the first, kind, dtype, phase, FLOP, bytes and

@@ -1,6 +1,6 @@
 """Timelines and memory levels as compact rows for a report page.
 
-The rows are those of the Perfetto file (`Timeline.chrome_trace`): the same lanes, names and
+The rows equal the rows of the Perfetto file (`Timeline.chrome_trace`): the same lanes, names and
 microseconds.
 """
 

@@ -140,7 +140,7 @@ class EquationSeconds:
     def is_combined(self, atom: Atom) -> bool:
         """Return whether the compiler combines collectives on a value with others.
 
-        It combines those of weights and of their gradients.
+        It combines collectives on weights and on their gradients.
         """
         return atom not in self._flow.per_example and atom not in self._flow.batch_statistics
 

@@ -106,7 +106,7 @@ COMBINED_BYTES = 30 * 2**20
 
 
 class Combined:
-    """A cost model of collectives that the compiler combines, as it does those of weights.
+    """A cost model of collectives that the compiler combines, such as collectives on weights.
 
     A collective takes its share of the time of `COMBINED_BYTES`; a larger one runs by itself.
     Operands of an all_reduce are copied into one array, and the results out of it.

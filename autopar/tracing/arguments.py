@@ -192,8 +192,8 @@ def is_hashable(value: Any) -> bool:
 def static_key(value: Any) -> Hashable:
     """Return a key of a static value.
 
-    Unlike the values, the keys of 1, 1.0 and True differ, and so do those of 0.0 and -0.0. All nans
-    have one key. The keys of tuples and dataclasses contain those of their items and fields.
+    Unlike the values, the keys of 1, 1.0 and True differ, as do the keys of 0.0 and -0.0. All nans
+    have one key. The key of a tuple or dataclass contains the keys of its items or fields.
     """
     match value:
         case float():

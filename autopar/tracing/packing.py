@@ -47,7 +47,7 @@ class ModuleState:
     """The variables of an nnx module in place of it.
 
     Attributes:
-        state: its variables, an `nnx.State`, without those of modules before it.
+        state: its variables, an `nnx.State`, without the variables of earlier modules.
     """
 
     state: Any

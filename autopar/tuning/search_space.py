@@ -50,7 +50,7 @@ class SearchSpace:
         return self._extended({}, {})
 
     def values(self, name: str, chosen: Candidate) -> tuple[Any, ...]:
-        """Return the values of a knob, given those of the knobs before it.
+        """Return the values of a knob, given the values of the knobs before it.
 
         Raises:
             TypeError: The domain is no sequence of hashable values.

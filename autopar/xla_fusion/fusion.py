@@ -79,7 +79,7 @@ class _Kernel:
     Attributes:
         roots: numbers of the equations that write its results.
         region: the loop body, branch or microbatch loop that it runs in.
-        space: the dims that it iterates over, without those of size one.
+        space: the dims that it iterates over, without dims of size one.
         reduced: the positions in `space` of the dims that it reduces; None without a reduction.
         reads: the values that it reads, each with an (equation, operand) that reads it.
         makes: its results.

@@ -1,7 +1,7 @@
 """A BERT encoder (Devlin et al., 2019), trained to predict masked tokens."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
+from experiments.models.model import Batch, ComputeDtype, Model, ValueAndGrad, adam_state
 from experiments.models.transformer import Block
 
 MASK = 0
@@ -61,13 +61,8 @@ class BERT(Model):
     sequence_length: int
     vocab_size: int
     batch_size: int
-    compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    compute_dtype: ComputeDtype = "float32"
     remat: bool = False
-
-    @property
-    @override
-    def dtype(self) -> str:
-        return self.compute_dtype
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:

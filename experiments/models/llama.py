@@ -4,14 +4,14 @@ It has RMS norms, rotary positions, gated feed-forward layers and grouped-query 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import NextToken, adam_state
+from experiments.models.model import ComputeDtype, NextToken, adam_state
 from experiments.models.transformer import attend
 
 
@@ -135,13 +135,8 @@ class Llama(NextToken):
     sequence_length: int
     vocab_size: int
     batch_size: int
-    compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    compute_dtype: ComputeDtype = "float32"
     remat: bool = False
-
-    @property
-    @override
-    def dtype(self) -> str:
-        return self.compute_dtype
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:

@@ -1,14 +1,14 @@
 """The MLP of Alpa's quickstart."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, Model, ValueAndGrad, adam_state
+from experiments.models.model import Batch, ComputeDtype, Model, ValueAndGrad, adam_state
 
 
 class MLPModule(nn.Module):
@@ -38,12 +38,7 @@ class MLP(Model):
     dim: int
     num_layers: int
     batch_size: int
-    compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-
-    @property
-    @override
-    def dtype(self) -> str:
-        return self.compute_dtype
+    compute_dtype: ComputeDtype = "float32"
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:

@@ -2,15 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, override
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
 type Batch = dict[str, jax.Array]
+ComputeDtype = Literal["float32", "float16", "bfloat16"]
 type ValueAndGrad = Callable[..., Callable]
 
 
@@ -58,7 +58,7 @@ class Model(ABC):
     @property
     def dtype(self) -> str:
         """Name of the dtype of activations; parameters are float32."""
-        return np.dtype(np.float32).name
+        return getattr(self, "compute_dtype", "float32")
 
 
 def adam_state(apply: Callable, params: Any) -> TrainState:

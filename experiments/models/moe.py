@@ -12,7 +12,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, Model, ValueAndGrad, train_state
+from experiments.models.model import Batch, ComputeDtype, Model, ValueAndGrad, train_state
 from experiments.models.transformer import Block, SelfAttention
 
 
@@ -157,14 +157,9 @@ class MoE(Model):
     vocab_size: int
     batch_size: int
     widening: int = 4
-    compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    compute_dtype: ComputeDtype = "float32"
     remat: bool = False
     optimizer: Literal["adam", "adafactor"] = "adam"
-
-    @property
-    @override
-    def dtype(self) -> str:
-        return self.compute_dtype
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:

@@ -1,14 +1,21 @@
 """A vision transformer (Dosovitskiy et al., 2021)."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, Model, ValueAndGrad, adam_state, cross_entropy_step
+from experiments.models.model import (
+    Batch,
+    ComputeDtype,
+    Model,
+    ValueAndGrad,
+    adam_state,
+    cross_entropy_step,
+)
 from experiments.models.transformer import Block
 
 
@@ -58,12 +65,7 @@ class ViT(Model):
     image_size: int
     num_classes: int
     batch_size: int
-    compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-
-    @property
-    @override
-    def dtype(self) -> str:
-        return self.compute_dtype
+    compute_dtype: ComputeDtype = "float32"
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:

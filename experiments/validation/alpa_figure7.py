@@ -138,9 +138,9 @@ def compare(published: AlpaPlan, gpus: int, measured: str, which: Which) -> Figu
 
 
 def rows(only: str) -> Iterator[FigureBar]:
-    """Compare the bars whose names match a pattern, those of few GPUs first.
+    """Compare the bars whose names match a pattern, bars of few GPUs first.
 
-    Rows with one GPU per stage are those of MoE, some of which ran out of memory.
+    Rows with one GPU per stage are of MoE; some of them ran out of memory.
     """
     bars = {(row.model.lower(), row.gpus): row for row in records("alpa_fig7_digitised_pflops")}
     for published in sorted(PUBLISHED, key=lambda plan: plan.num_devices):

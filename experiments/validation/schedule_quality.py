@@ -2,7 +2,7 @@
 
     python -m experiments.validation.schedule_quality [--layers 4] [--output FILE]
 
-The directives are those of Megatron's tensor parallelism. Backend `manual` builds the model on
+The directives are Megatron's tensor parallelism. Backend `manual` builds the model on
 shards, and `gspmd` leaves it to XLA's partitioner. With `auto` the planner keeps the directives,
 for all layers or for attention alone, and decides the rest.
 """

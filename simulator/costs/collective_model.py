@@ -133,7 +133,7 @@ def _ring_seconds(
     network = _over_nics(sent, inter, ring.nics / ring.oversubscription)
     hops = curve.hop_us * (ring.size - ring.hosts) + inter.latency_us * ring.hosts
     if kind == "all_to_all":
-        # There is no ring: the devices of a host send directly to those of the other hosts.
+        # There is no ring: devices send directly to the devices of the other hosts.
         per_target = ring.per_host * num_bytes / ring.size
         network = _over_nics(per_target * (ring.size - ring.per_host), inter, ring.nics)
         if ring.oversubscription > 1:

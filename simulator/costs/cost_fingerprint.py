@@ -1,6 +1,6 @@
 """Fingerprint of the cluster whose seconds a program stores.
 
-Analytic programs store the seconds of each kernel and collective, which are those of one cluster.
+Analytic programs store the seconds of each kernel and collective, for one cluster.
 """
 
 from hashlib import sha256
@@ -35,7 +35,7 @@ def cost_fingerprint(program: Program, cluster: AnyCluster) -> str:
 
 
 def check_cost_fingerprint(program: Program, cluster: AnyCluster) -> None:
-    """Check that the seconds that a program stores, if any, are those of `cluster`.
+    """Check that the seconds that a program stores, if any, were computed for `cluster`.
 
     Raises:
         ClusterError: the program stores the seconds of a cluster with other costs.

@@ -110,7 +110,7 @@ class GemmModel:
             n: columns of the result.
             k: the inner dimension.
             batch: products of these sizes.
-            moved: bytes to and from memory; by default those of operands and result.
+            moved: bytes to and from memory; by default the bytes of operands and result.
 
         Raises:
             ValueError: a size is below 1.

@@ -30,9 +30,9 @@ class KernelModel:
     def seconds(self, kernel: Kernel) -> float:
         """Return the seconds from the end of the previous kernel to the end of this one.
 
-        Arithmetic and traffic of a product overlap, but not fully where both are long. Those of an
-        elementwise kernel overlap fully. So do those of fused attention, which is three kernels in
-        the backward pass and assumed to be of the second generation (`FusedAttention`).
+        Arithmetic and traffic of a product overlap, but not fully where both are long. In
+        elementwise kernels and in fused attention they overlap fully. Fused attention is three
+        kernels in the backward pass, and assumed to be of the second generation (`FusedAttention`).
         """
         model, launch = self.products(kernel.dtype), self.device.kernel_launch_us * 1e-6
         traffic = model.transfer(kernel.bytes)

@@ -101,7 +101,7 @@ class Clock:
         )
 
     def makespan(self, costs: CostModel, dispatch: float = 0.0, shared: bool = True) -> float:
-        """Return the seconds of the step, equal to those of `simulate` with these arguments.
+        """Return the seconds of the step, as `simulate` does with these arguments.
 
         The clock caches the effects at the last cost model, which must not change. Another one
         takes some 20 ms more where tasks have many kernels. The engine plays two sorts of programs,

@@ -1,6 +1,6 @@
 """The event engine: plays a program on a cluster and records what every mesh does, and when.
 
-The streams of a mesh, their overlap and their contention are those of `simulator.engine.streams`.
+`simulator.engine.streams` defines the streams of a mesh, their overlap and their contention.
 The engine adds what happens between meshes: sends and receives, the host that issues instructions,
 and NIC contention of messages (`simulator.engine.nic_sharing`). Collectives of several meshes are
 assumed not to contend. `simulator.engine.clock` computes the same makespan faster, without a

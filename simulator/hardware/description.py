@@ -59,7 +59,7 @@ class Description(BaseModel):
         return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with other fields, which are validated like those of a file."""
+        """Return a copy with other fields, which are validated like the fields of a file."""
         copied = super().model_copy(deep=deep)
         if not update:
             return copied

@@ -149,7 +149,7 @@ def _from_pools(fields: Mapping[str, Any], path: Path) -> HeterogeneousCluster:
 def _pool_fields(
     common: Mapping[str, Any], given: Mapping[str, Any], number: int, path: Path
 ) -> dict[str, Any]:
-    """Return the fields of a pool: its own, then those it is `like`, then those of all pools."""
+    """Return the fields of a pool: its own, else of the cluster it is `like`, else of all pools."""
     like: dict[str, Any] = {}
     if "like" in given:
         if not isinstance(given["like"], str):

@@ -49,7 +49,7 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
         The kernel; its `unmodelled` names an instruction without a cost model.
 
     Raises:
-        HloError: the operands or attributes are not those of such an instruction.
+        HloError: such an instruction has other operands or attributes.
     """
     match instruction.opcode:
         case "fusion":

@@ -64,7 +64,7 @@ def parse_hlo(text: str) -> OpList:
 
 
 def _ops(module: Module, computation: Computation) -> Iterator[Op]:
-    """Yield the ops of a computation, with those of the computations that it calls."""
+    """Yield the ops of a computation and of the computations that it calls."""
     synchronous: set[str] = set()  # collectives whose `Done` follows their `Start`
     phase: TrainingPhase = ""
     for instruction in computation.instructions:

@@ -39,7 +39,7 @@ class Memory:
 def memory_of(model: Transformer, execution: Execution) -> Memory:
     """Return the memory of the first stage.
 
-    Activations are those of Korthikanti et al. (arXiv 2205.05198), section 4.
+    Activations are counted as by Korthikanti et al. (arXiv 2205.05198), section 4.
 
     Raises:
         ValueError: the degrees of parallelism don't divide the sizes of the model.
