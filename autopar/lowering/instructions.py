@@ -96,8 +96,8 @@ class PipelineProgram:
         readers: for the mesh and name of every value that tasks read, the first stage there that
             reads it, and the value.
         crossings: for the name and the receiving mesh, each value that is sent.
-        last_reads: for each task the results of tasks that nothing on its mesh reads after it, in
-            any microbatch.
+        last_reads: for each task the inputs and the results of tasks that nothing on its mesh reads
+            after it, in any microbatch. Results that leave the step are no part of it.
     """
 
     program: Program
@@ -226,8 +226,7 @@ class _ProgramBuilder:
                     var
                     for var, name in names.items()
                     if last_reader[name] == run
-                    and name not in self.outputs
-                    and var in partition.producers
+                    and (name not in self.outputs or var not in partition.producers)
                 )
                 last_reads[task] = last_reads.get(task, last) & last
         return last_reads

@@ -97,7 +97,8 @@ class StageLowering:
             stages: plans of all stages.
             mesh: mesh of the stage, abstract or of devices.
             donated: numbers of the step's inputs whose memory it may reuse.
-            last_reads: for each task, results of tasks that nothing reads after it.
+            last_reads: for each task, inputs and results of tasks that nothing on the mesh reads
+                after it.
         """
         number = stage_graph.stage
         self.partition = stage_graph.partition
@@ -370,7 +371,8 @@ class StageLowering:
             specs[self._array_type(var)].add(self.values.spec(var))
         num_left = Counter(map(self._array_type, results))
         updated = self._updated(task)
-        dead = updated.union(self.last_reads.get(task, ()))
+        last_reads = self.last_reads.get(task, frozenset())
+        dead = updated | last_reads.intersection(self.partition.producers)
         positions = []
         for k in sorted(range(len(reads)), key=lambda k: reads[k] not in updated):
             array_type = self._array_type(reads[k])
@@ -389,12 +391,10 @@ class StageLowering:
         if task.phase != "U":
             return set()
         step = self.partition.step
-        later = [t for t in self.graph.tasks if t.phase == "U" and t.round > task.round]
-        read_later = {var for other in later for var in self.partition.reads[other]}
         next_value = {step.jaxpr.invars[i]: step.jaxpr.outvars[o] for o, i in step.carried.items()}
         results = set(self.partition.results[task])
         return {
             var
-            for var in self.partition.reads[task]
-            if var in self.donated - read_later and next_value.get(var) in results
+            for var in self.donated.intersection(self.last_reads.get(task, ()))
+            if next_value.get(var) in results
         }

@@ -29,9 +29,9 @@ def exact_rules(jaxpr: Jaxpr, batch: Collection[int], stages: bool) -> Iterator[
         batch: inputs whose first dim is the batch, without the positions of the examples.
         stages: whether the step is cut into pipeline stages, which run each microbatch only once.
     """
-    yield StatisticRules(functions=not stages)
+    yield StatisticRules(functions=True)
     repaired = before_update(jaxpr, batch)
-    yield StatisticRules(repaired, totals=not stages, functions=not stages)
+    yield StatisticRules(repaired, totals=not stages, functions=True)
 
 
 def own_statistic_rules(

@@ -1,7 +1,7 @@
 """Primitives that rearrange elements: broadcasts, reshapes, transposes, slices, padding, joins."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import prod
 from typing import Any
 
@@ -96,6 +96,9 @@ def _reshape(eqn: JaxprEqn) -> OpFactors:
     """Match dims from the left; dims that merge or split have one factor per piece, major first."""
     build = FactorBuilder()
     source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if 0 in source:  # sizes do not tell how the dims of an empty array merge
+        equal = takewhile(lambda sizes: sizes[0] == sizes[1], zip(source, target, strict=False))
+        return leading(eqn, len(list(equal)))
     operand: list[tuple[int, ...]] = []
     result: list[tuple[int, ...]] = []
     i = j = 0

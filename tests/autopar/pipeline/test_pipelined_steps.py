@@ -155,12 +155,13 @@ def test_losses_that_are_sums_or_means_equal_one_device(reduce: Any) -> None:
     assert_as_serial(step, pipeline(), stack_params(), stack_batch())
 
 
-def masked_step(params: Any, batch: Any) -> Any:
+def masked_step(params: Any, batch: Any, at_least: int = 0) -> Any:
     @autopar.manual_layer_construction
     def loss(params: Any) -> jax.Array:
         error = (stack(params, batch["x"]) - batch["y"]) ** 2
         mask = batch["x"] > 0
-        return (error * mask).sum() / mask.sum()
+        count = jnp.maximum(mask.sum(), at_least) if at_least else mask.sum()
+        return (error * mask).sum() / count
 
     return descend(params, autopar.value_and_grad(loss)(params))
 
@@ -184,19 +185,13 @@ def test_a_masked_mean_is_divided_by_the_mask_of_the_whole_batch(
     assert (max(rounds) > 0) == (num_micro_batches > 1)
 
 
-def test_a_ratio_that_is_no_weighted_mean_is_refused() -> None:
-    def step(params: Any, batch: Any) -> Any:
-        @autopar.manual_layer_construction
-        def loss(params: Any) -> jax.Array:
-            mask = batch["x"] > 0
-            return ((stack(params, batch["x"]) - batch["y"]) ** 2 * mask).sum() / jnp.maximum(
-                mask.sum(), 1
-            )
-
-        return descend(params, autopar.value_and_grad(loss)(params))
-
-    with pytest.raises(MicrobatchError, match="divide after"):
-        autopar.parallelize(step, method=pipeline())(stack_params(), stack_batch())
+def test_a_masked_mean_of_at_least_some_examples_equals_one_device() -> None:
+    """The bound, more than a microbatch has and less than the batch, holds for the batch."""
+    batch = stack_batch()
+    step = functools.partial(masked_step, at_least=int((batch["x"] > 0).sum()) - 1)
+    assert_as_serial(step, pipeline(), stack_params(), batch, steps=1)
+    bounded = functools.partial(masked_step, at_least=batch["x"].size)
+    assert_as_serial(bounded, pipeline(), stack_params(), batch, steps=1)
 
 
 def test_a_step_returns_aux_values_and_uses_keys_integers_and_constants() -> None:
