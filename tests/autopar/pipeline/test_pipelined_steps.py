@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import ManualStageOption, MicrobatchError, UniformStageOption
+from autopar import ManualStageOption, UniformStageOption
 from autopar.pipeline.pipeline_schedules import has_backward, schedule_kind, schedule_names
 from simulator.program import Send
 from tests.autopar.pipeline.stack_steps import (

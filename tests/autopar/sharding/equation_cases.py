@@ -287,6 +287,7 @@ CASES: dict[str, Case] = {
         lambda a, b: (2, a * b // 2) if a % 2 == 0 and b > 1 else (a * b, 1)
     ),
     "reshape: size one": _reshape(lambda a, b: (1, a, 1, b)),
+    "reshape: an empty array": _on(lambda x: x[:, :0].reshape(x.shape[0], 0, 2)),
     "reshape: 144 to 8 by 18": lambda size: (lambda x: x.reshape(-1, 8, 18), (ints(size(), 144),)),
     "rev": _on(lambda x: jnp.flip(x, 0)),
     "slice: some rows": _on(lambda x: x[: max(1, x.shape[0] // 2)]),
