@@ -17,6 +17,7 @@ JAX reads these variables when it starts, so they are set before anything import
   shardings device by device, `split_by_xla` by XLA's partitioner.
 - `autopar.sharding.flax_steps`: training steps with common models and optimizers.
 - `fuzz.outcomes`: counts of what became of random inputs.
+- `fuzz.random_steps`: random training steps. `fuzz.eager_tasks` runs them without compilation.
 - `simulator.bodies`: task bodies, cost models and strategies of programs.
 - `simulator.toy_clusters`: clusters whose collectives have seconds that follow by hand.
 - `golden/` and `simulator/data/`: expected outputs, and compiled HLO.

@@ -23,9 +23,9 @@ from autopar.ir.graph import Atom, Where, aval_of, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_constants import constant_scaling
 from autopar.microbatch.batch_scaling_rules import (
-    AcrossExamples,
     BatchScaling,
     ConstantDiffers,
+    LoopOverExamples,
     NotSeparable,
     result_scalings,
 )
@@ -197,7 +197,7 @@ class BatchScalings:
         match eqn.primitive:
             case control_flow.loop_p | control_flow.switch_p:
                 if eqn.params != whole.params:
-                    raise AcrossExamples(
+                    raise LoopOverExamples(
                         f"a loop at {source_line(eqn)} is longer for a larger batch: it goes"
                         " through the examples, or runs once for each"
                     )
@@ -225,9 +225,8 @@ class BatchScalings:
                 if kind.form != "rows":
                     return [kind]
                 if eqn.primitive is control_flow.loop_slice_p and kind.dim == 0:
-                    raise AcrossExamples(
+                    raise LoopOverExamples(
                         f"a loop at {source_line(eqn)} goes through the examples of the batch"
-                        " (jax.vmap does not)"
                     )
                 return [
                     replace(
@@ -246,9 +245,9 @@ class BatchScalings:
 
         Under `jax.vmap` every example has a condition of its own.
         """
-        reason = NotSeparable(
+        reason = LoopOverExamples(
             f"a while_loop at {source_line(eqn)} runs until the batch meets a condition, so"
-            " microbatches would run it for different times; apply it to each example by jax.vmap"
+            " microbatches would run it for different times"
         )
         token = control_flow.token_of(eqn)
         try:

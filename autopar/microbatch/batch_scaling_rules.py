@@ -64,6 +64,12 @@ class AcrossExamples(NotSeparable):
     )
 
 
+class LoopOverExamples(NotSeparable):
+    """A loop has an iteration for each example, or for each microbatch another number of them."""
+
+    remedy = "Apply its body to every example by jax.vmap, or use num_micro_batches=1"
+
+
 class ConstantDiffers(NotSeparable):
     """A constant of the step depends on the size of the batch."""
 

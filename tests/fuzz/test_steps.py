@@ -34,7 +34,7 @@ def pipeline(draw, devices, stages, count):
     if schedule in SCHEDULES_OF_CHUNKS:
         return autopar.PipeshardParallel(
             2,
-            count,
+            max(count, 4),  # "dualpipe_v" needs two microbatches for each submesh
             pipeline_schedule=schedule,
             layer_option=autopar.AutoLayerOption(4),
             num_chunks=2,
