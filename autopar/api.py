@@ -27,7 +27,7 @@ from autopar.hosts import session
 from autopar.hosts.arrays import DistributedArray
 from autopar.ir.joined_array import JoinedArray
 from autopar.ir.memo import forget_steps
-from autopar.ir.step_graph import EXACT, Exactness
+from autopar.ir.step_graph import Exactness, RandomBits
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import (
     CreateStateParallel,
@@ -393,7 +393,7 @@ class ParallelizedFunction[E: AnyExecutable]:
                     num_micro_batches or 1,
                     followed.planned,
                     cluster,
-                    _exactness(method),
+                    Exactness(rng=_random_bits(method)),
                 )
                 return target_backend.load(planned, present, plan_seconds=_since(start))
             case CreateStateParallel(train_step, other_args):
@@ -510,20 +510,18 @@ def _compiled(followed: Any) -> Executable:
     return executable
 
 
-def _exactness(method: FollowParallel) -> Exactness:
-    """Return in what microbatches may differ from the batch, in a step that follows another one."""
+def _random_bits(method: FollowParallel) -> RandomBits:
+    """Return the random bits of microbatches of a step that follows another one."""
+    if method.rng is not None:
+        return method.rng
     match method.src_func.method:
-        case PlanningMethod(exactness=exactness):
-            inherited = exactness
+        case PlanningMethod(rng=rng):
+            return rng
         case PlanMethod(plan=plan):
-            inherited = plan.exactness
+            return plan.rng
         case FollowParallel() as followed:
-            inherited = _exactness(followed)
-        case _:
-            inherited = EXACT
-    return Exactness(
-        method.rng or inherited.rng, method.batch_statistics or inherited.batch_statistics
-    )
+            return _random_bits(followed)
+    return "exact"
 
 
 def _with_budget[M: PlanningMethod](method: M, memory_budget: float | None) -> M:

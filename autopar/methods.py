@@ -429,7 +429,6 @@ class FollowParallel:
         num_micro_batches: number of microbatches in a pipeline; 1 by default.
         rng: the random bits of microbatches, as in `PlanningMethod`; by default those of the
             followed step.
-        batch_statistics: the statistics of the batch, likewise.
 
     Example:
         >>> @autopar.parallelize(method=autopar.FollowParallel(train_step))
@@ -439,7 +438,6 @@ class FollowParallel:
     src_func: Any
     num_micro_batches: int | None = None
     rng: RandomBits | None = field(default=None, kw_only=True)
-    batch_statistics: BatchStatistics | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check(
@@ -447,7 +445,6 @@ class FollowParallel:
             src_func=_PARALLELIZED,
             num_micro_batches=integer() | NONE,
             rng=_COMMON["rng"] | NONE,
-            batch_statistics=_COMMON["batch_statistics"] | NONE,
         )
 
 

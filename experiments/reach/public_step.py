@@ -43,6 +43,9 @@ class PublicStep:
         with_arrays: returns the arguments with each array changed by a function.
         observed: returns what is compared, from the arguments after the step and its result.
         options: further options of `autopar.parallelize`.
+        uses_batch_statistics: whether the model normalizes by statistics of the batch. Its
+            microbatches use their own. The step then has to be linear in the gradients, and its
+            first argument has no examples, the others consist of examples.
     """
 
     step: Callable[..., Any]
@@ -51,6 +54,25 @@ class PublicStep:
     with_arrays: Callable[[Any, Change], Any] = with_arrays
     observed: Callable[[Any, Any], Any] = only_result
     options: dict[str, Any] = field(default_factory=dict)
+    uses_batch_statistics: bool = False
+
+    def mean_over_microbatches(self, step: Callable[..., Any], args: Any, count: int) -> Any:
+        """Return the means of what a step returns for each of `count` microbatches.
+
+        Args:
+            step: the step, linear in the gradients.
+            args: its arguments, with the whole batch.
+            count: number of microbatches; number k has the examples k, k + count, ...
+        """
+        state, *batch = args
+
+        def examples(k: int) -> Any:
+            return jax.tree.map(lambda rows: rows[k::count], batch)
+
+        def mean(*values: jax.Array) -> jax.Array:
+            return jnp.asarray(sum(values) / count, values[0].dtype)
+
+        return jax.tree.map(mean, *(step(state, *examples(k)) for k in range(count)))
 
 
 def tokens(seed: int = 0, length: int = LENGTH, vocabulary: int = VOCABULARY) -> jax.Array:

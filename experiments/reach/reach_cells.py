@@ -7,7 +7,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -67,8 +67,7 @@ class ReachRun:
 
     model: str
     public: PublicStep
-    _expected: list[Any] = field(default_factory=list)
-    _noisy: list[list[Any]] = field(default_factory=list)
+    _expected: dict[int, list[list[tuple[str, np.ndarray]]]] = field(default_factory=dict)
     _before: dict[str, np.ndarray] = field(default_factory=dict)
 
     def cell(self, method: str) -> ReachCell:
@@ -95,14 +94,16 @@ class ReachRun:
             if method == PREDICTION:
                 plan, notes = self._predicted(method)
                 return "predicted", "", "", round(plan.planning_seconds, 3), notes
-            step = autopar.parallelize(
-                self.public.step, method=METHODS[method], **self.public.options
-            )
+            chosen, parts = METHODS[method], 1
+            if self.public.uses_batch_statistics:
+                parts = int(chosen.num_micro_batches)
+                chosen = replace(chosen, batch_statistics="microbatch")
+            step = autopar.parallelize(self.public.step, method=chosen, **self.public.options)
             args = self._args()
             result = self.public.observed(args, step(*args))
             executable: Any = step.get_last_executable()
             planning, notes = round(executable.plan_seconds, 3), executable.plan.warnings
-            difference = self._difference(result)
+            difference = self._difference(result, parts)
             return "wrong" if difference else "equal", difference, "", planning, notes
         except Exception as error:
             outcome = "refused" if is_refusal(error) else "failed"
@@ -132,36 +133,40 @@ class ReachRun:
     def _args(self) -> Any:
         return self.public.with_arrays(self.public.args, jnp.copy)
 
-    def _difference(self, result: Any) -> str:
-        """Describe the first array of a result that differs from one device; "" if none does."""
-        if not self._expected:
-            self._run_on_one_device()
-        actual = named_arrays(result)
-        if [path for path, _ in actual] != [path for path, _ in self._expected]:
+    def _difference(self, result: Any, parts: int) -> str:
+        """Describe the first array of a result that differs from one device; "" if none does.
+
+        Args:
+            result: the result.
+            parts: number of microbatches that have statistics of their own; else one.
+        """
+        if parts not in self._expected:
+            self._run_on_one_device(parts)
+        actual, runs = named_arrays(result), self._expected[parts]
+        if [path for path, _ in actual] != [path for path, _ in runs[0]]:
             return "the result has another structure than on one device"
-        rows = zip(actual, self._expected, *self._noisy, strict=True)
-        for (path, value), (_, expected), *noisy in rows:
+        for (path, value), (_, expected), *noisy in zip(actual, *runs, strict=True):
             before = self._before.get(path)
             difference = array_difference(value, expected, [noise for _, noise in noisy], before)
             if difference:
                 return f"{path} {difference}"
         return ""
 
-    def _run_on_one_device(self) -> None:
+    def _run_on_one_device(self, parts: int) -> None:
         public = self.public
         step = public.jit(public.step)
 
         def run(args: Any) -> list[tuple[str, np.ndarray]]:
+            if parts > 1:
+                return named_arrays(public.mean_over_microbatches(step, args, parts))
             return named_arrays(public.observed(args, step(*args)))
 
-        self._expected = run(self._args())
-        self._noisy = [
-            run(public.with_arrays(public.args, Perturbation(seed))) for seed in range(2)
-        ]
+        noisy = (public.with_arrays(public.args, Perturbation(seed)) for seed in range(2))
+        self._expected[parts] = [run(args) for args in (self._args(), *noisy)]
         # the state before the step, by the paths of the results that it becomes
         given = dict(named_arrays(public.observed(self._args(), self._args())))
         given |= dict(named_arrays(self._args()))
-        for path, value in self._expected:
+        for path, value in self._expected[parts][0]:
             old = given.get(path)
             if old is not None and old.shape == value.shape and old.dtype == value.dtype:
                 self._before[path] = old

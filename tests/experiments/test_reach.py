@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,23 @@ def test_a_cell_is_equal_wrong_or_refused() -> None:
     cell = ReachRun("tests/linear", refused).cell("shard_2x4")
     assert cell.outcome == "refused"
     assert cell.reason.startswith("OptionError: batch_argnums is (5,)")
+
+
+def test_microbatches_with_statistics_of_their_own_are_compared_with_their_mean() -> None:
+    def step(params, batch):
+        def loss_fn(params):
+            rows = batch["x"] @ params["w"]
+            return jnp.mean((jnp.tanh(rows - rows.mean(0)) - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    public = replace(linear_public(), step=step)
+    assert ReachRun("tests/centred", public).cell("shard_2x4_micro_4").outcome == "refused"
+    public = replace(public, uses_batch_statistics=True)
+    cell = ReachRun("tests/centred", public).cell("shard_2x4_micro_4")
+    assert (cell.outcome, cell.reason) == ("equal", "")
+    assert "batch_statistics='microbatch'" in cell.warnings
 
 
 def test_errors_of_autopar_are_refusals_and_others_failures() -> None:

@@ -130,7 +130,8 @@ def _with_state(forward: Any, images: jax.Array, decay: tuple[float, float]) -> 
         updates, opt_state = optimiser.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), state, opt_state), {"loss": loss}
 
-    return PublicStep(train_step, ((params, state, optimiser.init(params)), batch))
+    args = (params, state, optimiser.init(params)), batch
+    return PublicStep(train_step, args, uses_batch_statistics=True)
 
 
 def lstm() -> PublicStep:

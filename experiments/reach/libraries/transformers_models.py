@@ -298,7 +298,7 @@ def resnet() -> PublicStep:
         return state, {"loss": loss}
 
     batch = {"pixel_values": features(3, 16, 16), "labels": classes()}
-    return PublicStep(train_step, (state, batch))
+    return PublicStep(train_step, (state, batch), uses_batch_statistics=True)
 
 
 def whisper() -> PublicStep:
