@@ -127,6 +127,11 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
+def is_forward(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is in no backward pass, or is recomputed in one by remat."""
+    return not is_backward(eqn) or "rematted_computation" in str(eqn.source_info.name_stack)
+
+
 def is_differentiated(eqn: JaxprEqn) -> bool:
     """Return whether an equation is in a differentiated function, which JAX names `jvp(...)`.
 

@@ -19,9 +19,9 @@ from jax.lax import tile_p
 
 from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents, units
-from autopar.ir.graph import Atom, Where, aval_of, source_line
+from autopar.ir.graph import Atom, Where, aval_of, is_forward, source_line
 from autopar.ir.step_graph import MicrobatchError
-from autopar.microbatch.batch_scaling_constants import constant_scaling
+from autopar.microbatch.batch_scaling_constants import constant_scaling, own_constant_scaling
 from autopar.microbatch.batch_scaling_rules import (
     BatchScaling,
     ConstantDiffers,
@@ -125,9 +125,15 @@ class BatchScalings:
         if [eqn.primitive for eqn in micro.eqns] != [eqn.primitive for eqn in full.eqns]:
             raise _different_steps(micro, full)
         self.carries: dict[Var, BatchScaling | NotSeparable] = {}
-        # A loop whose carry scales otherwise than its initial value needs another pass.
-        while not self._follow(micro.eqns, full.eqns):
-            pass
+        self._unrepaired: set[int] = set()
+        while True:
+            # A loop whose carry scales otherwise than its initial value needs another pass.
+            while not self._follow(micro.eqns, full.eqns):
+                pass
+            conflicts = self._repaired_statistics(micro.eqns) if rules.own else set()
+            if not conflicts:
+                break
+            self._unrepaired |= conflicts
 
     def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
         """Derive the scalings in order; return False if a loop changes its carry's scaling."""
@@ -161,7 +167,8 @@ class BatchScalings:
     def _of_equation(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
         """Return the scalings of the results of an equation that is no marker."""
         try:
-            repaired = self._repaired(eqn, whole) if number in self._rules.repaired else None
+            repairable = number in self._rules.repaired and number not in self._unrepaired
+            repaired = self._repaired(eqn, whole) if repairable else None
             results = repaired or self._results(eqn, whole)
         except NotSeparable:
             if number not in self._rules.own:
@@ -171,13 +178,42 @@ class BatchScalings:
             self.divided.add(eqn.outvars[0])
         return results
 
+    def _repaired_statistics(self, eqns: Sequence[JaxprEqn]) -> set[int]:
+        """Return the equations that scale summands of statistics which microbatches have alone.
+
+        In `count - 1` of a microbatch, the one is not divided by the number of microbatches.
+        """
+        read: set[Var] = set()
+        conflicts: set[int] = set()
+        for unit in reversed(units(enumerate(eqns))):
+            uses_own = not self.own.keys().isdisjoint(unit.makes)
+            is_read = not read.isdisjoint(unit.makes) or (uses_own and len(unit.eqns) > 1)
+            if is_read or uses_own:
+                read.update(unit.reads)
+            if is_read:
+                conflicts.update(number for number, eqn in unit.eqns if self._scales_summand(eqn))
+        return conflicts
+
+    def _scales_summand(self, eqn: JaxprEqn) -> bool:
+        """Return whether a repair scales an operand of an equation of statistics alone."""
+        repair = self.repairs.get(eqn.outvars[0]) if eqn.outvars else None
+        if repair is None or not repair.scaled or not is_forward(eqn):
+            return False
+        kinds = (self.kinds[atom] for atom in eqn.invars if isinstance(atom, Var))
+        return all(isinstance(kind, BatchScaling) and kind.form != "rows" for kind in kinds)
+
     def _with_own_statistics(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
         """Return the scalings of the results if each microbatch uses statistics of its own.
 
         Raises:
             NotSeparable: that does not help, or a statistic is one that is completed.
         """
-        operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
+        operands = [
+            own_constant_scaling(a.val, b.val, self.count)
+            if isinstance(a, Literal) and isinstance(b, Literal)
+            else self._operand(a, b)
+            for a, b in zip(eqn.invars, whole.invars, strict=True)
+        ]
         for atom, kind in zip(eqn.invars, operands, strict=True):
             completed = kind.form == "linear" and atom not in self._rules.never_completed
             if completed or kind.form == "function" or kind.per:

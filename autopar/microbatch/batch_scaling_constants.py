@@ -1,5 +1,6 @@
 """The batch scaling of a constant of a step, from its values for two batch sizes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from typing import Literal as OneOf
@@ -50,6 +51,50 @@ def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
         f"a constant of the step is {_shown(value)} for a microbatch and {_shown(whole)} for"
         " the batch"
     )
+
+
+def own_constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
+    """Return the scaling of a constant that each microbatch may have its own value of.
+
+    Such a number contains the number of examples less one, as an unbiased variance does. It scales
+    as if it contained the number of examples.
+
+    Args:
+        value: the constant for the smaller batch.
+        whole: the constant for the larger batch.
+        count: ratio of the batch sizes.
+
+    Raises:
+        ConstantDiffers: as by `constant_scaling`, and the constant is no such number.
+    """
+    try:
+        return constant_scaling(value, whole, count)
+    except ConstantDiffers:
+        small, large = _numbers(value), _numbers(whole)
+        if small.shape or large.shape or np.iscomplexobj(small):
+            raise
+        for power, examples in _LESS_ONE:
+            with np.errstate(all="ignore"):
+                rows, more = examples(small), examples(large)
+            if (
+                rows > 1
+                and np.isclose(rows, round(float(rows)), rtol=1e-3)
+                and np.isclose(more, count * rows, rtol=1e-2)
+            ):
+                return BatchScaling("same", power)
+        raise
+
+
+_LESS_ONE: tuple[tuple[int, Callable[[np.ndarray], np.ndarray]], ...] = (
+    (1, lambda number: number + 1),
+    (-1, lambda number: 1 / number + 1),
+    (0, lambda number: number / (number - 1)),
+    (0, lambda number: 1 / (1 - number)),
+)
+"""The number of examples n from n - 1, 1 / (n - 1), n / (n - 1) and (n - 1) / n.
+
+Each has the power of n with which the number scales.
+"""
 
 
 def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"] | None:

@@ -153,7 +153,7 @@ def result_scalings(
     if rows:
         return _of_rows(eqn, whole, rows, power, count, own)
     kind = _created(eqn, whole, BatchScaling("same", power), count)
-    if own and kind.form == "same":
+    if linear and kind.form == "same":
         kind = replace(kind, form="linear")
     return [kind] * len(eqn.outvars)
 
@@ -161,17 +161,20 @@ def result_scalings(
 def _own_power(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> int | None:
     """Return the power of a result that follows from statistics of each microbatch.
 
-    A bound or a small number beside a sum over the examples does not count, as in `max(count, 1)`.
+    A number beside a sum over the examples does not count, as in `max(count, 1)` or `count - 1`. A
+    truth value does not scale.
     """
     try:
         return power_of(eqn, operands, where)
     except NotSeparable:
-        powers = {kind.power for kind in operands if kind.form == "linear"}
-        constant = all(kind.form == "linear" or not kind.power for kind in operands)
-        bounded = (
-            algebra_of(eqn) in ("sum", "homogeneous", "selection") and constant and len(powers) == 1
-        )
-        if not bounded or any(kind.form == "rows" for kind in operands):
+        if any(kind.form == "rows" for kind in operands):
+            raise
+        if aval_of(eqn.outvars[0]).dtype == bool:
+            return 0
+        powers = {kind.power for kind in operands if kind.power}
+        bounded = algebra_of(eqn) in ("sum", "homogeneous", "selection") and len(powers) == 1
+        statistics = {kind.power for kind in operands if kind.form == "linear"}
+        if not bounded or statistics - powers:
             raise
         return powers.pop()
 

@@ -32,8 +32,7 @@ class _State(TrainState):
 def resnet18() -> PublicStep:
     """training/resnet: ResNet18 with batch normalisation.
 
-    Images of 32 x 32 would have one pixel left at the end. Then a microbatch of two examples has an
-    ill-conditioned variance.
+    Images of 32 x 32 end in one pixel, whose variance over a microbatch is ill-conditioned.
     """
     model = fm.ResNet18(output="logits", pretrained=None, normalize=False, num_classes=10)
     images = features(64, 64, 3)
