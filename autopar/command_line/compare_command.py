@@ -23,6 +23,7 @@ from autopar.command_line.usage import (
 )
 from autopar.command_line.user_step import UserStep, load_step
 from autopar.prediction.predicting import Fidelity
+from autopar.progress import progress_part
 from simulator.cli.common_options import Json, print_json, print_table
 from simulator.cli.error_lines import NegativeAnswer, usage_errors
 from simulator.engine.prediction import Prediction
@@ -92,19 +93,31 @@ def compare_methods(
     predictions: dict[str, Prediction] = {}
     reasons: dict[str, str] = {}
     with (
-        planning_progress("comparing", len(clusters) * len(methods), as_json) as bar,
+        planning_progress("comparing", as_json),
         step.usage_errors(),
     ):
-        for name, method, cluster in _pairs(clusters, methods):
-            bar.update(name)
+        count = len(clusters) * len(methods)
+        for number, (name, method, cluster) in enumerate(_pairs(clusters, methods)):
             try:
-                plan = plan_with(method, step, cluster, micro_batches)
+                with progress_part(number / count, (number + 1) / count, name):
+                    predictions[name] = _predicted(step, method, cluster, micro_batches, fidelity)
             except NoFitError as error:
                 reasons[name] = one_line(error)
-            else:
-                predictions[name] = predict_step(step, plan, cluster, fidelity)
-            bar.advance()
     return predictions, reasons
+
+
+def _predicted(
+    step: UserStep,
+    method: MethodName,
+    cluster: AnyCluster,
+    micro_batches: int | None,
+    fidelity: Fidelity,
+) -> Prediction:
+    """Return the prediction of a step, planned with a method."""
+    with progress_part(0, 0.6):
+        plan = plan_with(method, step, cluster, micro_batches)
+    with progress_part(0.6, 1):
+        return predict_step(step, plan, cluster, fidelity)
 
 
 def _pairs(

@@ -16,6 +16,7 @@ from autopar.command_line.usage import MIN_WIDTH, PlanFile, StepPlace, load_plan
 from autopar.command_line.user_step import load_step
 from autopar.plan import Plan
 from autopar.planning.plan_step import planned_step
+from autopar.progress import progress_part
 from autopar.report import PlannedStep, decisions
 from simulator.cli.common_options import Json, print_json, print_table, shipped_clusters
 from simulator.cli.error_lines import usage_errors
@@ -61,14 +62,14 @@ def explain(
     user_step = load_step(step)
     rows: list[dict[str, Any]] = []
     with (
-        planning_progress("explaining", len(stages), as_json) as bar,
+        planning_progress("explaining", as_json),
         user_step.usage_errors(),
     ):
-        planned = planned_step(user_step.fun, user_step.args, loaded, **user_step.batch_options)
-        for number in stages:
-            bar.update(f"explaining stage {number}")
-            rows += _rows(planned, number, costs, runners_up)
-            bar.advance()
+        with progress_part(0, 0.5):
+            planned = planned_step(user_step.fun, user_step.args, loaded, **user_step.batch_options)
+        for count, number in enumerate(stages, 1):
+            with progress_part(0.5, 0.5 + 0.5 * count / len(stages), f"stage {number}"):
+                rows += _rows(planned, number, costs, runners_up)
     selected = [row for row in rows if _matches(row, path)]
     if not selected:
         names = list(dict.fromkeys(row["name"] for row in rows))

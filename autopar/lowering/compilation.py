@@ -13,7 +13,7 @@ from autopar.lowering.planned import PlannedStep
 from autopar.lowering.program_memory import MeshMemory
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.lowering.target import compile_for, target_mesh
-from autopar.progress import log_progress
+from autopar.progress import log_progress, progress_part
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo import memory_roles_at_peak, parse_hlo
@@ -91,7 +91,12 @@ def compile_planned(
         pool = cluster.pools[cluster.pool_of(stage.devices)]
         mesh = target_mesh(pool, stage.mesh_shape, stage.axis_names)
         for function in lower_stage(planned, number, mesh, donated):
-            with _explained(planned.step.name, cluster):
+            share = len(bodies) / len(planned.tasks)
+            task = function.task.name
+            with (
+                _explained(planned.step.name, cluster),
+                progress_part(share, share + 1 / len(planned.tasks), f"compiling {task}"),
+            ):
                 key = function.jitted.lower(*function.in_avals).as_text(), mesh
                 target = (
                     None
@@ -102,8 +107,8 @@ def compile_planned(
                 body = with_axes(parse_hlo(target.hlo_text), stage.mesh.axes_of_groups)
                 compiled[key] = body, target.memory, memory_roles_at_peak(target.hlo_text)
             body, used, temporaries = compiled[key]
-            bodies[function.task.name] = body
-            log_progress(f"compiled {function.task.name}", len(bodies), len(planned.tasks))
+            bodies[task] = body
+            log_progress(f"compiled {task}", len(bodies), len(planned.tasks))
             memory.add_task(function.task, used, temporaries)
     program = planned.program
     levels = memory.levels(program)

@@ -30,6 +30,7 @@ from autopar.planning.option_search import (
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_construction import submesh_shapes
 from autopar.planning.step_planner import make_plan
+from autopar.progress import progress_part
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
@@ -79,10 +80,17 @@ def plan_by_method(
         return _plan_pipeline(method, fun, args, batch, target)
     name = type(method).__name__
     cluster = single_pool(target.cluster, name)
-    step = trace(fun, args, batch, method.num_micro_batches, exactness=method.exactness)
-    options = method.sharding_of(step)
-    plan = make_plan(step, target.mesh, cluster, options, name, memory_budget=method.memory_budget)
+    budget = method.memory_budget
+    with progress_part(0, _TRACING):
+        step = trace(fun, args, batch, method.num_micro_batches, exactness=method.exactness)
+    with progress_part(_TRACING, 1):
+        options = method.sharding_of(step)
+        plan = make_plan(step, target.mesh, cluster, options, name, memory_budget=budget)
     return PlannedStep(step, plan)
+
+
+_TRACING = 0.4
+"""Usual share of tracing in the time of planning a step as one program."""
 
 
 def _plan_pipeline(

@@ -32,7 +32,7 @@ from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
 from autopar.planning.last_results import OptionTrial
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_problem import NoStagesError
-from autopar.progress import log_progress
+from autopar.progress import log_progress, progress_part
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
 
@@ -168,8 +168,10 @@ def search(
     planning_seconds = 0.0
     errors: list[ValueError] = []
     for count, schedule, mesh, attempt in _attempts(planning, space, stage_option, method):
+        done = len(trials) / space.num_combinations
         try:
-            step, plans = attempt()
+            with progress_part(done, done + 1 / space.num_combinations):
+                step, plans = attempt()
         except _PLANNING_ERRORS as error:
             errors.append(error)
             trials.append(OptionTrial(count, schedule, None, str(error), mesh=mesh))

@@ -19,6 +19,7 @@ from autopar.planning.method_planning import any_cluster
 from autopar.planning.plan_step import planned_step
 from autopar.prediction.analytic import analytic_program
 from autopar.primitives import kernel_of
+from autopar.progress import progress_part
 from autopar.tracing.arguments import (
     AUTO_ARGNUMS,
     DEFAULT_BATCH,
@@ -147,10 +148,11 @@ def compile_step(
         ImportError: `fidelity` is "compiled", and `autopar[compile]` is not installed.
         OptionError: an option has a type or a value that is not allowed.
     """
-    planned = planned_step(fun, args, plan, batch_argnums=batch_argnums)
-    return program_of(
-        planned, any_cluster(cluster), donate_argnums=donate_argnums, fidelity=fidelity
-    )
+    cluster = any_cluster(cluster)
+    with progress_part(0, 0.5):
+        planned = planned_step(fun, args, plan, batch_argnums=batch_argnums)
+    with progress_part(0.5, 1):
+        return program_of(planned, cluster, donate_argnums=donate_argnums, fidelity=fidelity)
 
 
 def program_of(

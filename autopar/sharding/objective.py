@@ -27,6 +27,7 @@ from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
 from autopar.primitives import record_of
 from autopar.primitives.factors import OpFactors
+from autopar.progress import count_progress
 from autopar.sharding.candidates import Candidates
 from autopar.sharding.dataflow import analyse
 from autopar.sharding.equation_candidates import EquationCandidates
@@ -57,8 +58,10 @@ def enumerate_decisions(
     """
     builder = _Builder(step, costs, options, deferred)
     builder.add_inputs()
-    for number, eqn in enumerate(step.jaxpr.eqns):
+    eqns = step.jaxpr.eqns
+    for number, eqn in enumerate(eqns):
         builder.add_equation(number, eqn)
+        count_progress(number + 1, len(eqns))
     builder.add_outputs()
     return builder.decisions
 

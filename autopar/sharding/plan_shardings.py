@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec
 from autopar.ir.step_graph import MicrobatchError, StepGraph
+from autopar.progress import progress_part
 from autopar.sharding.dataflow import InputRole
 from autopar.sharding.deferred_sync import Axes, candidates, check_parts
 from autopar.sharding.imposed_constraints import Constraint, chosen_spec, imposed_constraints
@@ -117,16 +118,19 @@ def _cheapest(
         with suppress(InfeasibleError):
             return _plan_deferring(step, costs, options, budget, start.deferred, start), None
     plans = []
-    for deferred in (
-        candidates(step, costs.mesh, options.data_parallel) if options.mode == "solve" else ()
-    ):
+    is_solved = options.mode == "solve"
+    sets_of_axes = [*candidates(step, costs.mesh, options.data_parallel)] if is_solved else []
+    num_solves = len(sets_of_axes) + 1
+    for number, deferred in enumerate(sets_of_axes):
         try:
-            plans.append(_plan_deferring(step, costs, options, budget, deferred))
+            with progress_part(number / num_solves, (number + 1) / num_solves):
+                plans.append(_plan_deferring(step, costs, options, budget, deferred))
         except (ShardingError, InfeasibleError) as error:
             refused = refused or error
     try:
         if not plans or not options.data_parallel:
-            plans.append(_plan_deferring(step, costs, options, budget, ()))
+            with progress_part(1 - 1 / num_solves, 1):
+                plans.append(_plan_deferring(step, costs, options, budget, ()))
     except (ShardingError, InfeasibleError):
         if not plans:
             raise
@@ -151,12 +155,14 @@ def _plan_deferring(
     start: Start | None = None,
 ) -> Shardings:
     """Return the cheapest plan that defers along exactly these axes."""
-    decisions = enumerate_decisions(step, costs, options, deferred)
-    memory = StepMemory(step, decisions, costs.mesh)
+    with progress_part(0, _ENUMERATION, "costs of shardings"):
+        decisions = enumerate_decisions(step, costs, options, deferred)
+        memory = StepMemory(step, decisions, costs.mesh)
     if options.mode == "solve":
-        solution, peak_bytes = solve_within_memory(
-            memory, decisions.problem(), budget, options, start
-        )
+        with progress_part(_ENUMERATION, 1, "solving"):
+            solution, peak_bytes = solve_within_memory(
+                memory, decisions.problem(), budget, options, start
+            )
     else:
         solution, peak_bytes = propagate_within_memory(memory, decisions.problem(), budget)
     return replace(
@@ -165,6 +171,10 @@ def _plan_deferring(
         saved_bytes=memory.saved_for_backward().used(solution.choice),
         roles_at_peak=memory.roles_at_peak(solution.choice),
     )
+
+
+_ENUMERATION = 0.65
+"""Usual share of the enumeration of candidates in the time of a solve."""
 
 
 def _split(decisions: Decisions, choice: Sequence[int]) -> Seconds:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autopar.progress import count_progress
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.presolve import Reduction
 from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
@@ -51,6 +52,9 @@ _PATIENCE = 4
 
 _SWEEPS = 3
 """Forward and backward sweeps between reductions."""
+
+_SWEEPING = 0.6
+"""Share of sweeps in the progress of a solve; the rest is that of HiGHS."""
 
 
 type Allowed = Callable[[Sequence[int]], bool]
@@ -135,12 +139,24 @@ class _Search:
             self.best, self.choice = self.refused
         if self.choice is None:
             raise InfeasibleError("no choice of shardings satisfies every requirement")
-        gap = max(0.0, self.best - self.bound) / max(abs(self.best), 1e-30)
+        gap = self.gap()
         return Solution(self.choice, self.best, 0.0 if gap < _ROUNDING else gap, core)
+
+    def gap(self) -> float:
+        """Return the relative distance of the best choice from the bound."""
+        return max(0.0, self.best - self.bound) / max(abs(self.best), 1e-30)
+
+    def count_gap(self, first: float) -> None:
+        """Count progress by the orders of magnitude that the gap has come down from the first."""
+        least = max(self.tolerance, self.enough / 2, _EXACT)
+        if math.isfinite(first) and first > least:
+            share = math.log(first / max(self.gap(), least)) / math.log(first / least)
+            count_progress(_SWEEPING * share, 1)
 
     def tighten(self) -> None:
         """Sweep and reduce until the problem is solved or makes no progress."""
         patience = _PATIENCE if self.prices.size else 1
+        first_gap = None
         while (
             self.work.costs
             and not self.within(self.tolerance)
@@ -165,6 +181,8 @@ class _Search:
                 self.check_limits()
             self.reduce(dead_ends=self.work.size <= _SMALL and not progressed(0.3))
             patience -= not progressed(0.05)
+            first_gap = first_gap or self.gap()
+            self.count_gap(first_gap)
             if self.best > (1 - _BETTER) * best and self.within(self.enough / 2):
                 break
 
@@ -239,6 +257,8 @@ class _Search:
         """Solve the remaining problem with HiGHS."""
         self.work.reduce()
         merge_equal_rows(self.work, self.best)
+        if self.work.size > _SMALL:
+            count_progress(_SWEEPING, 1, f"solving {len(self.work.costs)} decisions with HiGHS")
         gap = _EXACT
         rest = self.best - self.work.constant
         # The gap of HiGHS is relative to the cost of the remaining problem.

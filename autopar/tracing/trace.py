@@ -32,6 +32,7 @@ from autopar.microbatch.row_lookups import with_own_rows
 from autopar.microbatch.row_positions import POSITIONS, add_positions, without_unread_positions
 from autopar.microbatch.splitting import split, split_once
 from autopar.primitives.shard_map import SHARD_MAP
+from autopar.progress import progress_part
 
 
 class TraceError(TypeError):
@@ -77,7 +78,17 @@ def trace(
             fun = layered(fun, layers, weight_argnums, differentiated=False)
         layers = None
     tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, exactness)
-    return tracer.graph(num_micro_batches)
+    num_traces = 1 if num_micro_batches == 1 else _TRACES_IN_MICROBATCHES
+    seconds = num_traces * len(tracer.avals) * _SECONDS_PER_ARRAY
+    with progress_part(0, 1, "tracing", seconds):
+        return tracer.graph(num_micro_batches)
+
+
+_SECONDS_PER_ARRAY = 3e-3
+"""Usual seconds of tracing for each array among the arguments, for an estimate before tracing."""
+
+_TRACES_IN_MICROBATCHES = 4
+"""Number of traces of a step in microbatches, see `_StepTracer._split_like`."""
 
 
 def with_output_cuts(step: StepGraph, cuts: Sequence[Cut | None]) -> StepGraph:

@@ -13,9 +13,11 @@ import simulator
 import simulator.cli
 import simulator.transformer
 from autopar.command_line import app
+from autopar.command_line.named_methods import MethodName, plan_with
 from autopar.command_line.planning_progress import planning_progress
 from autopar.command_line.user_step import load_step
-from autopar.progress import log_progress
+from autopar.progress import log_progress, progress_listener
+from simulator.cli.progress_bars import estimated_seconds
 from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
 from simulator.hardware.schema import SCHEMAS
 
@@ -428,10 +430,39 @@ def test_completion_has_a_script_for_the_shell(monkeypatch):
 def test_progress_is_a_bar_on_a_terminal_only(monkeypatch, capsys, terminal, as_json):
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal
-    with planning_progress("planning", as_json=as_json) as bar:
+    with planning_progress("planning", as_json=as_json):
         log_progress("half of it", 1, 2)
-        assert bar.is_shown == (terminal and not as_json)
-    assert ("half of it" in capsys.readouterr().err) == bar.is_shown
+    assert ("half of it" in capsys.readouterr().err) == (terminal and not as_json)
+
+
+def test_planning_counts_to_its_end_in_one_direction_after_an_estimate(folder):
+    shares, expected = [], []
+
+    def listener(_text, share, seconds):
+        shares.append(share)
+        expected.append(seconds)
+
+    cluster = simulator.load_cluster("dgx_h100")
+    with progress_listener(listener):
+        plan_with(MethodName.SHARD, load_step(STEP), cluster, 2)
+    known = [share for share in shares if share is not None]
+    assert known == sorted(known)
+    assert known[0] == 0
+    assert known[-1] == pytest.approx(1)
+    assert len(set(known)) > 20  # equations are counted, not only the parts of planning
+    first = next(i for i, seconds in enumerate(expected) if seconds)
+    assert not any(shares[:first]), "an estimate precedes the work"
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "share", "expected", "estimate"),
+    [(0, 0, 30, 30), (10, 0.5, None, 20), (10, 0.5, 30, 20.9), (20, 1, 3000, 20)],
+)
+def test_estimates_go_from_the_expected_seconds_to_those_that_elapse(
+    elapsed, share, expected, estimate
+):
+    assert estimated_seconds(elapsed, share, expected) == pytest.approx(estimate, rel=0.01)
+    assert estimated_seconds(3, 0, None) is None
 
 
 def test_every_subcommand_that_prints_values_prints_json():
