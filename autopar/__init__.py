@@ -89,6 +89,7 @@ from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
+from autopar.tracing.shared_traces import shared_traces
 from autopar.tracing.trace import TraceError
 from autopar.training import train
 from autopar.tuning import TuningResult, tune
@@ -189,6 +190,7 @@ __all__ = [
     "report",
     "restore_checkpoint",
     "save_checkpoint",
+    "shared_traces",
     "shutdown",
     "simulate",
     "target_devices",

@@ -44,7 +44,7 @@ def progress_part(
 
     Args:
         start: share of the work around the block that is done when the block begins.
-        end: share that is done when it ends.
+        end: share that is done when it ends. With `start` again, the block counts nothing.
         text: what the block does; empty if that is said inside, or around it.
         seconds: expected seconds of the block, from which those of all work follow.
     """
@@ -52,7 +52,8 @@ def progress_part(
     part = first + start * (last - first), first + end * (last - first)
     listener = _listener.get()
     if listener is not None:
-        expected = None if seconds is None else seconds / (part[1] - part[0])
+        length = part[1] - part[0]
+        expected = seconds / length if seconds is not None and length else None
         listener(text, part[0], expected)
     token = _part.set(part)
     try:

@@ -24,6 +24,7 @@ from autopar.command_line.usage import (
 from autopar.command_line.user_step import UserStep, load_step
 from autopar.prediction.predicting import Fidelity
 from autopar.progress import progress_part
+from autopar.tracing.shared_traces import shared_traces
 from simulator.cli.common_options import Json, print_json, print_table
 from simulator.cli.error_lines import NegativeAnswer, usage_errors
 from simulator.engine.prediction import Prediction
@@ -95,6 +96,7 @@ def compare_methods(
     with (
         planning_progress("comparing", as_json),
         step.usage_errors(),
+        shared_traces(),
     ):
         count = len(clusters) * len(methods)
         for number, (name, method, cluster) in enumerate(_pairs(clusters, methods)):

@@ -22,7 +22,9 @@ from autopar.command_line.user_step import UserStep, load_step
 from autopar.plan import Plan
 from autopar.prediction import predicting
 from autopar.prediction.predicting import Fidelity
+from autopar.progress import progress_part
 from autopar.report import diff as report_diff
+from autopar.tracing.shared_traces import shared_traces
 from simulator.cli.common_options import Json, print_json, print_table, print_written
 from simulator.cli.error_lines import NO, usage_errors
 from simulator.cli.prediction_commands import print_predictions
@@ -92,12 +94,14 @@ def predict(
     user_step = load_step(step)
     fidelity: Fidelity = "compiled" if compiled else "analytic"
     predictions = {}
-    for name, hardware in clusters.items():
-        with (
-            planning_progress(f"predicting for {name}", as_json=as_json),
-            user_step.usage_errors(),
-        ):
-            predictions[name] = predict_step(user_step, loaded, hardware, fidelity)
+    with (
+        planning_progress("predicting", as_json=as_json),
+        user_step.usage_errors(),
+        shared_traces(),
+    ):
+        for number, (name, hardware) in enumerate(clusters.items()):
+            with progress_part(number / len(clusters), (number + 1) / len(clusters), name):
+                predictions[name] = predict_step(user_step, loaded, hardware, fidelity)
     print_predictions(predictions, as_json, MIN_WIDTH)
 
 

@@ -18,6 +18,7 @@ from autopar.plan import Plan
 from autopar.planning.last_results import OptionTrial, get_last_search_result
 from autopar.prediction.predicting import Fidelity
 from autopar.report import Alternative, PlanReport, plan_report, save_report
+from autopar.tracing.shared_traces import shared_traces
 from simulator.cli.common_options import Clusters, print_written, shipped_clusters
 from simulator.cli.error_lines import usage_errors
 from simulator.files import check_writable
@@ -78,8 +79,9 @@ def report(
         with usage_errors():
             hardware = {file: _clusters(file, plan, cluster) for file, plan in loaded.items()}
         step = load_step(place)
-        reports = list(_predicted(step, loaded, hardware, fidelity))
-        others = list(_alternatives(step, reports[0], fidelity)) if alternatives else []
+        with shared_traces():
+            reports = list(_predicted(step, loaded, hardware, fidelity))
+            others = list(_alternatives(step, reports[0], fidelity)) if alternatives else []
     with usage_errors():
         options = [option for name in cluster or () for option in ("--cluster", name)]
         options += ["--compiled"] * compiled + ["--alternatives"] * alternatives

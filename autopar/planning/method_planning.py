@@ -31,6 +31,7 @@ from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_construction import submesh_shapes
 from autopar.planning.step_planner import make_plan
 from autopar.progress import progress_part
+from autopar.tracing.shared_traces import shared_traces
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
@@ -106,16 +107,24 @@ def _plan_pipeline(
     leaves = [leaf for i in batch for leaf in jax.tree.leaves(args[i])]
     rows = [leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())]
     counts = micro_batch_counts(method.num_micro_batches, rows)
-    layers = method.layer_option
-    if layers == "auto":
-        layers = planning.layers_of_step(counts[0])
-    space = OptionSpace(
-        counts,
-        layer_options(layers),
-        schedules(method.pipeline_schedule, method.chunks),
-        _whole_step_meshes(method, cluster, target.mesh),
-    )
-    return PlannedStep(*search(planning, space, stages, type(method).__name__, start_search()))
+    with shared_traces():
+        layers = method.layer_option
+        if layers == "auto":
+            with progress_part(0, _FIRST_TRACES):
+                layers = planning.layers_of_step(counts[0])
+        space = OptionSpace(
+            counts,
+            layer_options(layers),
+            schedules(method.pipeline_schedule, method.chunks),
+            _whole_step_meshes(method, cluster, target.mesh),
+        )
+        name = type(method).__name__
+        with progress_part(_FIRST_TRACES, 1):
+            return PlannedStep(*search(planning, space, stages, name, start_search()))
+
+
+_FIRST_TRACES = 0.1
+"""Usual share of the choice of layers in the time of planning a pipeline."""
 
 
 def _whole_step_meshes(

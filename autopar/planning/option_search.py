@@ -236,9 +236,22 @@ def _plans(
     construction does not apply there; the plans have even stages on each number of submeshes that
     layers and devices allow.
     """
-    planner = planner_of_step()
+    with progress_part(0, _TRACING):
+        planner = planner_of_step()
+    with progress_part(_TRACING, 1):
+        return planner.step, _plans_of_planner(planner, stage_option, schedule, method)
+
+
+_TRACING = 0.2
+"""Usual share of tracing in the time of planning a pipeline."""
+
+
+def _plans_of_planner(
+    planner: PipelinePlanner, stage_option: StageOption, schedule: PipelineSchedule, method: str
+) -> Sequence[Plan]:
+    """Return the plans of one schedule, see `_plans`."""
     if not isinstance(stage_option, AutoStageOption) or schedule.num_chunks == 1:
-        return planner.step, [planner.plan(stage_option, schedule, method)]
+        return [planner.plan(stage_option, schedule, method)]
     num_layers, num_devices = planner.num_layers, planner.cluster.num_devices
     chunks = schedule.num_chunks
     plans: list[Plan] = []
@@ -252,7 +265,7 @@ def _plans(
         except (ScheduleError, StageError, ShardingError, InfeasibleError) as error:
             errors.append(error)
     if plans:
-        return planner.step, plans
+        return plans
     if errors:
         raise errors[0]
     raise StageError(

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from autopar.planning.stage_construction import (
 )
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.step_planner import coverage_warnings, stage_of
+from autopar.progress import progress_part
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.solve_within_memory import MemoryBudgetError
@@ -207,9 +208,11 @@ class PipelinePlanner:
             revisions = costs.revisions
             pipelines: list[tuple[_SolvedPipeline, ConstructedStages]] = []
             seconds: list[float] = []
-            for stages in find_stages(costs, self.cluster, option, schedule.name, measure, seconds):
+            found = find_stages(costs, self.cluster, option, schedule.name, measure, seconds)
+            for stages in _uncounted(found):
                 try:
-                    pipeline = self._solve(stages.assignments(costs.options), schedule, measure)
+                    with progress_part(_CONSTRUCTION, 1):
+                        pipeline = self._solve(stages.assignments(costs.options), schedule, measure)
                 except MemoryBudgetError:
                     if costs.revisions == revisions:
                         raise
@@ -245,7 +248,9 @@ class PipelinePlanner:
             assignment = assignments[k]
             costs = self._stage_costs(assignment.options, schedule).pools[pools[k]]
             layers, shapes = assignment.layers, assignment.shapes
-            solved[k] = costs.cheapest(graphs[k], layers, shapes, in_flight[k])
+            done = len(solved) / len(graphs)
+            with progress_part(done, done + 1 / len(graphs), f"stage {k}"):
+                solved[k] = costs.cheapest(graphs[k], layers, shapes, in_flight[k])
         stages = [solved[k] for k in range(len(graphs))]
         timed = stages
         if measure:
@@ -312,6 +317,20 @@ def make_pipeline_plan(
     return PipelinePlanner(step, cluster, options, memory_budget, costs).plan(
         stage_option, schedule, method
     )
+
+
+_CONSTRUCTION = 0.7
+"""Usual share of stage construction in the time of planning a pipeline, the solves aside."""
+
+
+def _uncounted(found: Iterator[ConstructedStages]) -> Iterator[ConstructedStages]:
+    """Yield what is found; the number of solves of layers on the way is unknown beforehand."""
+    while True:
+        with progress_part(0, 0, "stages"):
+            stages = next(found, None)
+        if stages is None:
+            return
+        yield stages
 
 
 def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:

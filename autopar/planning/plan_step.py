@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from autopar._cpython import builds_graphs
 from autopar.checks import SHAPE, OptionError, checked, instance, short_repr
 from autopar.devices import logical_mesh, mesh_on_cluster, requested_mesh
@@ -24,6 +26,7 @@ from autopar.tracing.arguments import (
     by_position,
 )
 from autopar.tracing.packing import Packing
+from autopar.tracing.shared_traces import shared
 from simulator.hardware.heterogeneous import AnyCluster
 
 
@@ -153,8 +156,10 @@ def packed_step(
     checked("args", args, _ARGS)
     batch_argnums = checked("batch_argnums", batch_argnums, BATCH_ARGNUMS)
     batch = batch_arguments(batch_argnums, args)
-    packing = Packing(args, (), batch_dims(batch_argnums, args))
-    return packing.step(by_position(fun)), packing.args, batch
+    dims = batch_dims(batch_argnums, args)
+    packing = Packing(args, (), dims)
+    key = packed_step, fun, jax.tree.structure(packing.args), tuple(sorted(dims.items()))
+    return shared(key, lambda: packing.step(by_position(fun))), packing.args, batch
 
 
 def _mesh(

@@ -14,6 +14,7 @@ from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster
 from autopar.planning.plan_step import planned_step
 from autopar.prediction.predicting import Fidelity, program_of
+from autopar.progress import progress_part
 from autopar.report.classify import classify
 from autopar.report.page_data import Alternative, PlanReport, page_data
 from autopar.report.page_template import format_seconds, render_page
@@ -56,8 +57,10 @@ def plan_report(
         OptionError: an option has a type or a value that is not allowed.
     """
     cluster = any_cluster(cluster)
-    planned = planned_step(fun, args, plan, batch_argnums=batch_argnums)
-    program = program_of(planned, cluster, donate_argnums=donate_argnums, fidelity=fidelity)
+    with progress_part(0, 0.4):
+        planned = planned_step(fun, args, plan, batch_argnums=batch_argnums)
+    with progress_part(0.4, 0.8):
+        program = program_of(planned, cluster, donate_argnums=donate_argnums, fidelity=fidelity)
     prediction = prediction_of(simulate(program, cluster), cluster, tokens=tokens)
     return PlanReport(
         name,

@@ -33,6 +33,7 @@ from autopar.microbatch.row_positions import POSITIONS, add_positions, without_u
 from autopar.microbatch.splitting import split, split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
+from autopar.tracing.shared_traces import shared
 
 
 class TraceError(TypeError):
@@ -78,10 +79,15 @@ def trace(
             fun = layered(fun, layers, weight_argnums, differentiated=False)
         layers = None
     tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, exactness)
-    num_traces = 1 if num_micro_batches == 1 else _TRACES_IN_MICROBATCHES
-    seconds = num_traces * len(tracer.avals) * _SECONDS_PER_ARRAY
-    with progress_part(0, 1, "tracing", seconds):
-        return tracer.graph(num_micro_batches)
+
+    def traced() -> StepGraph:
+        num_traces = 1 if num_micro_batches == 1 else _TRACES_IN_MICROBATCHES
+        seconds = num_traces * len(tracer.avals) * _SECONDS_PER_ARRAY
+        with progress_part(0, 1, "tracing", seconds):
+            return tracer.graph(num_micro_batches)
+
+    key = fun, tracer.in_tree, tuple(tracer.avals), tracer.batch
+    return shared((key, num_micro_batches, layers, marked, forward, exactness), traced)
 
 
 _SECONDS_PER_ARRAY = 3e-3

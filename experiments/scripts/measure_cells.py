@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import autopar
 from autopar.util import benchmark_func
 from experiments.cells import Cell, compute_cells, plan_path
 from experiments.models import Model, build_model
@@ -71,7 +72,8 @@ def main(job_json: str, directory: str, settings: str) -> None:
             compile_time_s=runnable.compile_seconds,
         )
 
-    compute_cells(job, results, measure)
+    with autopar.shared_traces():
+        compute_cells(job, results, measure)
 
 
 def use_devices_like(cluster: Cluster, needed: int) -> None:

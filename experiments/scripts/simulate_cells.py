@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+import autopar
 from experiments.cells import Cell, compute_cells, plan_path, timeline_path
 from experiments.models import build_model
 from experiments.strategies import STRATEGIES
@@ -49,7 +50,8 @@ def main(job_json: str, directory: str) -> None:
         )
         return replace(cell, status="out_of_memory", reason=reason)
 
-    compute_cells(job, results, simulate)
+    with autopar.shared_traces():
+        compute_cells(job, results, simulate)
 
 
 if __name__ == "__main__":
