@@ -64,7 +64,7 @@ def resharding_tasks(planned: Planned) -> tuple[ReshardingTask, ...]:
     Raises:
         PlanError: the plan is for another step.
     """
-    return tuple(replayed_resharding_tasks(planned, replay(planned)))
+    return tuple(_tasks(planned, replay(planned)))
 
 
 def value_names(step: StepGraph) -> dict[Var, str]:
@@ -76,8 +76,7 @@ def value_names(step: StepGraph) -> dict[Var, str]:
     return names
 
 
-def replayed_resharding_tasks(planned: Planned, replayed: Replay) -> Iterator[ReshardingTask]:
-    """Yield the `resharding_tasks` of a plan that has been replayed."""
+def _tasks(planned: Planned, replayed: Replay) -> Iterator[ReshardingTask]:
     names = value_names(planned.step)
     mesh = replayed.mesh
     for equation in replayed.equations:

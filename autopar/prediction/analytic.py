@@ -1,20 +1,18 @@
 """The analytic program of a plan: seconds and memory of the planner's model, without compilation.
 
 The shardings of a plan identify the option of each decision (`autopar.analysis.choices`), and the
-option its cost. Each equation becomes up to three operations of its task: resharding of operands,
-its kernel, and completion of partial results. They run one after the other: communication that XLA
-may overlap with computation counts in full, as in the planner.
+option its cost. Each equation becomes operations of its task: the collectives that reshard its
+operands, its kernel, and the collectives that complete its results. They run one after the other:
+communication that XLA may overlap with computation counts in full, as in the planner.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
 
 from autopar.analysis.choices import recover
+from autopar.analysis.planned_collectives import collectives_by_equation
 from autopar.analysis.replay import ShardedEquation
-from autopar.analysis.reshardings import replayed_resharding_tasks
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.graph import aval_of
@@ -26,7 +24,7 @@ from autopar.microbatch.gradients import accumulate_p
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.primitives import kernel_of
-from autopar.sharding.mesh_costs import Step
+from autopar.sharding.mesh_costs import MeshCosts, Step
 from autopar.sharding.step_memory import StepMemory
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.heterogeneous import AnyCluster
@@ -35,7 +33,6 @@ from simulator.memory import MemoryUse, Role
 from simulator.program import Program
 from simulator.work import (
     Collective,
-    CollectiveKind,
     Done,
     Kernel,
     Op,
@@ -108,12 +105,8 @@ class _StageModel:
             self._choices.selected, len(eqns)
         )
         self._times = repeats(eqns)
-        # for each equation the collectives that reshard its operands; the last equation also has
-        # those that reshard the outputs
-        self._reshardings: defaultdict[int, list[Step]] = defaultdict(list)
-        for task in replayed_resharding_tasks(planned, self._choices.replay):
-            reader = len(eqns) - 1 if task.eqn is None else task.eqn
-            self._reshardings[reader] += task.collectives
+        self._costs = MeshCosts(self._mesh, costs)
+        self._collectives = collectives_by_equation(planned, self._choices.replay)
         micro = planned.step.microbatching
         self._in_microbatches = {number for number, _ in micro.body} if micro else set()
         self._marks = [number for number, _ in micro.marks] if micro else []
@@ -166,26 +159,23 @@ class _StageModel:
         name = f"{equation.name} #{number}"
         phase = phase_of(str(equation.eqn.source_info.name_stack))
         compute, communication, resharding = (seconds / runs for seconds in self._seconds[number])
-        if resharding:
-            kind, _, axes = next(iter(self._reshardings[number]), ("", 0.0, ()))
-            yield from self._collective(f"operands of {name}", kind, axes, resharding, phase)
+        collectives = self._collectives[number]
+        count = self._step.num_micro_batches if number in self._in_microbatches else 1
+        repetitions = count / runs  # one operation stands for all microbatches of the task
+        yield from self._communicate(
+            f"operands of {name}", collectives.reshardings, repetitions, resharding, phase
+        )
         accumulates = equation.eqn.primitive is accumulate_p
         kernel = self._kernel(equation)
         if (compute or kernel.flops) and not accumulates:
-            count = self._step.num_micro_batches if number in self._in_microbatches else 1
-            times = self._times[number] * count / runs  # one kernel stands for all iterations
+            times = self._times[number] * repetitions  # and for all iterations of a loop
             flops, num_bytes = kernel.flops * times, kernel.bytes * times
             yield replace(
                 kernel, name=name, flops=flops, bytes=num_bytes, seconds=compute, phase=phase
             )
-        if communication:
-            synchronised = equation.synchronised(0) if accumulates else {}
-            completions = equation.completions or tuple(
-                (kind, axis) for axis, kind in synchronised.items()
-            )
-            kind = completions[0][0] if completions else ""
-            axes = tuple(axis for _, axis in completions)
-            yield from self._collective(name, kind, axes, communication, phase)
+        yield from self._communicate(
+            name, collectives.completions, repetitions, communication, phase
+        )
 
     def _kernel(self, equation: ShardedEquation) -> Kernel:
         """Return the kernel of an equation on one device, without seconds."""
@@ -211,27 +201,46 @@ class _StageModel:
         ]
         return kernel_of(eqn, num_bytes, [*shapes[: len(eqn.invars)], *partial])
 
-    def _collective(
+    def _communicate(
         self,
         name: str,
-        kind: CollectiveKind | Literal[""],
-        axes: tuple[str, ...],
+        steps: Sequence[Step],
+        repetitions: float,
         seconds: float,
         phase: TrainingPhase,
     ) -> Iterator[Op]:
-        """Yield the communication of an equation as one collective of its first kind.
+        """Yield the collectives of an equation, among which its seconds are divided.
 
-        Without a kind all devices only copy their own data, which is a kernel.
+        Without collectives all devices only copy their own data, which is a kernel.
+
+        Args:
+            name: name of the operation.
+            steps: the collectives of one run of the equation.
+            repetitions: number of runs.
+            seconds: their seconds in the planner's model. They are divided in proportion to those
+                of single collectives: XLA combines some.
+            phase: the part of the training step.
         """
-        if not kind:
-            yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds, phase=phase)
+        if not steps:
+            if seconds:
+                yield Kernel(name, "memory", 0.0, 0.0, seconds=seconds, phase=phase)
             return
-        yield Start(
-            Collective(
-                name, kind, 0.0, self._mesh.groups(axes), seconds, axis=self._mesh.axes_text(axes)
+        shares = [self._costs.collective(*step) for step in steps]
+        total = sum(shares)
+        for number, (step, share) in enumerate(zip(steps, shares, strict=True)):
+            kind, num_bytes, axes = step
+            part = share / total if total else 1 / len(steps)
+            unique_name = f"{name}, {number + 1} of {len(steps)}" if len(steps) > 1 else name
+            collective = Collective(
+                unique_name,
+                kind,
+                num_bytes * repetitions,
+                self._mesh.groups(axes),
+                seconds * part,
+                axis=self._mesh.axes_text(axes),
             )
-        )
-        yield Done(name)
+            yield Start(collective)
+            yield Done(unique_name)
 
 
 def _rounded(sizes: Mapping[Role, float]) -> dict[Role, int]:

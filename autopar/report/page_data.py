@@ -35,8 +35,6 @@ class PlanReport:
             the roofline, and the counts and bytes of collectives.
         fidelity: the source of the program, "analytic" or "compiled"; "" if unknown.
         kinds: the kinds of parallelism of parameters by stage and path.
-        collectives: count and bytes of the collectives of each stage that the plan's shardings
-            imply, as rows of stage, kind, axis, count and bytes.
     """
 
     name: str
@@ -46,7 +44,6 @@ class PlanReport:
     program: Program | None = None
     fidelity: str = ""
     kinds: Mapping[tuple[int, str], str] = field(default_factory=dict)
-    collectives: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.plan is None and self.prediction is None:
@@ -162,7 +159,6 @@ def _decided(plan: Plan, report: PlanReport) -> dict[str, Any]:
         "values": [
             row for number, stage in enumerate(plan.stages) for row in _values(number, stage, kinds)
         ],
-        "collectives": [dict(row) for row in report.collectives],
     }
 
 

@@ -112,7 +112,7 @@ def collective_rows(program: Program | None, timeline: Timeline) -> list[dict[st
 
     Returns:
         Rows of mesh, kind, axis, count, bytes and seconds. Bytes count as in
-        `simulator.Collective`; they are None if the program stores none, as in the planner's model.
+        `simulator.Collective`.
     """
     seconds: defaultdict[tuple[int, str, str], float] = defaultdict(float)
     for span in timeline.spans:

@@ -1,15 +1,14 @@
 """Report pages: plans and their predictions as one HTML file that needs no other file."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 from typing import Any
 
-from autopar.analysis.planned_collectives import planned_collectives
-from autopar.lowering.planned import PlannedStep, single_stage
+from autopar.lowering.planned import PlannedStep
 from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster
 from autopar.planning.plan_step import planned_step
@@ -70,7 +69,6 @@ def plan_report(
         program,
         fidelity,
         _kinds(planned),
-        tuple(_collectives(planned)),
     )
 
 
@@ -81,20 +79,6 @@ def _kinds(planned: PlannedStep) -> dict[tuple[int, str], str]:
         for number in range(len(planned.plan.stages))
         for parameter in classify(planned, number if is_pipeline else None).parameters
     }
-
-
-def _collectives(planned: PlannedStep) -> Iterator[Mapping[str, Any]]:
-    """Yield the collectives of each stage, by kind and mesh axes."""
-    for number, stage in enumerate(planned.plan.stages):
-        counts: Counter[tuple[str, str]] = Counter()
-        sizes: Counter[tuple[str, str]] = Counter()
-        for kind, num_bytes, axes in planned_collectives(single_stage(planned, number)):
-            key = kind, stage.mesh.axes_text(axes)
-            counts[key] += 1
-            sizes[key] += num_bytes  # pyright: ignore[reportArgumentType]
-        for (kind, axis), count in sorted(counts.items()):
-            size = sizes[kind, axis]
-            yield {"stage": number, "kind": kind, "axis": axis, "count": count, "bytes": size}
 
 
 def report_page(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from html import unescape
 
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.analysis.planned_collectives import collectives_by_equation
+from autopar.analysis.replay import replay
+from autopar.lowering.planned import single_stage
 from autopar.planning.plan_step import planned_step
 from autopar.report import Alternative, PlanReport, plan_report, report_page, save_report
 from autopar.report.page_template import format_bytes, format_seconds
@@ -18,6 +22,7 @@ from autopar.report.timeline_rows import timeline_rows
 from simulator import load_cluster
 from simulator.engine.prediction import PARTS
 from simulator.files import FileError
+from simulator.program import Recv
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 HOSTILE = """</script><script>alert(1)</script><!--'"&lt;\u2028 ünïcode 😀 {{ 7*7 }} ${1}"""
@@ -173,15 +178,29 @@ def test_the_bytes_of_kernels_count_every_microbatch_as_their_flops_do():
     assert any(intensity == pytest.approx(product) for intensity in intensities(2))
 
 
-def test_collectives_of_the_shardings_are_those_of_the_plan(reports):
-    plan = reports["shard"].plan
+@pytest.mark.parametrize("name", METHODS)
+def test_collectives_have_the_bytes_that_the_shardings_imply(reports, name):
+    plan = reports[name].plan
     planned = planned_step(step, ARGS, plan)
-    steps = list(autopar.report.planned_collectives(planned))
-    [page] = data_of(reports["shard"])["plans"]
-    rows = page["plan"]["collectives"]
-    assert sum(row["count"] for row in rows) == len(steps) > 0
-    assert sum(row["bytes"] for row in rows) == sum(num_bytes for _, num_bytes, _ in steps)
-    assert {row["kind"] for row in rows} == {kind for kind, _, _ in steps}
+    expected = Counter()
+    for number in range(len(plan.stages)):
+        stage = single_stage(planned, number)
+        counted = replay(stage)
+        micro = stage.step.microbatching
+        repeated = {eqn for eqn, _ in micro.body} if micro else set()
+        for eqn, each in enumerate(collectives_by_equation(stage, counted)):
+            for kind, num_bytes, _ in (*each.completions, *each.reshardings):
+                expected[kind] += num_bytes * (plan.num_micro_batches if eqn in repeated else 1)
+    for op in (op for row in reports[name].program.instructions for op in row):
+        if isinstance(op, Recv) and op.gather is not None:
+            expected[op.gather.kind] += op.gather.num_bytes
+    [page] = data_of(reports[name])["plans"]
+    rows = [row for row in page["prediction"]["collectives"] if row["kind"] != "send"]
+    shown = Counter()
+    for row in rows:
+        shown[row["kind"]] += row["bytes"]
+    assert shown == pytest.approx(expected)
+    assert len(shown) > 0
 
 
 def test_a_plan_alone_has_its_decisions_and_estimates(reports):
