@@ -294,6 +294,16 @@ class Plan(_Model):
         count = len(self.stages)
         if self.schedule.is_whole_step and count != 1:
             raise ValueError(f"{count} stages of a step that is not a pipeline; expected one")
+        if self.schedule.is_whole_step and self.schedule.num_chunks != 1:
+            raise ValueError(
+                f"num_chunks is {brief(self.schedule.num_chunks)} for a step that is not a"
+                " pipeline; expected 1"
+            )
+        if count % self.schedule.num_chunks:
+            raise ValueError(
+                f"num_chunks is {brief(self.schedule.num_chunks)} for {count} stages; expected a"
+                " number that divides them"
+            )
         layers = sorted(layer for stage in self.stages for layer in stage.layers)
         if not self.schedule.is_whole_step and (not count or layers != list(range(len(layers)))):
             raise ValueError(

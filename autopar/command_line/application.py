@@ -1,5 +1,8 @@
 """The application: every subcommand by its name."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from autopar.command_line.compare_command import compare
@@ -8,7 +11,7 @@ from autopar.command_line.hardware_commands import calibrate, clusters
 from autopar.command_line.new_command import new
 from autopar.command_line.plan_commands import diff, plan, predict, show
 from autopar.command_line.report_command import report
-from simulator.cli.error_lines import OneLineErrors, with_debug
+from simulator.cli.error_lines import Debug, OneLineErrors
 from simulator.cli.hardware_file_commands import fit, schema
 from simulator.cli.prediction_commands import llm, simulate
 from simulator.cli.validate_command import validate
@@ -18,7 +21,30 @@ app = typer.Typer(
     cls=OneLineErrors,
     help="Plans, runs and predicts parallel training of JAX steps.",
 )
-app.callback()(with_debug)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"autopar {version('autopar')}, jax {version('jax')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    shown_version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions of autopar and JAX.",
+        ),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Declare the options of all subcommands; `OneLineErrors` reads --debug."""
+
+
 for command in (
     *(new, plan, show, predict, diff, explain, compare, report),
     *(simulate, llm, validate),

@@ -86,14 +86,15 @@ class OneLineErrors(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def with_debug(
-    debug: Annotated[
-        bool,
-        typer.Option(
-            _DEBUG_OPTION, envvar=DEBUG_VARIABLE, help="Print the traceback of an error, too."
-        ),
-    ] = False,
-) -> None:
+Debug = Annotated[
+    bool,
+    typer.Option(
+        _DEBUG_OPTION, envvar=DEBUG_VARIABLE, help="Print the traceback of an error, too."
+    ),
+]
+
+
+def with_debug(debug: Debug = False) -> None:
     """Declare `--debug` for the help; `OneLineErrors` reads it, before options are parsed."""
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -601,3 +602,9 @@ def test_bad_input_is_one_line_that_says_what_to_do(folder, arguments, message):
     assert line.startswith("autopar")
     assert message in line
     assert sorted(Path().iterdir()) == before
+
+
+def test_the_version_is_that_of_the_package_and_needs_no_command():
+    result = run("--version")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"autopar {version('autopar')}, jax {version('jax')}\n"

@@ -109,6 +109,14 @@ def test_a_whole_step_is_one_stage_and_each_layer_is_in_one_stage(plan):
             Plan.from_json(json.dumps(pipeline | {"stages": stages}))
 
 
+@pytest.mark.parametrize("num_chunks", [2, 10**30])
+def test_chunks_of_a_step_that_is_no_pipeline_are_refused(plan, num_chunks):
+    values = json.loads(plan.to_json())
+    values["schedule"]["num_chunks"] = num_chunks
+    with pytest.raises(PlanError, match="num_chunks is .* not a pipeline; expected 1"):
+        Plan.from_json(json.dumps(values))
+
+
 def test_a_plan_with_numbers_that_are_not_finite_is_refused(plan):
     data = json.loads(plan.to_json())
     for number in (float("nan"), float("inf")):
