@@ -113,7 +113,7 @@ def test_a_whole_step_is_one_stage_and_each_layer_is_in_one_stage(plan):
 def test_chunks_of_a_step_that_is_no_pipeline_are_refused(plan, num_chunks):
     values = json.loads(plan.to_json())
     values["schedule"]["num_chunks"] = num_chunks
-    with pytest.raises(PlanError, match="num_chunks is .* not a pipeline; expected 1"):
+    with pytest.raises(PlanError, match=r"num_chunks is .* not a pipeline; expected 1"):
         Plan.from_json(json.dumps(values))
 
 
