@@ -1,6 +1,7 @@
 """Validation of a plan: its first step is compared with the same step on one device."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,8 @@ def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[
     Raises:
         FirstStepError: a result differs by more than its tolerance. The error names the result,
             and the first equation that differs if the step has no microbatches and no stages.
-        ValueError: the step runs on other hosts.
+        ValueError: the step runs on other hosts, or its microbatches differ from the batch by
+            choice.
     """
     compiled = (
         executable.train_step if isinstance(executable, CreateStateExecutable) else executable
@@ -48,6 +50,12 @@ def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[
         raise ValueError(
             "check='first step' compares steps of this process; leave it out on other hosts"
             " (autopar.init(cluster='ray'))"
+        )
+    choices = asdict(compiled.plan.exactness).items()
+    if chosen := [f"{name}={choice!r}" for name, choice in choices if choice != "exact"]:
+        raise ValueError(
+            f"check='first step' compares with the step without microbatches, but by"
+            f" {' and '.join(chosen)} the microbatches differ from it; leave it out"
         )
     step = executable.step
     leaves, tree = jax.tree.flatten(tuple(args))

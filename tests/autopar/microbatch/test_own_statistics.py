@@ -171,6 +171,16 @@ def test_the_plan_keeps_the_choice_and_names_the_lines(tmp_path):
     assert graph.fingerprint == plan.fingerprint
 
 
+def test_a_first_step_that_differs_by_choice_is_not_checked():
+    step = autopar.parallelize(
+        step_of(mean_loss), method=METHODS["shards"], batch_argnums=(2,), check="first step"
+    )
+    with pytest.raises(
+        ValueError, match="by batch_statistics='microbatch' the microbatches differ"
+    ):
+        step(*ARGS)
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
