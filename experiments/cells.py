@@ -80,6 +80,11 @@ def plan_path(directory: Path, strategy: str) -> Path:
     return directory / f"{strategy}.plan.json"
 
 
+def program_path(directory: Path, strategy: str) -> Path:
+    """Return the file of the program of a simulated cell."""
+    return directory / f"{strategy}.program.json"
+
+
 def timeline_path(directory: Path, strategy: str) -> Path:
     """Return the file of the timeline of a simulated cell, for Perfetto."""
     return directory / f"{strategy}.timeline.json"

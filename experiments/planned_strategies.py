@@ -15,7 +15,7 @@ from autopar.directives import Backend, ModelSchedule, build
 from experiments.gpt_directives import megatron, schedule_gpt, split_attention, train_step
 from experiments.models import GPT, Model
 from experiments.strategy import Runnable, Shape, SimulatedStep, Strategy
-from simulator import Cluster
+from simulator import Cluster, simulate
 
 MESH_AXES = ("x", "y", "z", "w")
 """Names of the mesh axes that directives refer to."""
@@ -55,8 +55,10 @@ class PlanningStrategy(Strategy):
     ) -> SimulatedStep:
         assert plan is not None
         start = time.perf_counter()
-        timeline = autopar.simulate(self.step(model, mesh)[0], model.abstract_args(), plan, cluster)
-        return SimulatedStep(timeline, time.perf_counter() - start)
+        step = self.step(model, mesh)[0]
+        program = autopar.compile_step(step, model.abstract_args(), plan, cluster)
+        timeline = simulate(program, cluster)
+        return SimulatedStep(program, timeline, time.perf_counter() - start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import autopar
 from experiments.models.model import Model
-from simulator import Cluster, Timeline, simulate
+from simulator import Cluster, Program, Timeline, simulate
 
 type Shape = tuple[int, ...]
 """Devices along each axis of a logical mesh."""
@@ -35,8 +35,15 @@ class Runnable:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A simulated step, and the seconds that compiling it took on this machine."""
+    """A simulated step.
 
+    Attributes:
+        program: the program, compiled for the cluster.
+        timeline: its timeline.
+        compile_seconds: seconds of compiling it on this machine.
+    """
+
+    program: Program
     timeline: Timeline
     compile_seconds: float
 
@@ -76,4 +83,5 @@ def compile_here(step: Any, args: tuple[Any, Any]) -> tuple[Any, float]:
 
 def simulated(executable: autopar.TargetExecutable, cluster: Cluster) -> SimulatedStep:
     """Simulate a step that every device of one mesh runs alike."""
-    return SimulatedStep(simulate(executable.program, cluster), executable.compile_seconds)
+    program = executable.program
+    return SimulatedStep(program, simulate(program, cluster), executable.compile_seconds)

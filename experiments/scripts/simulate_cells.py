@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 
 import autopar
-from experiments.cells import Cell, compute_cells, plan_path, timeline_path
+from experiments.cells import Cell, compute_cells, plan_path, program_path, timeline_path
 from experiments.models import build_model
 from experiments.strategies import STRATEGIES
 from experiments.sweep_job import Job
-from simulator import Cluster
+from simulator import Cluster, save_program
 
 jax.config.update("jax_platforms", "cpu")  # a prediction uses no device, so it leaves GPUs alone
 
@@ -34,6 +34,7 @@ def main(job_json: str, directory: str) -> None:
         if plan is not None:
             plan.save(plan_path(results, strategy))
         prediction = STRATEGIES[strategy].predict(model, job.mesh, plan, cluster)
+        save_program(prediction.program, program_path(results, strategy))
         prediction.timeline.save_chrome_trace(timeline_path(results, strategy))
         memory, usable = prediction.timeline.peak_bytes, cluster.device.usable_bytes
         cell = Cell(

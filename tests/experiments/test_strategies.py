@@ -18,6 +18,7 @@ from experiments.sweep_job import Job
 from simulator.engine.timeline import Timeline
 from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
+from simulator.program import Program
 
 MODELS = {
     "mlp": MLP(dim=16, num_layers=2, batch_size=16),
@@ -119,7 +120,9 @@ def test_a_predicted_step_needs_what_its_fullest_device_needs(tmp_path, monkeypa
 
         def predict(self, *_: Any) -> SimulatedStep:
             return SimulatedStep(
-                Timeline((), ((0,), (1,)), (MemoryUse(arguments=1), MemoryUse(arguments=2))), 0.0
+                Program(((0,), (1,)), ((), ())),
+                Timeline((), ((0,), (1,)), (MemoryUse(arguments=1), MemoryUse(arguments=2))),
+                0.0,
             )
 
     monkeypatch.setitem(simulate_cells.STRATEGIES, "staged", Staged())
