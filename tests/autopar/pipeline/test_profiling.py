@@ -47,6 +47,7 @@ def record_measurements(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[T
     return functions
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_measured_stages_trains_as_on_one_device(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     method = pipeline(devices=2, stage_option=replace(PROFILE, cached_profile_result=file))
