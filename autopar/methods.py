@@ -28,7 +28,8 @@ from autopar.checks import (
 from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
 from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, StepGraph
 from autopar.layering.layers import AutoLayerOption, LayerOption
-from autopar.pipeline.pipeline_schedules import Pipeline, schedule_kind, schedule_names
+from autopar.pipeline.pipeline_schedules import schedule_kind, schedule_names
+from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
 from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, PINS, ZERO2, ZERO3, ShardingOptions

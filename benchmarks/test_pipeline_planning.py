@@ -10,12 +10,8 @@ import autopar
 from autopar.ir.spec import LogicalMesh
 from autopar.layering.layer_clustering import cluster_layers, received_bytes
 from autopar.lowering.cross_mesh_resharding import reshard
-from autopar.pipeline.pipeline_schedules import (
-    Pipeline,
-    make_schedule,
-    schedule_kind,
-    schedule_names,
-)
+from autopar.pipeline.pipeline_schedules import make_schedule, schedule_kind, schedule_names
+from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes
 from autopar.planning.stage_dp import construct_stages
 from autopar.planning.stage_problem import StageCost, StageProblem, in_flight_of

@@ -12,7 +12,8 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import autopar
-from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
+from autopar.pipeline.pipeline_schedules import make_schedule
+from autopar.pipeline.schedule_kinds import Pipeline
 from experiments.models import build_model
 from simulator.costs.cost_model import ClusterCosts
 from simulator.engine.clock import Clock

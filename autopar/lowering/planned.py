@@ -11,7 +11,8 @@ from autopar.lowering.instructions import Crossing, PipelineProgram, ValueNames,
 from autopar.lowering.stage_values import StageValues
 from autopar.pipeline.partition import Partition
 from autopar.pipeline.partitioner import partition_step, whole_step_partition
-from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule
+from autopar.pipeline.pipeline_schedules import Schedule, make_schedule
+from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import WHOLE_STEP, Plan, PlanError, Stage
 from simulator.program import Program, Run

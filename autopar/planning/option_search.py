@@ -16,12 +16,8 @@ from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
-from autopar.pipeline.pipeline_schedules import (
-    ScheduleError,
-    has_backward,
-    schedule_kind,
-    schedule_names,
-)
+from autopar.pipeline.pipeline_schedules import has_backward, schedule_kind, schedule_names
+from autopar.pipeline.schedule_kinds import ScheduleError
 from autopar.pipeline.stage_options import (
     AutoStageOption,
     StageError,

@@ -17,7 +17,8 @@ from autopar.layering.layers import num_layers
 from autopar.microbatch.exactness import exactness_of
 from autopar.pipeline.partition import Partition
 from autopar.pipeline.partitioner import partition_step
-from autopar.pipeline.pipeline_schedules import Pipeline, Schedule, make_schedule, splits_backward
+from autopar.pipeline.pipeline_schedules import Schedule, make_schedule, splits_backward
+from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.pipeline.stage_options import (
     Assignment,

@@ -27,7 +27,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autopar.pipeline.pipeline_schedules import Pipeline, schedule_kind
+from autopar.pipeline.pipeline_schedules import schedule_kind
+from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.submeshes import HostPool, Submesh
 
 

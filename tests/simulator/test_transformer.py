@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import simulator.transformer
-from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
+from autopar.pipeline.pipeline_schedules import make_schedule
+from autopar.pipeline.schedule_kinds import Pipeline
 from simulator.hardware.cluster import Cluster, ClusterError, Link
 from simulator.program import Run
 from simulator.transformer import (

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 import autopar
 from autopar.pipeline import pipeline_schedules
 from autopar.pipeline.pipeline_schedules import (
-    Pipeline,
     Schedule,
-    ScheduleError,
     has_backward,
     make_schedule,
     schedule_kind,
     schedule_names,
     splits_backward,
 )
+from autopar.pipeline.schedule_kinds import Pipeline, ScheduleError
 from simulator.program import DeadlockError, Free, Phase, Recv, Run, Send, walk
 from tests.autopar.pipeline.stack_steps import (
     assert_as_serial,

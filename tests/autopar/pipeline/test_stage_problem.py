@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.pipeline.pipeline_schedules import Pipeline, make_schedule
+from autopar.pipeline.pipeline_schedules import make_schedule
+from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, fits, place
 from autopar.planning.stage_dp import construct_stages
 from autopar.planning.stage_problem import (
