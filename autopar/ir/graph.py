@@ -31,25 +31,28 @@ def needed(
         outvars: the values that are needed.
         given: values that are known, and whose dependences do not count.
     """
-    eqns = list(eqns)
+    numbered = list(eqns)
+    pending = list(enumerate(numbered))[::-1]
     live = {atom for atom in outvars if isinstance(atom, Var)}.difference(given)
-
-    def keeps(eqn: JaxprEqn) -> bool:
-        bound = eqn.primitive in control_flow.BOUND and control_flow.token_of(eqn) in live
-        return bound or bool(eqn.effects) or not live.isdisjoint(eqn.outvars)
-
+    kept: list[int] = []
     while True:
-        count = len(live)
-        kept = []
-        for number, eqn in reversed(eqns):
-            if keeps(eqn):
-                kept.append((number, eqn))
+        unused = []
+        is_loop_needed = False
+        for position, each in pending:
+            eqn = each[1]
+            is_bound = eqn.primitive in control_flow.BOUND and control_flow.token_of(eqn) in live
+            if is_bound or eqn.effects or not live.isdisjoint(eqn.outvars):
+                kept.append(position)
                 live.update(
-                    atom for atom in eqn.invars if isinstance(atom, Var) and atom not in given
+                    [atom for atom in eqn.invars if isinstance(atom, Var) and atom not in given]
                 )
+                is_loop_needed |= eqn.primitive in control_flow.OPENING
+            else:
+                unused.append((position, each))
         # A loop that is needed needs all its carries, which takes another pass.
-        if len(live) == count or not any(eqn.primitive in control_flow.BOUND for _, eqn in eqns):
-            return kept[::-1]
+        if not is_loop_needed:
+            return [numbered[position] for position in sorted(kept)]
+        pending = unused
 
 
 def source_line(eqn: JaxprEqn) -> str:
