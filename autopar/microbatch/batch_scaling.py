@@ -21,7 +21,11 @@ from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents, units
 from autopar.ir.graph import Atom, Where, aval_of, is_forward, source_line
 from autopar.ir.step_graph import MicrobatchError
-from autopar.microbatch.batch_scaling_constants import constant_scaling, own_constant_scaling
+from autopar.microbatch.batch_scaling_constants import (
+    check_parameters,
+    constant_scaling,
+    own_constant_scaling,
+)
 from autopar.microbatch.batch_scaling_rules import (
     BatchScaling,
     ConstantDiffers,
@@ -148,6 +152,7 @@ class BatchScalings:
                 if eqn.primitive in control_flow.MARKERS:
                     results = self._of_marker(eqn, whole)
                 else:
+                    check_parameters(eqn, whole)
                     results = self._of_equation(number, eqn, whole)
             except ConstantDiffers as unfit:
                 results = [NotSeparable(f"{unfit}; {Where(eqn)} reads it")] * len(eqn.outvars)

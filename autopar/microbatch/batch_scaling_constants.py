@@ -6,8 +6,10 @@ from typing import Any
 from typing import Literal as OneOf
 
 import numpy as np
+from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import integer_pow_p, slice_p
 
-from autopar.ir.graph import constant
+from autopar.ir.graph import aval_of, constant
 from autopar.microbatch.batch_scaling_rules import BatchScaling, ConstantDiffers
 
 
@@ -95,6 +97,47 @@ _LESS_ONE: tuple[tuple[int, Callable[[np.ndarray], np.ndarray]], ...] = (
 
 Each has the power of n with which the number scales.
 """
+
+
+def check_parameters(eqn: JaxprEqn, whole: JaxprEqn) -> None:
+    """Check that numbers in the parameters of an equation do not depend on the size of the batch.
+
+    Sizes in the parameters of equations whose operands or results grow may depend on it. A power
+    may not, nor may where a slice begins along a dim that does not grow, as in `table[n - 1]`.
+
+    Args:
+        eqn: the equation for the smaller batch.
+        whole: the equation for the larger batch.
+
+    Raises:
+        ConstantDiffers: one does.
+    """
+    for name, value in eqn.params.items():
+        other = whole.params[name]
+        if not _is_numeric(value) or value == other:
+            continue
+        sides = [[aval_of(atom).shape for atom in (*e.invars, *e.outvars)] for e in (eqn, whole)]
+        grown = zip(sides[0][0], sides[1][0], strict=False) if sides[0] else ()
+        if (
+            sides[0] == sides[1]
+            or eqn.primitive is integer_pow_p
+            or (
+                eqn.primitive is slice_p
+                and any(
+                    size == larger and value[dim] != other[dim]
+                    for dim, (size, larger) in enumerate(grown)
+                )
+            )
+        ):
+            raise ConstantDiffers(
+                f"a constant of the step, {name}, is {value} for a microbatch and {other} for the"
+                " batch"
+            )
+
+
+def _is_numeric(value: Any) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(number, int | float) for number in values)
 
 
 def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"] | None:

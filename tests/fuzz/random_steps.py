@@ -334,6 +334,23 @@ def by_position(draw) -> dict[str, Operation]:
         "other constants per row": lambda a, o, i: (
             a * along(np.arange(a.shape[0], dtype=np.float32), a)
         ),
+        "a row of a table by the size": lambda a, o, i: (
+            last_features(flat(a)) * i.params["table"][a.shape[0] - 1]
+        ),
+        "a slice of a table by the size": lambda a, o, i: (
+            last_features(flat(a))
+            * lax.dynamic_slice(i.params["table"], (a.shape[0] - 1, 0), (1, WIDTH))
+        ),
+        "a power of the size": lambda a, o, i: a + i.params["bias"].mean() ** a.shape[0],
+        "rolled by the size": lambda a, o, i: jnp.roll(flat(a), a.shape[0] // 4, axis=1),
+        "a key of the size": lambda a, o, i: (
+            a * jax.random.uniform(jax.random.fold_in(i.key, a.shape[0]))
+        ),
+        "a branch by the size": lambda a, o, i: lax.cond(
+            jnp.int32(a.shape[0]) > 8, jnp.sin, jnp.tanh, a
+        ),
+        "clipped by the size": lambda a, o, i: jnp.clip(a * 9, -a.shape[0], a.shape[0]),
+        "in bins of the size": lambda a, o, i: jnp.digitize(a, jnp.arange(4) / a.shape[0]) * a,
         "meshgrid": lambda a, o, i: (
             a
             * along(jnp.meshgrid(jnp.arange(a.shape[0]), jnp.arange(2), indexing="ij")[0][:, 1], a)

@@ -411,6 +411,11 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "shard_map at .* uses the size of the batch inside its body",
     ),
     "a loop through the examples": (lambda h, k, p, b: summed_up(h, k), "a loop at"),
+    "a row of a table by the size of the batch": (
+        lambda h, k, p, b: h * p["table"][len(h) - 1],
+        "start_indices, .* slice at",
+    ),
+    "a power by the size of the batch": (lambda h, k, p, b: h ** len(h), "integer_pow at"),
     "as many iterations as examples": (
         lambda h, k, p, b: lax.fori_loop(0, len(h), lambda _, h: jnp.sin(h), h),
         "a loop at .* is longer for a larger batch",
