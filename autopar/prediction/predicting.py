@@ -19,6 +19,7 @@ from autopar.planning.method_planning import any_cluster
 from autopar.planning.plan_step import planned_step
 from autopar.prediction.analytic import analytic_program
 from autopar.primitives import kernel_of
+from autopar.primitives.ragged_products import products_per_row
 from autopar.progress import progress_part
 from autopar.tracing.arguments import (
     AUTO_ARGNUMS,
@@ -197,5 +198,5 @@ def _model_flops(step: StepGraph) -> float:
         kernel = kernel_of(eqn)
         if kernel.kind != "memory":
             runs = step.num_micro_batches if number in in_microbatches else 1
-            total += kernel.flops * times * runs
+            total += kernel.flops / products_per_row(eqn) * times * runs
     return total

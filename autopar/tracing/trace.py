@@ -34,6 +34,7 @@ from autopar.microbatch.splitting import split, split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
 from autopar.tracing.shared_traces import shared
+from autopar.tracing.sorted_rows import without_sorted_rows
 
 
 class TraceError(TypeError):
@@ -199,7 +200,7 @@ class _StepTracer:
             weights = [i for i in range(len(scaled)) if i not in self.batch]
             cut = cut_gradient_scans(jaxpr, self.layers, weights, self._scan_assignments)
             jaxpr = jaxpr if cut is None else cut
-        jaxpr = flatten(jaxpr)
+        jaxpr = without_sorted_rows(flatten(jaxpr))
         in_pieces = [var for i, var in enumerate(jaxpr.invars) if i not in self.batch]
         seeds = stack_seeds(jaxpr)
         cut = cut_stacks(jaxpr, seeds, in_pieces=in_pieces, out_pieces=jaxpr.outvars)

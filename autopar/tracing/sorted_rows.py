@@ -1,0 +1,596 @@
+"""Write what sorts tokens by expert as if the tokens stayed in their order.
+
+A mixture of experts without a capacity sorts the rows of its tokens by expert, multiplies groups of
+rows with `jax.lax.ragged_dot`, and puts the rows back. Only the products depend on the order. So
+each value whose rows are sorted is replaced by one with the rows in their first order: the lookups
+that sort rows repeat them instead, those that put them back are left out, and the products take the
+group of each row (`autopar.primitives.ragged_products`). Devices and microbatches then need only
+their own tokens.
+
+A sort stays if something else depends on its order, such as an index that is an output of the step.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import (
+    argmax_p,
+    argmin_p,
+    broadcast_in_dim_p,
+    convert_element_type_p,
+    gather_p,
+    reduce_sum_p,
+    reshape_p,
+    sort_p,
+    top_k_p,
+)
+from jax.lax import scatter_add_p, scatter_p
+
+from autopar.ir import control_flow
+from autopar.ir.graph import Atom, aval_of, needed
+from autopar.microbatch.deferred_division import equations
+from autopar.primitives import op_factors, record_of
+from autopar.primitives.factors import PARTIAL
+from autopar.primitives.ragged_products import dims_of, grouped_dot_p
+from autopar.tracing.row_tables import (
+    Known,
+    Origin,
+    RowTable,
+    is_uniform,
+    known_literal,
+    known_result,
+)
+
+
+def without_sorted_rows(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a flat jaxpr whose ragged products take rows in their first order, where possible."""
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    if not {"ragged_dot_general", "sort"} <= names:
+        return jaxpr
+    kept: set[int] = set()
+    while True:
+        try:
+            eqns = _Unsorting(jaxpr, kept).eqns
+        except _DependsOnOrderError as dependence:
+            kept.add(dependence.sort)
+            continue
+        return jaxpr.replace(eqns=[eqn for _, eqn in needed(enumerate(eqns), jaxpr.outvars)])
+
+
+class _DependsOnOrderError(Exception):
+    """Something depends on the order of a sort, given by the number of its equation."""
+
+    def __init__(self, sort: int) -> None:
+        super().__init__(sort)
+        self.sort = sort
+
+
+class _Rows(NamedTuple):
+    """The dim of an array whose rows a sort arranged.
+
+    Attributes:
+        sort: the number of the sort.
+        dim: the dim.
+        is_stacked: whether a loop stacked arrays of several sorts, one per iteration.
+    """
+
+    sort: int
+    dim: int
+    is_stacked: bool = False
+
+
+class _Sizes(NamedTuple):
+    """What is known of the sizes of groups.
+
+    Attributes:
+        keys: the array by which rows are in groups.
+        group: the variable with the group of each row.
+        is_stacked: see `_Rows`.
+    """
+
+    keys: Var
+    group: Var
+    is_stacked: bool = False
+
+
+class _Unsorting:
+    """The equations of a step without the sorts whose order only products depend on.
+
+    Attributes:
+        eqns: the new equations.
+        first_order: for each variable that changes, the atom that replaces it: with rows in their
+            first order, if they were sorted.
+        rows: the dims that are sorted, by the variable of the old trace.
+        known: what is known of integer arrays.
+        stacked: what is known of each array that a loop stacks.
+        unmade: variables that no equation computes: the places of rows after a sort, with its
+            number.
+        even: for each variable, the dims along which its elements are equal.
+        sizes: what is known of the sizes of groups.
+        keys: the arrays that rows are sorted by, each with the numbers that it may hold.
+        keys_of_sort: the array of each sort that is left out, by its number.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, kept: set[int]) -> None:
+        self.kept = kept
+        self.eqns: list[JaxprEqn] = []
+        self.first_order: dict[Var, Atom] = {}
+        self.rows: dict[Var, _Rows] = {}
+        self.known: dict[Var, Known] = {}
+        self.stacked: dict[Var, Known] = {}
+        self.unmade: dict[Var, int] = {}
+        self.even: dict[Var, frozenset[int]] = {}
+        self.sizes: dict[Var, _Sizes] = {}
+        self.keys_of_sort: dict[int, Var] = {}
+        self.keys = _keys_of_sorts(jaxpr)
+        for var in jaxpr.invars:
+            self._add_keys(var)
+        for number, eqn in enumerate(jaxpr.eqns):
+            self._add(number, eqn)
+            for var in eqn.outvars:
+                self._add_keys(var)
+        for atom in jaxpr.outvars:
+            self._check_order_unread(atom)
+
+    # -- what is known
+
+    def _of(self, atom: Atom) -> Known | None:
+        return self.known.get(atom) if isinstance(atom, Var) else known_literal(atom)
+
+    def _rows_of(self, atom: Atom) -> _Rows | None:
+        return self.rows.get(atom) if isinstance(atom, Var) else None
+
+    def _unmade_by(self, atom: Atom) -> int | None:
+        return self.unmade.get(atom) if isinstance(atom, Var) else None
+
+    def _read(self, atom: Atom) -> Atom:
+        return self.first_order.get(atom, atom) if isinstance(atom, Var) else atom
+
+    def _add_keys(self, var: Var) -> None:
+        """Note that rows have numbers of their own, if they are keys of a sort."""
+        if var in self.keys and var not in self.rows and var not in self.known:
+            domain = self.keys[var]
+            shape = aval_of(var).shape
+            self.known[var] = RowTable(Origin("key", var), domain, shape, domain)
+
+    def _column(self, atom: Atom, origin: str) -> RowTable | None:
+        """Return the table of an array with one number per row, if it is of this origin."""
+        known = self._of(atom)
+        if not isinstance(known, RowTable) or known.values.size != len(known.domain):
+            return None
+        return known if known.origin.kind == origin and len(known.rows) == 1 else None
+
+    def _check_order_unread(self, *atoms: Atom) -> None:
+        """Refuse a sort whose order the atoms depend on."""
+        for atom in atoms:
+            if (sort := self._unmade_by(atom)) is not None:
+                raise _DependsOnOrderError(sort)
+            if rows := self._rows_of(atom):
+                raise _DependsOnOrderError(rows.sort)
+
+    # -- equations
+
+    def _add(self, number: int, eqn: JaxprEqn) -> None:
+        """Add an equation of the old trace."""
+        if eqn.primitive in control_flow.MARKERS:
+            self._add_marker(eqn)
+        elif record_of(eqn).passes_through:
+            self._pass_through(eqn)
+        elif not self._moves_rows(number, eqn):
+            self._add_sizes(eqn)
+            self._add_plain(eqn)
+
+    def _moves_rows(self, number: int, eqn: JaxprEqn) -> bool:
+        """Add an equation that sorts rows or puts them back; return whether it does."""
+        if eqn.primitive is sort_p:
+            return number not in self.kept and self._add_sort(number, eqn)
+        if eqn.primitive is gather_p:
+            return self._add_gather(eqn)
+        return eqn.primitive in (scatter_p, scatter_add_p) and self._add_scatter(eqn)
+
+    def _emit(self, eqn: JaxprEqn, **changes: Any) -> None:
+        changes = {"invars": [self._read(atom) for atom in eqn.invars], **changes}
+        self.eqns.append(eqn.replace(**changes))
+
+    def _compute(self, eqn: JaxprEqn, fun: Callable[..., Any], operand: Atom, aval: Any) -> Var:
+        """Add the equations of a function of one array, and return the variable of its result."""
+        result = Var(ShapedArray(aval.shape, aval.dtype))
+        self.eqns += equations(fun, [operand], result, eqn.source_info)
+        return result
+
+    def _add_sort(self, number: int, eqn: JaxprEqn) -> bool:
+        """Leave out a sort of rows by one key; return whether it can be."""
+        keys = eqn.invars[0]
+        key_aval = aval_of(keys)
+        if eqn.params["num_keys"] != 1 or key_aval.ndim != 1:
+            return False
+        places = np.arange(key_aval.shape[0])
+        counted = [
+            isinstance(known := self._of(atom), np.ndarray) and np.array_equal(known, places)
+            for atom in eqn.invars
+        ]
+        order = self._column(keys, "before")
+        if order is not None and order.is_column(places) and all(counted[1:]):
+            sort = _sort_of(order)
+            for var in eqn.outvars:
+                self.known[var] = RowTable(Origin("after", sort), places, places.shape, places)
+                self.unmade[var] = sort
+            if eqn.outvars:
+                self.known[eqn.outvars[0]] = places
+            return True
+        self._check_order_unread(*eqn.invars)
+        table = self._column(keys, "key")
+        if table is None or not table.is_column(table.domain):
+            return False
+        for atom, var, is_counted in zip(eqn.invars, eqn.outvars, counted, strict=True):
+            self.rows[var] = _Rows(number, 0)
+            self.first_order[var] = self._read(atom)
+            if is_counted:
+                self.known[var] = RowTable(Origin("before", number), places, places.shape, places)
+        self.keys_of_sort[number] = _keys_of(table)
+        return True
+
+    def _add_gather(self, eqn: JaxprEqn) -> bool:
+        """Add a lookup that sorts rows, or puts them back; return whether it does."""
+        operand, indices = eqn.invars
+        if not _takes_rows(eqn):
+            return False
+        (out,) = eqn.outvars
+        rows = self._rows_of(operand)
+        before, after = (self._column(indices, origin) for origin in ("before", "after"))
+        if before is not None and rows is None:
+            size, count = len(before.domain), aval_of(operand).shape[0]
+            if size % count or not before.is_column(before.domain // (size // count)):
+                return False
+            sort = _sort_of(before)
+            self.rows[out] = _Rows(sort, 0)
+            repeat = _repeated(size // count)
+            source = self._read(operand)
+            self.first_order[out] = (
+                source if size == count else self._compute(eqn, repeat, source, aval_of(out))
+            )
+            return True
+        if after is not None and rows == _Rows(_sort_of(after), 0):
+            if not after.is_column(after.domain) or len(after.domain) != aval_of(operand).shape[0]:
+                return False
+            self.first_order[out] = self._read(operand)
+            return True
+        return False
+
+    def _add_scatter(self, eqn: JaxprEqn) -> bool:
+        """Add a scatter that puts rows back, or sorts them; return whether it does."""
+        start, indices, updates = eqn.invars
+        if not _writes_rows(eqn):
+            return False
+        (out,) = eqn.outvars
+        rows = self._rows_of(updates)
+        before, after = (self._column(indices, origin) for origin in ("before", "after"))
+        size, count = aval_of(updates).shape[0], aval_of(start).shape[0]
+        adds = eqn.primitive is scatter_add_p
+        if size % count or (size != count and not adds) or (adds and not self._is_zero(start)):
+            return False
+        if before is not None and before.is_column(before.domain // (size // count)):
+            sort = _sort_of(before)
+            if rows == _Rows(sort, 0):
+                total, source = _summed(size // count), self._read(updates)
+                self.first_order[out] = (
+                    source if size == count else self._compute(eqn, total, source, aval_of(out))
+                )
+                return True
+            known = self._of(updates)
+            places = np.arange(size)
+            if size == count and isinstance(known, np.ndarray) and np.array_equal(known, places):
+                self.known[out] = RowTable(Origin("after", sort), places, places.shape, places)
+                self.unmade[out] = sort
+                return True
+        if after is not None and rows is None and after.is_column(after.domain) and size == count:
+            self.rows[out] = _Rows(_sort_of(after), 0)
+            self.first_order[out] = self._read(updates)
+            return True
+        return False
+
+    def _is_zero(self, atom: Atom) -> bool:
+        return is_uniform(self._of(atom), 0.0)
+
+    def _pass_through(self, eqn: JaxprEqn) -> None:
+        """Add an equation whose results are its operands."""
+        made = [k for k, atom in enumerate(eqn.invars) if self._unmade_by(atom) is None]
+        self._emit(
+            eqn,
+            invars=[self._read(eqn.invars[k]) for k in made],
+            outvars=[eqn.outvars[k] for k in made],
+        )
+        for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
+            self._copy_knowledge(atom, var)
+
+    def _copy_knowledge(self, atom: Atom, var: Var) -> None:
+        if (known := self._of(atom)) is not None:
+            self.known[var] = known
+        if not isinstance(atom, Var):
+            return
+        for of in (self.rows, self.unmade, self.even, self.sizes, self.stacked):
+            if atom in of:
+                of[var] = of[atom]  # pyright: ignore[reportArgumentType]
+
+    def _add_sizes(self, eqn: JaxprEqn) -> None:
+        """Note that a result counts the rows of each group."""
+        if len(eqn.outvars) != 1 or len(aval_of(eqn.outvars[0]).shape) != 1:
+            return
+        num_groups = aval_of(eqn.outvars[0]).shape[0]
+        if eqn.primitive is scatter_add_p:
+            start, indices, updates = eqn.invars
+            table = self._of(indices)
+            if not (isinstance(table, RowTable) and table.values.size == len(table.domain)):
+                return
+            counts = is_uniform(self._of(updates), 1.0) and self._is_zero(start)
+            if table.origin.kind == "key" and counts and _are_groups(eqn, table, num_groups):
+                self._note_sizes(eqn, table, indices)
+        elif eqn.primitive is reduce_sum_p:
+            table = self._of(eqn.invars[0])
+            if not isinstance(table, RowTable) or table.origin.kind != "key":
+                return
+            one_hot = table.domain[:, None] == np.arange(num_groups)
+            is_nonnegative = table.domain[0] >= 0
+            counts = tuple(eqn.params["axes"]) == tuple(range(len(table.rows)))
+            if counts and is_nonnegative and np.array_equal(table.values, one_hot):
+                self._note_sizes(eqn, table)
+
+    def _note_sizes(self, eqn: JaxprEqn, table: RowTable, indices: Atom | None = None) -> None:
+        """Note that a result counts the rows of each group: of each key, or at each index."""
+        keys = _keys_of(table)
+        group = keys if indices is None or table.is_column(table.domain) else indices
+        shape = ShapedArray((prod(table.rows),), aval_of(group).dtype)
+        column = self._compute(eqn, lambda x: x.reshape(-1), self._read(group), shape)
+        self.sizes[eqn.outvars[0]] = _Sizes(keys, column)
+
+    def _add_plain(self, eqn: JaxprEqn) -> None:
+        """Add any other equation, which may compute sorted rows one by one, or sum over them."""
+        known = known_result(eqn, [self._of(atom) for atom in eqn.invars])
+        if known is not None:
+            self.known[eqn.outvars[0]] = known
+        after = [sort for atom in eqn.invars if (sort := self._unmade_by(atom)) is not None]
+        if after:
+            if known is None:
+                raise _DependsOnOrderError(after[0])
+            self.unmade[eqn.outvars[0]] = after[0]
+            return
+        self._note_even(eqn)
+        arranged = [rows for atom in eqn.invars if (rows := self._rows_of(atom))]
+        if not arranged:
+            self._emit(eqn)
+            return
+        sort = arranged[0].sort
+        if eqn.primitive.name == "ragged_dot_general":
+            self._add_product(eqn, sort)
+            return
+        self._arrange_results(eqn, sort)
+        self._emit(eqn)
+
+    def _arrange_results(self, eqn: JaxprEqn, sort: int) -> None:
+        """Note which dims of the results are sorted.
+
+        The sort is refused unless the equation treats all rows alike, and operands that share the
+        dim of rows are sorted in the same way or equal in all rows.
+        """
+        factors = op_factors(eqn)
+        row_factors: set[tuple[int, ...]] = set()
+        for atom, dims in zip(eqn.invars, factors.operands, strict=True):
+            if rows := self._rows_of(atom):
+                if rows.sort != sort or rows.is_stacked:
+                    raise _DependsOnOrderError(rows.sort)
+                row_factors.add(dims[rows.dim])
+        if len(row_factors) != 1 or len(row_factor := row_factors.pop()) != 1:
+            raise _DependsOnOrderError(sort)
+        (factor,) = row_factor
+        kind = factors.kinds[factor]
+        if kind != "parallel" and kind not in PARTIAL:
+            raise _DependsOnOrderError(sort)
+        for atom, dims in zip(eqn.invars, factors.operands, strict=True):
+            rows = self._rows_of(atom)
+            for dim, of in enumerate(dims):
+                if factor not in of or (rows is not None and rows.dim == dim and of == (factor,)):
+                    continue
+                if rows is not None or dim not in self._even_dims(atom):
+                    raise _DependsOnOrderError(sort)
+        for var, dims in zip(eqn.outvars, factors.results, strict=True):
+            at = [dim for dim, of in enumerate(dims) if factor in of]
+            if kind == "parallel" and (len(at) != 1 or dims[at[0]] != (factor,)):
+                raise _DependsOnOrderError(sort)
+            if kind != "parallel" and at:
+                raise _DependsOnOrderError(sort)
+            if at:
+                self.rows[var] = _Rows(sort, at[0])
+
+    def _even_dims(self, atom: Atom) -> frozenset[int]:
+        return self.even.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
+
+    def _note_even(self, eqn: JaxprEqn) -> None:
+        """Note along which dims the elements of a result are equal."""
+        if len(eqn.outvars) != 1:
+            return
+        (out,) = eqn.outvars
+        shape = aval_of(out).shape
+        if eqn.primitive is broadcast_in_dim_p:
+            dims = eqn.params["broadcast_dimensions"]
+            sizes = aval_of(eqn.invars[0]).shape
+            own = {
+                dim: k
+                for k, dim in enumerate(dims)
+                if sizes[k] == shape[dim] and k not in self._even_dims(eqn.invars[0])
+            }
+            self.even[out] = frozenset(range(len(shape))).difference(own)
+        elif record_of(eqn).fusion == "elementwise":
+            arrays = [atom for atom in eqn.invars if aval_of(atom).shape]
+            if arrays and all(aval_of(atom).shape == shape for atom in arrays):
+                self.even[out] = frozenset.intersection(*map(self._even_dims, arrays))
+
+    def _add_product(self, eqn: JaxprEqn, sort: int) -> None:
+        """Add a ragged product as one that takes the group of each row."""
+        dims = dims_of(eqn)
+        sizes = self.sizes.get(eqn.invars[2]) if isinstance(eqn.invars[2], Var) else None
+        lhs, rhs = map(self._rows_of, eqn.invars[:2])
+        if dims is None or dims.batch or sizes is None or sizes.is_stacked:
+            raise _DependsOnOrderError(sort)
+        other = None if dims.rows_of_rhs is None else _Rows(sort, dims.rows_of_rhs)
+        is_sorted = lhs == _Rows(sort, dims.rows) and rhs == other
+        if not is_sorted or self.keys_of_sort[sort] is not sizes.keys:
+            raise _DependsOnOrderError(sort)
+        out = aval_of(eqn.outvars[0]).shape
+        count = out[0] if dims.groups is None else aval_of(eqn.invars[1]).shape[dims.groups]
+        names = ("precision", "preferred_element_type", "ragged_dot_dimension_numbers")
+        params = {name: eqn.params[name] for name in names} | {"num_groups": count}
+        operands = [*map(self._read, eqn.invars[:2]), sizes.group]
+        self._emit(eqn, primitive=grouped_dot_p, invars=operands, params=params)
+        if dims.groups is not None:
+            free = [
+                d
+                for d in range(len(aval_of(eqn.invars[0]).shape))
+                if d not in dict(dims.contracted)
+            ]
+            self.rows[eqn.outvars[0]] = _Rows(sort, free.index(dims.rows))
+
+    # -- loops
+
+    def _add_marker(self, eqn: JaxprEqn) -> None:
+        """Add a marker of a loop or branch; sorted rows may enter, be stacked and be sliced."""
+        if eqn.primitive not in (
+            control_flow.loop_const_p,
+            control_flow.loop_stack_p,
+            control_flow.loop_slice_p,
+        ):
+            self._check_order_unread(*eqn.invars)
+            self._emit(eqn)
+            return
+        value, token = eqn.invars
+        (out,) = eqn.outvars
+        if not isinstance(value, Var):
+            self._emit(eqn)
+            return
+        if value not in self.unmade:
+            self._emit(eqn)
+        else:
+            self.unmade[out] = self.unmade[value]
+        if eqn.primitive is control_flow.loop_const_p:
+            self._copy_knowledge(value, out)
+            return
+        stacks = eqn.primitive is control_flow.loop_stack_p
+        of, into = (self.known, self.stacked) if stacks else (self.stacked, self.known)
+        if value in of:
+            into[out] = of[value]
+        if rows := self.rows.get(value):
+            dim = rows.dim + (1 if stacks else -1)
+            if rows.is_stacked is stacks or dim < 0:
+                raise _DependsOnOrderError(rows.sort)
+            self.rows[out] = _Rows(rows.sort, dim, stacks)
+        sizes = self.sizes.get(value)
+        if sizes is not None and sizes.is_stacked is not stacks:
+            aval = aval_of(sizes.group)
+            length = aval_of(out if stacks else value).shape[0]
+            shape = (length, *aval.shape) if stacks else aval.shape[1:]
+            group = Var(ShapedArray(shape, aval.dtype))
+            self._emit(eqn, invars=[sizes.group, token], outvars=[group])
+            self.sizes[out] = _Sizes(sizes.keys, group, stacks)
+
+
+def _sort_of(table: RowTable) -> int:
+    assert isinstance(table.origin.of, int)
+    return table.origin.of
+
+
+def _keys_of(table: RowTable) -> Var:
+    assert isinstance(table.origin.of, Var)
+    return table.origin.of
+
+
+def _keys_of_sorts(jaxpr: Jaxpr) -> dict[Var, np.ndarray]:
+    """Return the arrays that rows are sorted by, each with the numbers that it may hold."""
+    maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    keys: dict[Var, np.ndarray] = {}
+    for eqn in jaxpr.eqns:
+        atom = eqn.invars[0] if eqn.primitive is sort_p else None
+        while isinstance(atom, Var) and jnp.issubdtype(aval_of(atom).dtype, jnp.integer):
+            made_by = maker.get(atom)
+            if made_by is None or made_by.primitive not in (reshape_p, convert_element_type_p):
+                keys[atom] = _numbers(aval_of(atom).dtype, made_by)
+                break
+            atom = made_by.invars[0]
+    return keys
+
+
+def _numbers(dtype: Any, maker: JaxprEqn | None) -> np.ndarray:
+    """Return the numbers that an array may hold; for an unknown range, numbers that represent it.
+
+    Equal intervals are represented by the numbers at their ends.
+    """
+    if maker is not None and maker.primitive is top_k_p:
+        return np.arange(aval_of(maker.invars[0]).shape[maker.params["axis"]]).astype(dtype)
+    if maker is not None and maker.primitive in (argmax_p, argmin_p):
+        (axis,) = maker.params["axes"]
+        return np.arange(aval_of(maker.invars[0]).shape[axis]).astype(dtype)
+    limits = jnp.iinfo(dtype)
+    small = np.arange(max(limits.min, -2048), min(limits.max, 2048))
+    return np.unique(np.array([limits.min, *small, limits.max])).astype(dtype)
+
+
+def _are_groups(eqn: JaxprEqn, table: RowTable, num_groups: int) -> bool:
+    """Return whether rows that are sorted by key are sorted by group, with those of no group last.
+
+    Args:
+        eqn: a scatter that counts the rows of groups.
+        table: the group of each key.
+        num_groups: the number of groups.
+    """
+    group = table.values.ravel()
+    is_valid = (group >= 0) & (group < num_groups)
+    count = int(is_valid.sum())
+    if eqn.params["mode"] is not lax.GatherScatterMode.FILL_OR_DROP and count < len(group):
+        return False
+    return bool(is_valid[:count].all() and (np.diff(group[:count]) >= 0).all())
+
+
+def _takes_rows(eqn: JaxprEqn) -> bool:
+    """Return whether a gather takes whole rows of its operand, one for each index."""
+    numbers, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
+    return (
+        tuple(numbers.start_index_map) == (0,)
+        and tuple(numbers.collapsed_slice_dims) == (0,)
+        and not numbers.operand_batching_dims
+        and tuple(numbers.offset_dims) == tuple(range(1, len(shape)))
+        and tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
+        and len(aval_of(eqn.invars[1]).shape) == 2
+    )
+
+
+def _writes_rows(eqn: JaxprEqn) -> bool:
+    """Return whether a scatter writes whole rows, one for each index."""
+    numbers, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
+    return (
+        tuple(numbers.scatter_dims_to_operand_dims) == (0,)
+        and tuple(numbers.inserted_window_dims) == (0,)
+        and not numbers.operand_batching_dims
+        and tuple(numbers.update_window_dims) == tuple(range(1, len(shape)))
+        and aval_of(eqn.invars[2]).shape[1:] == shape[1:]
+        and len(aval_of(eqn.invars[1]).shape) == 2
+    )
+
+
+def _repeated(times: int) -> Callable[[Any], Any]:
+    """Return the function that repeats each row."""
+
+    def repeat(x: Any) -> Any:
+        shape = (x.shape[0], times, *x.shape[1:])
+        dims = (0, *range(2, len(shape)))
+        return lax.broadcast_in_dim(x, shape, dims).reshape(-1, *x.shape[1:])
+
+    return repeat
+
+
+def _summed(times: int) -> Callable[[Any], Any]:
+    """Return the function that adds up runs of rows."""
+    return lambda x: x.reshape(-1, times, *x.shape[1:]).sum(1)
