@@ -307,7 +307,7 @@ RECORDS = {
         data=slice(2),
         runs_on_shards=lambda eqn: dims_of(eqn) is not None,
     ),
-    grouped_dot_p: PrimitiveRecord(
+    "grouped_dot": PrimitiveRecord(
         factors=_factors,
         local=_local_grouped,
         work=_kernel,
