@@ -1,0 +1,1 @@
+"""Recomputation: which values the backward pass computes again instead of keeping them."""

@@ -1,0 +1,87 @@
+"""The chosen recomputation, compared with all choices on small chains and DAGs."""
+
+from itertools import chain, combinations
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.recompute.recompute_ilp import cheapest_recomputation, least_memory
+from autopar.recompute.recompute_problem import ForwardValue, RecomputeProblem
+
+
+@st.composite
+def problems(draw, most=7):
+    """Draw a forward pass whose values a backward pass reads, most in reverse order."""
+    count = draw(st.integers(1, most))
+    values = []
+    for number in range(count):
+        sources = draw(st.sets(st.integers(0, number - 1), max_size=2)) if number else set()
+        late = inf, -inf
+        if draw(st.integers(0, 3)):
+            first = draw(st.integers(2 * count - number - 1, 2 * count - 1))
+            late = first, draw(st.integers(first, 2 * count - 1))
+        values.append(
+            ForwardValue(
+                num_bytes=draw(st.integers(1, 5)),
+                seconds=draw(st.integers(1, 9)),
+                made=number,
+                until=draw(st.integers(number, count - 1)),
+                late=late,
+                sources=tuple(sorted(sources)),
+                repeatable=draw(st.integers(0, 5)) > 0,
+            )
+        )
+    base = draw(st.lists(st.integers(0, 4), min_size=2 * count, max_size=2 * count))
+    return RecomputeProblem(values, np.array(base, float))
+
+
+def choices(problem):
+    """Yield every set of values that may be computed again, with its seconds and peak bytes."""
+    numbers = [number for number, is_open in enumerate(problem.open) if is_open]
+    subsets = chain.from_iterable(combinations(numbers, k) for k in range(len(numbers) + 1))
+    for repeated in subsets:
+        yield problem.seconds(repeated), problem.live_bytes(set(problem.copied_at(repeated))).max()
+
+
+@given(problems(), st.floats(0, 1))
+def test_chosen_recomputation_is_the_cheapest_that_fits(problem, share):
+    found = sorted(choices(problem))
+    peaks = [peak for _, peak in found]
+    budget = min(peaks) + share * (max(peaks) - min(peaks))
+    chosen = cheapest_recomputation(problem, budget)
+    assert chosen is not None
+    assert chosen.peak_bytes == problem.live_bytes(chosen.repeated).max() <= budget
+    assert chosen.seconds == min(seconds for seconds, peak in found if peak <= budget)
+
+
+@given(problems())
+def test_least_memory_is_the_least_of_all_choices(problem):
+    least = min(peak for _, peak in choices(problem))
+    assert least_memory(problem).peak_bytes == pytest.approx(least)
+    assert cheapest_recomputation(problem, 0.99 * least - 1e-3) is None
+
+
+def test_least_memory_of_a_chain_keeps_every_third_value():
+    """Of nine values in a chain, 0, 3 and 6 are kept, and two copies are live at a time."""
+    values = [
+        ForwardValue(
+            num_bytes=1.0,
+            seconds=1.0,
+            made=number,
+            until=min(number + 1, 8),
+            late=(17 - number, 17 - number),
+            sources=(number - 1,) if number else (),
+            repeatable=number > 0,
+        )
+        for number in range(9)
+    ]
+    problem = RecomputeProblem(values, np.zeros(18))
+    assert problem.live_bytes(()).max() == 9
+    assert problem.live_bytes({1, 2, 4, 5, 7, 8}).max() == 5
+    assert least_memory(problem).peak_bytes == 4
+    chosen = cheapest_recomputation(problem, 5)
+    assert chosen is not None
+    assert chosen.seconds == 4
