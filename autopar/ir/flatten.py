@@ -45,7 +45,7 @@ _INNER_JAXPR = {
 }
 
 
-def flatten(jaxpr: Jaxpr, loops: bool = True) -> Jaxpr:
+def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr:
     """Return `jaxpr` with calls inlined, equal equations merged and unused ones removed.
 
     Constants of inlined calls become leading `constvars`, with their values in `consts`.
@@ -54,8 +54,10 @@ def flatten(jaxpr: Jaxpr, loops: bool = True) -> Jaxpr:
         jaxpr: the jaxpr.
         loops: whether the equations of loops and branches are listed, too. Otherwise a loop or
             branch stays one equation.
+        keeps_remat: whether a differentiated `jax.checkpoint` recomputes. Otherwise it gets no
+            barrier outside of loops, so its equations merge with those of the forward pass.
     """
-    builder = _Builder(loops)
+    builder = _Builder(loops, keeps_remat)
     invars = [Var(v.aval) for v in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars)
     eqns = [eqn for _, eqn in needed(enumerate(builder.eqns), outvars)]
@@ -70,8 +72,10 @@ def flatten(jaxpr: Jaxpr, loops: bool = True) -> Jaxpr:
 
 
 class _Builder:
-    def __init__(self, loops: bool) -> None:
+    def __init__(self, loops: bool, keeps_remat: bool) -> None:
         self.eqns: list[JaxprEqn] = []
+        self._keeps_remat = keeps_remat
+        self._depth = 0  # number of loops and branches around the equations
         self.constants: dict[Var, Any] = {}
         self._constant_of: dict[int, Var] = {}
         self._known: dict[Any, list[Var]] = {}
@@ -108,7 +112,7 @@ class _Builder:
             if eqn.primitive in _INNER_JAXPR:
                 outvars = self.inline(eqn.params[_INNER_JAXPR[eqn.primitive]], invars, stack, call)
             elif eqn.primitive is remat_p:
-                if eqn.params["differentiated"]:
+                if eqn.params["differentiated"] and (self._keeps_remat or self._depth):
                     invars = self._barrier(invars, eqn)
                 outvars = self.inline(eqn.params["jaxpr"], invars, stack, call)
             elif eqn.primitive in self._control:
@@ -242,6 +246,7 @@ class _Builder:
             eqn.replace(primitive=primitive, invars=invars, outvars=[_var()], params=params)
         )
         outside, self._known = self._known, {}  # values enter a loop by its markers only
+        self._depth += 1
 
         def mark(primitive: Primitive, atoms: Sequence[Atom], *results: ShapedArray) -> Any:
             outvars = [Var(aval) for aval in results]
@@ -256,6 +261,7 @@ class _Builder:
 
         yield mark
         mark(control_flow.end_p, [])
+        self._depth -= 1
         self._known = outside
 
 

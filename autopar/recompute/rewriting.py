@@ -21,6 +21,7 @@ from autopar.ir.graph import Atom, is_backward, needed
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import Loop, Microbatching, StepGraph
 from autopar.microbatch.gradients import accumulate_p
+from autopar.xla_fusion import stored_values
 
 SCOPE = "rematted_computation"
 """The scope of repeated equations, as JAX names those of `jax.checkpoint`."""
@@ -69,11 +70,32 @@ class Passes:
                 reached.update(unit.makes)
         return frozenset(reached)
 
-    def late_readers(self, var: Var) -> tuple[int, ...]:
-        """Return the units of the backward pass that read a value of the same region."""
-        region = self.region[self.made_in[var]]
-        readers = self.readers.get(var, ())
-        return tuple(u for u in readers if self.late[u] and self.region[u] == region)
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """For each unit of the backward pass, the first unit in the same kernel.
+
+        It is reached through values that XLA does not store. What a kernel reads is computed before
+        its first unit, because a barrier among its units would make XLA store what passes it.
+        """
+        stored = stored_values(self.step)
+        heads: list[int] = []
+        for u, unit in enumerate(self.units):
+            makers = (self.made_in.get(var) for var in unit.reads if var not in stored)
+            inside = (
+                heads[maker]
+                for maker in makers
+                if maker is not None and self.late[maker] and self.region[maker] == self.region[u]
+            )
+            heads.append(min([u, *inside]) if self.late[u] else u)
+        return tuple(heads)
+
+    @cached_property
+    def headed(self) -> Mapping[int, tuple[int, ...]]:
+        """The units of each kernel, by its first unit."""
+        headed: dict[int, list[int]] = {}
+        for u, head in enumerate(self.heads):
+            headed.setdefault(head, []).append(u)
+        return {head: tuple(members) for head, members in headed.items()}
 
     def is_repeatable(self, u: int) -> bool:
         """Return whether the equation of a unit may be repeated in the backward pass."""
@@ -238,9 +260,11 @@ class _Rewriter:
         return [m for m in makers if m in self.repeated and region[m] == region[u]]
 
     def _repeat_for(self, u: int) -> None:
-        """Append the repeated equations whose results unit `u` reads first."""
+        """Append the repeated equations that the kernel reads first whose first unit is `u`."""
         units_of_step = self.passes.units
-        pending = self._missing(units_of_step[u].reads, u)
+        kernel = self.passes.headed.get(u, ())
+        reads = dict.fromkeys(var for member in kernel for var in units_of_step[member].reads)
+        pending = self._missing(reads, u)
         chosen: set[int] = set()
         while pending:
             maker = pending.pop()
@@ -251,7 +275,7 @@ class _Rewriter:
             return
         at = units_of_step[u].number
         copied = [units_of_step[maker].eqns[0] for maker in sorted(chosen)]
-        behind = self._barrier(u, [eqn for _, eqn in copied])
+        behind = self._barrier(u, reads, [eqn for _, eqn in copied])
         for number, eqn in copied:
             outvars = [Var(var.aval) for var in eqn.outvars]
             invars = [
@@ -262,21 +286,27 @@ class _Rewriter:
             copy = _in_backward(eqn).replace(invars=invars, outvars=outvars)
             self.eqns.append(_Placed(at, copy, number))
 
-    def _barrier(self, u: int, copied: Sequence[JaxprEqn]) -> dict[Var, Var]:
+    def _barrier(self, u: int, reads: Iterable[Var], copied: Sequence[JaxprEqn]) -> dict[Var, Var]:
         """Put the kept values that repeated equations read behind a barrier; return their names.
 
         Constants stay as they are, so that XLA computes them where they are read.
+
+        Args:
+            u: The unit before which the equations are repeated.
+            reads: The values that its kernel reads.
+            copied: The equations.
         """
         made = {var for eqn in copied for var in eqn.outvars}
         kept = dict.fromkeys(
             atom
             for eqn in copied
             for atom in eqn.invars
-            if atom in self.passes.depending and atom not in made and atom not in self.copies
+            if isinstance(atom, Var) and atom in self.passes.depending
+            if atom not in made and atom not in self.copies
         )
         if not kept:
             return {}
-        tie = self._tie(u, {*kept, *made})
+        tie = self._tie(u, reads, {*kept, *made})
         operands = [self.renamed.get(var, var) for var in (*kept, *tie)]
         results = [Var(var.aval) for var in operands]
         barrier = _in_backward(copied[0]).replace(
@@ -286,13 +316,14 @@ class _Rewriter:
         self.renamed.update(zip(tie, results[len(kept) :], strict=True))
         return dict(zip(kept, results, strict=False))
 
-    def _tie(self, u: int, excluded: Collection[Var]) -> list[Var]:
+    def _tie(self, u: int, reads: Iterable[Var], excluded: Collection[Var]) -> list[Var]:
         """Return a value that exists before unit `u` and is read from there on, if there is one.
 
-        The barrier makes the repeated equations wait for it. A cotangent that `u` reads comes
-        first, then the value that was computed last.
+        The barrier makes the repeated equations wait for it. A cotangent that the kernel reads
+        comes first, then the value that was computed last.
         """
         found = self.passes
+        stored = stored_values(found.step)
         outputs = {atom for atom in found.step.jaxpr.outvars if isinstance(atom, Var)}
 
         def serves(var: Var) -> bool:
@@ -301,14 +332,14 @@ class _Rewriter:
                 maker is not None
                 and maker < u
                 and maker not in self.repeated
+                and var in stored
                 and found.region[maker] == found.region[u]
                 and var in found.depending
                 and var not in excluded
                 and (var in outputs or found.readers.get(var, (-1,))[-1] >= u)
             )
 
-        read = [var for var in found.units[u].reads if serves(var)]
-        late = [var for var in read if found.late[found.made_in[var]]]
+        late = [var for var in reads if serves(var) and found.late[found.made_in[var]]]
         if late:
             return [max(late, key=lambda var: found.made_in[var])]
         latest = (var for unit in reversed(found.units[:u]) for var in unit.makes)

@@ -7,13 +7,16 @@ writes of its kernel, `stored_values` the values that are written to device memo
 jaxlib changes.
 """
 
+from autopar.xla_fusion.epilogues import epilogues
 from autopar.xla_fusion.fusion import Moved, Traffic, takes_two_kernels, traffic
-from autopar.xla_fusion.lifetimes import is_relaid, is_view, lifetimes, readings, stored_values
+from autopar.xla_fusion.lifetimes import lifetimes, readings, stored_values
+from autopar.xla_fusion.views import is_relaid, is_view
 
 __all__ = [
     "XLA_VERSION",
     "Moved",
     "Traffic",
+    "epilogues",
     "is_relaid",
     "is_view",
     "lifetimes",

@@ -8,10 +8,11 @@ from jax.lax import optimization_barrier_p
 
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, aval_of
+from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
 from autopar.primitives.linearity import ADDITIONS
-from autopar.xla_fusion.lifetimes import is_view
+from autopar.xla_fusion.views import is_view
 
 
 class Values:
@@ -88,6 +89,12 @@ class Values:
             return isinstance(atom, Literal)
         eqn = self.eqns[maker]
         return eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)
+
+
+@memoized_on_step
+def epilogues(step: StepGraph) -> dict[int, int]:
+    """Return for each equation that is the epilogue of a product the number of the product."""
+    return find_epilogues(Values(step))
 
 
 def find_epilogues(values: Values) -> dict[int, int]:

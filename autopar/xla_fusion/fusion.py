@@ -36,7 +36,7 @@ from autopar.primitives.linearity import data_operands
 from autopar.primitives.operand_layouts import GRADIENT, ORDER
 from autopar.primitives.registry import OperandLayout
 from autopar.xla_fusion.epilogues import Values, find_epilogues, find_scattered
-from autopar.xla_fusion.lifetimes import is_view
+from autopar.xla_fusion.views import is_view
 
 _LONGEST_ROW = 16384
 """Longest row that one kernel reduces; longer rows take two kernels, with partial sums between."""

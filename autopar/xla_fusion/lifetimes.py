@@ -10,19 +10,15 @@ from collections import Counter
 from collections.abc import Mapping
 
 from jax.extend.core import JaxprEqn, Var
-from jax.extend.core.primitives import (
-    conv_general_dilated_p,
-    scatter_add_p,
-    select_and_scatter_add_p,
-    transpose_p,
-)
+from jax.extend.core.primitives import scatter_add_p, select_and_scatter_add_p
 
 from autopar.ir import control_flow
-from autopar.ir.graph import aval_of
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
 from autopar.primitives.linearity import ADDITIONS
+from autopar.xla_fusion.epilogues import epilogues
+from autopar.xla_fusion.views import is_view
 
 
 @memoized_on_step
@@ -57,31 +53,6 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
     return frozenset(stored - (in_place - outputs))
 
 
-def is_view(eqn: JaxprEqn) -> bool:
-    """Return whether the result of `eqn` shares the memory of its first operand.
-
-    A transposed matrix does: products read matrices in either order.
-    """
-    return record_of(eqn).is_view or (
-        eqn.primitive is transpose_p and aval_of(eqn.outvars[0]).ndim == 2
-    )
-
-
-def is_relaid(eqn: JaxprEqn, operand: int) -> bool:
-    """Return whether an equation reads a copy of the operand in another layout.
-
-    This is the kernel of a convolution, unless it is pointwise.
-    """
-    if eqn.primitive is not conv_general_dilated_p or operand != 1:
-        return False
-    window = [
-        aval_of(eqn.invars[1]).shape[dim] for dim in eqn.params["dimension_numbers"].rhs_spec[2:]
-    ]
-    return any(
-        size > 1 for size in (*window, *eqn.params["window_strides"], *eqn.params["lhs_dilation"])
-    )
-
-
 @memoized_on_step
 def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     """Return the first and last program point at which each stored value is live.
@@ -89,8 +60,9 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     A program point is the number of an equation. Views have no lifetime of their own. A value that
     is not stored is computed again by every fusion that reads it, so its sources live until the
     last of these fusions: an activation lives as long as anything that the backward pass derives
-    from it. Values that a loop reads or collects live through the whole loop. Inputs and outputs
-    live until the point after the last equation.
+    from it. The epilogue of a product has the memory of its result. Values that a loop reads or
+    collects live through the whole loop. Inputs and outputs live until the point after the last
+    equation.
 
     Values that a stage of a pipeline receives are live from their first reader on. They, and values
     that cross its tasks, live until the program that reads them ends: the backward pass, at the end
@@ -105,6 +77,7 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     last: dict[Var, int] = dict.fromkeys(first.keys() - received, end)
     last.update(dict.fromkeys(outputs, end))
     views: set[Var] = set()
+    added_to = {number: eqns[product].outvars[0] for number, product in epilogues(step).items()}
     for number, eqn in reversed(list(enumerate(eqns))):
         made, read = number, number
         if eqn.primitive is control_flow.loop_stack_p:
@@ -114,12 +87,12 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         first.update(dict.fromkeys(eqn.outvars, made))
         last.update((atom, max(read, last.get(atom, 0))) for atom in _operands(eqn))
         first.update((atom, number) for atom in _operands(eqn) if atom in received)
-        if is_view(eqn):
-            through = [
-                (a, var)
-                for a, var in zip(eqn.invars, eqn.outvars, strict=False)
-                if var not in own_memory
-            ]
+        product = added_to.get(number)
+        if is_view(eqn) or product is not None:
+            pairs = zip(eqn.invars, eqn.outvars, strict=False)
+            if product is not None:  # it adds to the result in place
+                pairs = [(product, eqn.outvars[0])]
+            through = [(a, var) for a, var in pairs if var not in own_memory]
             views.update(var for _, var in through)
         else:
             through = [
@@ -127,7 +100,7 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
             ]
         for atom, var in through:
             if isinstance(atom, Var):
-                last[atom] = max(last[atom], last.get(var, 0))
+                last[atom] = max(last.get(atom, 0), last.get(var, 0))
     for eqn in eqns:
         # It adds onto zeros, which XLA makes together with the operand that was pooled.
         if eqn.primitive is select_and_scatter_add_p:
