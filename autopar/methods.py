@@ -26,7 +26,7 @@ from autopar.checks import (
     satisfying,
 )
 from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
-from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, StepGraph
+from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, Remat, StepGraph
 from autopar.layering.layers import AutoLayerOption, LayerOption
 from autopar.pipeline.pipeline_schedules import schedule_kind, schedule_names
 from autopar.pipeline.schedule_kinds import Pipeline
@@ -51,6 +51,7 @@ _COMMON: dict[str, Any] = {
     "memory_budget": BYTES | NONE,
     "rng": one_of(*get_args(RandomBits.__value__)),
     "batch_statistics": one_of(*get_args(BatchStatistics.__value__)),
+    "remat": one_of(*get_args(Remat.__value__)),
 }
 _SHARDING = instance("an autopar.ShardingOptions", ShardingOptions)
 
@@ -77,6 +78,10 @@ class PlanningMethod:
             "microbatch" each microbatch uses its own in such places, and the plan's warnings name
             the lines. The loss, its gradients and running averages are then the means of those of
             the microbatches.
+        remat: what the backward pass computes again instead of keeping it in memory. "keep" does
+            what `jax.checkpoint` says, "none" recomputes nothing. With "auto" the planner chooses,
+            value by value, so that the step fits into memory in least time. In loops,
+            `jax.checkpoint` stays as it is. Pipelines allow "keep" only.
     """
 
     devices: Devices = None
@@ -85,6 +90,7 @@ class PlanningMethod:
     memory_budget: float | None = None
     rng: RandomBits = field(default="exact", kw_only=True)
     batch_statistics: BatchStatistics = field(default="exact", kw_only=True)
+    remat: Remat = field(default="keep", kw_only=True)
 
     @property
     def exactness(self) -> Exactness:
@@ -212,6 +218,11 @@ _LAYERS = (
     | NONE
     | instance("a ManualLayerOption or an AutoLayerOption", *get_args(LayerOption))
 )
+_KEEP = satisfying(
+    '"keep": a pipeline recomputes whole layers (AutoLayerOption(remat_layer=True)), or what'
+    " jax.checkpoint says",
+    lambda remat: remat == "keep",
+)
 _STAGES = one_of(*_STAGE_OPTIONS) | instance(
     "a UniformStageOption, a ManualStageOption or an AutoStageOption",
     *get_args(StageOption.__value__),
@@ -270,7 +281,7 @@ class PipeshardParallel(PlanningMethod):
             stage_option=_STAGES,
             stage_mode=one_of(*_STAGE_OPTIONS) | NONE,
             num_chunks=count | NONE,
-            **_COMMON,
+            **{**_COMMON, "remat": _KEEP},
         )
         if isinstance(self.num_chunks, int) and self.pipeline_schedule != "auto":
             schedule_kind(self.pipeline_schedule, Pipeline(1, 1, self.num_chunks))

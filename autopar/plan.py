@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.ir.spec import LogicalMesh, Spec, local_shape, partition_spec
-from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits
+from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, Remat
 from autopar.layering.layers import LayerOption
 from autopar.progress import ranges
 from autopar.sharding.dataflow import InputRole
@@ -260,6 +260,10 @@ class Plan(_Model):
             compared, the sum over all of them.
         rng: the random bits of microbatches (`autopar.PlanningMethod`).
         batch_statistics: the statistics of the batch in microbatches (`autopar.PlanningMethod`).
+        remat: what the backward pass computes again (`autopar.PlanningMethod`).
+        recomputed: with remat="auto", the numbers of the equations that the backward pass repeats.
+            They are those of the step without recomputation; constraints have the numbers of the
+            step with it.
         warnings: notes for a reader, e.g. primitives that every device computes whole because no
             rule splits them.
 
@@ -286,6 +290,8 @@ class Plan(_Model):
     planning_seconds: float
     rng: RandomBits = "exact"
     batch_statistics: BatchStatistics = "exact"
+    remat: Remat = "keep"
+    recomputed: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @model_validator(mode="after")

@@ -55,6 +55,7 @@ LAYERS = (
         "autopar.microbatch",
         "autopar.tracing",
         "autopar.sharding",
+        "autopar.recompute",
         "autopar.pipeline",
     ),
     *(

@@ -135,13 +135,16 @@ class _Builder:
 
         Values behind a barrier are other values, so recomputation is not merged. Broadcast
         constants and counters are not merged either: zeros per example may have the shape of a
-        weight for some batch sizes only.
+        weight for some batch sizes only. Where recomputation is not kept, they merge with those of
+        the same call.
         """
         is_constant = eqn.primitive is iota_p or (
             eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)
         )
         is_barrier = eqn.primitive is jax.lax.optimization_barrier_p
-        key = None if is_constant or is_barrier else value_number(eqn)
+        key = None if is_barrier or (is_constant and self._keeps_remat) else value_number(eqn)
+        if is_constant and key is not None:
+            key = key, id(eqn.source_info.traceback)
         if key is None:
             return self._append(eqn)
         if key not in self._known:

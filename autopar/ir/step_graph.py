@@ -56,6 +56,15 @@ EXACT = Exactness()
 """Microbatches that have the numbers of the whole batch."""
 
 
+type Remat = Literal["keep", "auto", "none"]
+"""What the backward pass computes again instead of keeping it.
+
+keep: what `jax.checkpoint` says. auto: what the planner chooses, so that the step fits into memory
+in least time; it may keep what `jax.checkpoint` would compute again. none: nothing. In loops,
+`jax.checkpoint` stays as it is.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Loop:
     """Equations that run for each microbatch.

@@ -1,7 +1,8 @@
 """Planning by method: the one place that dispatches on the planning methods."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 from autopar.checks import checked
 from autopar.devices import Device, logical_mesh
 from autopar.ir.spec import LogicalMesh
-from autopar.ir.step_graph import StepGraph
+from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import AutoLayerOption, LayerError, LayerOption, num_layers
 from autopar.lowering.planned import PlannedStep
@@ -18,7 +19,7 @@ from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
 from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_options import AutoStageOption
 from autopar.pipeline.submeshes import Submesh
-from autopar.plan import Plan
+from autopar.plan import Plan, PlanError
 from autopar.planning.last_results import start_search
 from autopar.planning.option_search import (
     OptionSpace,
@@ -29,8 +30,11 @@ from autopar.planning.option_search import (
 )
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_construction import submesh_shapes
-from autopar.planning.step_planner import make_plan
+from autopar.planning.step_planner import make_plan, make_planned
 from autopar.progress import progress_part
+from autopar.recompute.rewriting import RecomputeError, recompute
+from autopar.sharding.selection_problem import InfeasibleError
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.shared_traces import shared_traces
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
@@ -81,13 +85,44 @@ def plan_by_method(
         return _plan_pipeline(method, fun, args, batch, target)
     name = type(method).__name__
     cluster = single_pool(target.cluster, name)
-    budget = method.memory_budget
+    try:
+        return _plan_whole(method, fun, args, batch, target.mesh, cluster)
+    except MemoryBudgetError as error:
+        if method.remat != "auto":
+            recomputing = replace(method, remat="auto")
+            with suppress(InfeasibleError, MicrobatchError):
+                found = _plan_whole(recomputing, fun, args, batch, target.mesh, cluster)
+                error.add_note(
+                    f'with remat="auto" instead of "{method.remat}" it fits: the backward pass then'
+                    f" computes {len(found.plan.recomputed)} equations again"
+                )
+        raise
+
+
+def _plan_whole(
+    method: PlanningMethod,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    batch: Sequence[int],
+    mesh: LogicalMesh,
+    cluster: Cluster,
+) -> PlannedStep:
+    """Trace and plan `fun` as one program on a mesh; `plan_by_method` has the other arguments."""
+    count = method.num_micro_batches
+    keeps_remat = method.remat == "keep"
+    exactness = method.exactness
     with progress_part(0, _TRACING):
-        step = trace(fun, args, batch, method.num_micro_batches, exactness=method.exactness)
+        step = trace(fun, args, batch, count, exactness=exactness, keeps_remat=keeps_remat)
     with progress_part(_TRACING, 1):
-        options = method.sharding_of(step)
-        plan = make_plan(step, target.mesh, cluster, options, name, memory_budget=budget)
-    return PlannedStep(step, plan)
+        return make_planned(
+            step,
+            mesh,
+            cluster,
+            method.sharding_of(step),
+            type(method).__name__,
+            memory_budget=method.memory_budget,
+            remat=method.remat,
+        )
 
 
 _TRACING = 0.4
@@ -226,12 +261,21 @@ def trace_for(
         fun: the training step.
         args: its arguments, arrays or ShapeDtypeStructs.
         batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
+
+    Raises:
+        PlanError: the plan computes equations again that this step does not have.
     """
     schedule = plan.schedule
     marked = not schedule.is_whole_step
     forward = marked and not has_backward(schedule.name)
     count, layers = plan.num_micro_batches, schedule.layer_option
-    return trace(fun, args, batch_argnums, count, layers, marked, forward, plan.exactness)
+    keeps_remat = plan.remat == "keep"
+    exactness = plan.exactness
+    step = trace(fun, args, batch_argnums, count, layers, marked, forward, exactness, keeps_remat)
+    try:
+        return recompute(step, plan.recomputed)
+    except RecomputeError as error:
+        raise PlanError(f"this plan is for another step: {error}; plan the step again") from error
 
 
 def any_cluster(cluster: Any) -> AnyCluster:

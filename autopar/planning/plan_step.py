@@ -84,12 +84,15 @@ def plan_step(
     except (MemoryBudgetError, NoStagesError) as error:
         if budget is None:
             raise
+        notes = getattr(error, "__notes__", [])
         if isinstance(error, MemoryBudgetError):
             error = MemoryBudgetError(budget, workspace + MEMORY_MARGIN * error.least, error.step)
         error.add_note(
             f"memory_budget is {budget / 1e9:.3g} GB; plan_step keeps {workspace / 1e6:.1f} MB for"
             f" workspaces of libraries, and a margin of {MEMORY_MARGIN - 1:.0%} for XLA"
         )
+        for note in notes if isinstance(error, MemoryBudgetError) else ():
+            error.add_note(note)
         raise error from None
 
 

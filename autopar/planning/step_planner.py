@@ -12,9 +12,11 @@ from autopar.analysis.reasons import print_if_asked
 from autopar.ir.control_flow import loop_p
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
-from autopar.ir.step_graph import StepGraph
+from autopar.ir.step_graph import Remat, StepGraph
+from autopar.lowering.planned import PlannedStep
 from autopar.microbatch.exactness import exactness_of, exactness_warnings
 from autopar.plan import MemorySplit, Plan, ShardingConstraint, Stage, TimeSplit, Value
+from autopar.planning.recompute_planning import shard_recomputing
 from autopar.primitives import record_of, runs_on_shards
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
@@ -23,7 +25,6 @@ from simulator.costs.cost_model import ClusterCosts, CostModel
 from simulator.hardware.cluster import Cluster
 
 
-@builds_graphs
 def make_plan(
     step: StepGraph,
     mesh: LogicalMesh,
@@ -33,7 +34,27 @@ def make_plan(
     costs: CostModel | None = None,
     memory_budget: float | None = None,
 ) -> Plan:
-    """Return the cheapest plan for `step` on `mesh`; no device is touched.
+    """Return the cheapest plan for `step` on `mesh`, which recomputes only what `step` does.
+
+    The arguments and errors are those of `make_planned`.
+    """
+    return make_planned(step, mesh, cluster, options, method, costs, memory_budget).plan
+
+
+@builds_graphs
+def make_planned(
+    step: StepGraph,
+    mesh: LogicalMesh,
+    cluster: Cluster,
+    options: ShardingOptions,
+    method: str,
+    costs: CostModel | None = None,
+    memory_budget: float | None = None,
+    remat: Remat = "keep",
+) -> PlannedStep:
+    """Return the cheapest plan for `step` on `mesh`, and the step as it computes values again.
+
+    No device is touched.
 
     Args:
         step: the traced step.
@@ -44,6 +65,7 @@ def make_plan(
         costs: costs of work on the cluster; by default those that `cluster` implies.
         memory_budget: bytes of one device that the step may use; by default the device's memory
             less its reserve.
+        remat: what the backward pass computes again; `step` is traced accordingly.
 
     Raises:
         MemoryBudgetError: no plan fits.
@@ -59,7 +81,12 @@ def make_plan(
     check_patterns(options.pins, step)
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
     costs = costs or ClusterCosts(cluster)
-    shardings = plan_shardings(step, mesh, costs, options, budget)
+    equations: frozenset[int] = frozenset()
+    if remat == "auto":
+        found = shard_recomputing(step, mesh, costs, options, budget)
+        equations, step, shardings = found.equations, found.step, found.shardings
+    else:
+        shardings = plan_shardings(step, mesh, costs, options, budget)
     plan = Plan(
         step=step.name,
         fingerprint=step.fingerprint,
@@ -75,13 +102,15 @@ def make_plan(
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
         **asdict(exactness_of(step)),
+        remat=remat,
+        recomputed=tuple(sorted(equations)),
         warnings=(*shardings.warnings, *coverage_warnings(step)),
     )
     plan = with_axis_uses(step, plan)
     if options.mode == "manual":
-        return _left_to_xla(step, plan)
+        return PlannedStep(step, _left_to_xla(step, plan))
     print_if_asked(step, plan, costs, options)
-    return plan
+    return PlannedStep(step, plan)
 
 
 def _left_to_xla(step: StepGraph, plan: Plan) -> Plan:

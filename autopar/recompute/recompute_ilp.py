@@ -10,10 +10,9 @@ made. The constraints of a program point are added when a solution exceeds the b
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from autopar.recompute.recompute_problem import RecomputeProblem
 
@@ -43,7 +42,7 @@ class Recomputation:
 
 
 def cheapest_recomputation(
-    problem: RecomputeProblem, budget: float, time_limit: float = 20.0
+    problem: RecomputeProblem, budget: float, time_limit: float = 5.0
 ) -> Recomputation | None:
     """Return the cheapest recomputation within `budget` bytes; None if there is none.
 
@@ -55,20 +54,23 @@ def cheapest_recomputation(
     return _search(problem, budget, time_limit)
 
 
-def least_memory(problem: RecomputeProblem, time_limit: float = 20.0) -> Recomputation:
-    """Return the recomputation with the lowest peak memory.
+def least_memory(
+    problem: RecomputeProblem, time_limit: float = 2.0, rounds: int = 1000
+) -> Recomputation:
+    """Return the recomputation with the lowest peak memory that is found.
 
     Args:
         problem: The values.
         time_limit: Seconds for each integer program.
+        rounds: Maximum number of integer programs.
     """
-    found = _search(problem, None, time_limit)
+    found = _search(problem, None, time_limit, rounds)
     assert found is not None
     return found
 
 
 def _search(
-    problem: RecomputeProblem, budget: float | None, time_limit: float
+    problem: RecomputeProblem, budget: float | None, time_limit: float, rounds: int = 1000
 ) -> Recomputation | None:
     """Return the cheapest solution within a budget, or the one of least memory without."""
     program = _Program(problem, budget)
@@ -85,7 +87,8 @@ def _search(
         limit = budget if budget is not None else bound
         if peak <= limit * (1 + 1e-9):
             return best or Recomputation(repeated, problem.seconds(repeated), peak)
-        if not program.add_fullest(live, limit):
+        rounds -= 1
+        if rounds < 0 or not program.add_fullest(live, limit):
             return best
         repeated, bound = program.solve(time_limit)
     return None
@@ -121,6 +124,8 @@ class _Program:
 
         None if no choice satisfies the constraints.
         """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         values = self.problem.values
         count = len(values)
         cost = np.zeros(self.num_variables)
@@ -140,8 +145,8 @@ class _Program:
         result = milp(
             cost,
             integrality=integrality,
-            bounds=Bounds(np.zeros(self.num_variables), upper),
-            constraints=LinearConstraint(matrix, -inf, -constants),
+            bounds=Bounds(np.zeros(self.num_variables), upper),  # pyright: ignore[reportArgumentType]
+            constraints=LinearConstraint(matrix, -inf, -constants),  # pyright: ignore[reportArgumentType]
             options={"mip_rel_gap": _GAP, "time_limit": time_limit},
         )
         if result.x is None:
@@ -149,8 +154,10 @@ class _Program:
         peak = float(result.x[count]) * self.scale
         return frozenset(np.flatnonzero(result.x[:count] > 0.5).tolist()), peak
 
-    def _matrix(self) -> tuple[csr_array, np.ndarray]:
+    def _matrix(self) -> tuple[Any, np.ndarray]:
         """Return the coefficients of all rows, shape (rows, variables), and their constants."""
+        from scipy.sparse import csr_array
+
         entries = [
             (row, variable, factor)
             for row, terms in enumerate(self.rows)

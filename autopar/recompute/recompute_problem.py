@@ -99,7 +99,7 @@ class RecomputeProblem:
             copies = (copied[reader] - 1 for reader in self.readers[number] if reader in copied)
             last = max([value.late[1], *copies])
             until = value.until if number in repeated else max(value.until, last)
-            spans = [(value.made, until)]
+            spans: list[tuple[float, float]] = [(value.made, until)]
             if number in copied:
                 spans.append((copied[number], last))
             for start, end in spans:

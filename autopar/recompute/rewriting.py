@@ -19,7 +19,7 @@ from autopar.ir.equation_groups import Unit, units
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, is_backward, needed
 from autopar.ir.memo import memoized_on_step
-from autopar.ir.step_graph import Loop, Microbatching, StepGraph
+from autopar.ir.step_graph import Loop, MicrobatchError, Microbatching, StepGraph
 from autopar.microbatch.gradients import accumulate_p
 from autopar.xla_fusion import stored_values
 
@@ -139,7 +139,18 @@ def recompute(step: StepGraph, numbers: Collection[int]) -> StepGraph:
     if not numbers:
         return step
     rewritten = _Rewriter(passes(step), frozenset(numbers)).run()
-    return replace(rewritten, retrace=lambda count: recompute(step.retrace(count), numbers))
+    primitives = [eqn.primitive for eqn in rewritten.jaxpr.eqns]
+
+    def retrace(count: int) -> StepGraph:
+        parts = recompute(step.retrace(count), numbers)
+        if [eqn.primitive for eqn in parts.jaxpr.eqns] != primitives:
+            raise MicrobatchError(
+                f"microbatches of {step.name} that are split into {count} would not compute the"
+                " same values again"
+            )
+        return parts
+
+    return replace(rewritten, retrace=retrace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +246,9 @@ class _Rewriter:
         for number, placed in enumerate(self.eqns):
             placed_at.setdefault(placed.at, []).append((number, placed.eqn))
             for result in range(len(placed.eqn.outvars)):
-                if (placed.origin, result) in micro.powers:
-                    powers[number, result] = micro.powers[placed.origin, result]
+                origin = -1 if placed.origin is None else placed.origin
+                if (origin, result) in micro.powers:
+                    powers[number, result] = micro.powers[origin, result]
 
         def numbered(eqns: Iterable[Numbered]) -> tuple[Numbered, ...]:
             return tuple(placed for number, _ in eqns for placed in placed_at.get(number, ()))
@@ -310,7 +322,7 @@ class _Rewriter:
         operands = [self.renamed.get(var, var) for var in (*kept, *tie)]
         results = [Var(var.aval) for var in operands]
         barrier = _in_backward(copied[0]).replace(
-            primitive=optimization_barrier_p, params={}, invars=operands, outvars=results
+            primitive=optimization_barrier_p, params={}, invars=[*operands], outvars=results
         )
         self.eqns.append(_Placed(self.passes.units[u].number, barrier))
         self.renamed.update(zip(tie, results[len(kept) :], strict=True))

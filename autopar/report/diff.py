@@ -70,6 +70,8 @@ def _setting(a: Plan, b: Plan) -> Iterator[str]:
         "schedule": (_schedule(a), _schedule(b)),
         "layers of stages": (_layers(a), _layers(b)),
         "microbatches": (a.num_micro_batches, b.num_micro_batches),
+        "remat": (a.remat, b.remat),
+        "equations computed again": (len(a.recomputed), len(b.recomputed)),
         "method": (a.method, b.method),
         "cluster": (a.cluster, b.cluster),
         "step": (a.step, b.step),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec
@@ -54,6 +54,7 @@ class Shardings:
         saved_bytes: bytes per microbatch that a stage of a pipeline saves for the backward pass, on
             one device.
         roles_at_peak: `peak_bytes` by memory role.
+        specs: the spec of each value that has one, if it was asked for.
     """
 
     inputs: tuple[Spec, ...]
@@ -70,6 +71,7 @@ class Shardings:
     eqn_seconds: tuple[float, ...] = ()
     saved_bytes: float = 0.0
     roles_at_peak: Mapping[MemoryRole, float] = field(default_factory=dict)
+    specs: Mapping[Var, Spec] = field(default_factory=dict, repr=False)
 
 
 def plan_shardings(
@@ -80,6 +82,7 @@ def plan_shardings(
     memory_budget: float = math.inf,
     costs: MeshCosts | None = None,
     start: Start | None = None,
+    with_specs: bool = False,
 ) -> Shardings:
     """Return the cheapest sharding of `step` on `mesh` that fits into `memory_budget`.
 
@@ -91,6 +94,7 @@ def plan_shardings(
         memory_budget: bytes of one device that the step may use.
         costs: `model` on `mesh`, with its memoised costs; None: a new one.
         start: a sharding to start from. Its deferred axes are kept if that fits.
+        with_specs: whether to return the spec of every value, too.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
@@ -103,7 +107,8 @@ def plan_shardings(
     divided = any(best.inputs[i][0] for i in step.batch)
     if step.microbatching and divided and not best.deferred and refused is not None:
         best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
-    return replace(best, solve_seconds=time.perf_counter() - began)
+    specs = best.specs if with_specs else {}
+    return replace(best, solve_seconds=time.perf_counter() - began, specs=specs)
 
 
 def _cheapest(
@@ -207,5 +212,10 @@ def _shardings(
         peak_bytes=peak_bytes,
         gap=solution.gap,
         solve_seconds=0.0,
+        specs={
+            var: placement.specs[choice[placement.decision]]
+            for var, placement in decisions.placements.items()
+            if placement is not None
+        },
         eqn_seconds=tuple(map(sum, decisions.seconds_by_equation(choice, len(step.jaxpr.eqns)))),
     )

@@ -75,7 +75,7 @@ def solve_within_memory(
     def allowed(choice: Sequence[int]) -> bool:
         return math.isinf(budget) or bool(memory.live_bytes(choice).max() <= budget)
 
-    first = _like(start.specs, memory.decisions, problem) if start else None
+    first = cheapest_like(start.specs, memory.decisions, problem) if start else None
     if start and first:
         peak = float(memory.live_bytes(first.choice).max())
         if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
@@ -124,7 +124,7 @@ def propagate_within_memory(
     return solution, peak
 
 
-def _like(
+def cheapest_like(
     specs: Mapping[Var, Spec], decisions: Decisions, problem: SelectionProblem
 ) -> Solution | None:
     """Return the cheapest choice in which values have the given specs, where such options exist.

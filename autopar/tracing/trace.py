@@ -51,6 +51,7 @@ def trace(
     marked: bool = False,
     forward: bool = False,
     exactness: Exactness = EXACT,
+    keeps_remat: bool = True,
 ) -> StepGraph:
     """Return `fun`, traced for arguments like `args`.
 
@@ -66,6 +67,7 @@ def trace(
         forward: Whether `fun` takes no gradients. Then `fun` itself is divided into layers, and its
             results are combined from microbatches.
         exactness: In what microbatches may differ from the whole batch.
+        keeps_remat: Whether `jax.checkpoint` recomputes (`autopar.ir.flatten`).
 
     Raises:
         TraceError: `fun` depends on the values of its arguments, or returns something other than
@@ -87,8 +89,10 @@ def trace(
         with progress_part(0, 1, "tracing", seconds):
             return tracer.graph(num_micro_batches)
 
+    tracer.keeps_remat = keeps_remat
     key = fun, tracer.in_tree, tuple(tracer.avals), tracer.batch
-    return shared((key, num_micro_batches, layers, marked, forward, exactness), traced)
+    options = layers, marked, forward, exactness, keeps_remat
+    return shared((key, num_micro_batches, options), traced)
 
 
 _SECONDS_PER_ARRAY = 3e-3
@@ -169,6 +173,7 @@ class _StepTracer:
         self.marked = marked
         self.forward = forward
         self.exactness = exactness
+        self.keeps_remat = True
         self.in_keys = [path for path, _ in leaves]
         self.avals = [abstract(leaf) for _, leaf in leaves]
         self.batch = frozenset(
@@ -200,7 +205,7 @@ class _StepTracer:
             weights = [i for i in range(len(scaled)) if i not in self.batch]
             cut = cut_gradient_scans(jaxpr, self.layers, weights, self._scan_assignments)
             jaxpr = jaxpr if cut is None else cut
-        jaxpr = without_sorted_rows(flatten(jaxpr))
+        jaxpr = without_sorted_rows(flatten(jaxpr, keeps_remat=self.keeps_remat))
         in_pieces = [var for i, var in enumerate(jaxpr.invars) if i not in self.batch]
         seeds = stack_seeds(jaxpr)
         cut = cut_stacks(jaxpr, seeds, in_pieces=in_pieces, out_pieces=jaxpr.outvars)

@@ -1,0 +1,170 @@
+"""Sharding and recomputation of a step, chosen in turn until neither makes it faster.
+
+Three shardings are the starting points: the fastest without a budget, the fastest within it that
+recomputes nothing, and the fastest within it of the step that recomputes as much as saves memory.
+For each, the cheapest recomputation that fits is chosen, the step is rewritten and sharded again.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.ir.spec import LogicalMesh
+from autopar.ir.step_graph import StepGraph
+from autopar.recompute.recompute_candidates import Candidates, candidates
+from autopar.recompute.recompute_ilp import cheapest_recomputation, least_memory
+from autopar.recompute.rewriting import recompute
+from autopar.sharding.mesh_costs import MeshCosts
+from autopar.sharding.objective import enumerate_decisions
+from autopar.sharding.options import ShardingOptions
+from autopar.sharding.plan_shardings import Shardings, plan_shardings
+from autopar.sharding.solve_within_memory import MemoryBudgetError, cheapest_like
+from autopar.sharding.step_memory import StepMemory
+from simulator.costs.cost_model import CostModel
+
+_ROUNDS = 4
+"""Maximum number of recomputations that are chosen from one starting point."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputing:
+    """A step with its recomputation and sharding.
+
+    Attributes:
+        equations: The numbers of the equations of the traced step that are repeated.
+        step: The step that repeats them.
+        shardings: Its sharding.
+    """
+
+    equations: frozenset[int]
+    step: StepGraph
+    shardings: Shardings
+
+
+def shard_recomputing(
+    step: StepGraph,
+    mesh: LogicalMesh,
+    model: CostModel,
+    options: ShardingOptions,
+    budget: float,
+) -> Recomputing:
+    """Return the fastest recomputation and sharding of a step that fit into `budget` bytes.
+
+    Args:
+        step: The traced step.
+        mesh: The logical mesh.
+        model: The cost model of the mesh's devices and network.
+        options: What a sharding may do.
+        budget: The bytes of one device that the step may use.
+
+    Raises:
+        MemoryBudgetError: Nothing that was tried fits.
+        MissingRuleError, ShardingError, InfeasibleError, TimeoutError: See `plan_shardings`.
+    """
+    search = _Search(step, mesh, model, options, budget)
+    free = search.sharded(step, math.inf)
+    if free.peak_bytes <= budget:
+        return Recomputing(frozenset(), step, free)
+    best: Recomputing | None = None
+    for start in search.starts(free):
+        for found in search.improved(start):
+            if best is None or found.shardings.seconds < best.shardings.seconds:
+                best = found
+    if best is None:
+        assert search.error is not None
+        raise search.error
+    return best
+
+
+class _Search:
+    """The state of a search; see `shard_recomputing` for the arguments.
+
+    Attributes:
+        error: The error of the attempt that came closest to the budget.
+    """
+
+    def __init__(
+        self,
+        step: StepGraph,
+        mesh: LogicalMesh,
+        model: CostModel,
+        options: ShardingOptions,
+        budget: float,
+    ) -> None:
+        self.step = step
+        self.mesh = mesh
+        self.model = model
+        self.options = options
+        self.budget = budget
+        self.costs = MeshCosts(mesh, model, options.forbidden)
+        self.error: MemoryBudgetError | None = None
+
+    def sharded(self, step: StepGraph, budget: float) -> Shardings:
+        """Return the fastest sharding of a step within a budget, with the specs of its values."""
+        return plan_shardings(
+            step, self.mesh, self.model, self.options, budget, self.costs, with_specs=True
+        )
+
+    def attempt(self, equations: frozenset[int]) -> Recomputing | None:
+        """Return the step with equations repeated and sharded within the budget, if it fits."""
+        step = recompute(self.step, equations)
+        try:
+            return Recomputing(equations, step, self.sharded(step, self.budget))
+        except MemoryBudgetError as error:
+            if self.error is None or error.least < self.error.least:
+                self.error = error
+            return None
+
+    def starts(self, free: Shardings) -> Iterator[Shardings | Recomputing]:
+        """Yield the starting points, from the sharding that is the fastest without a budget."""
+        yield free
+        without = self.attempt(frozenset())
+        if without is not None:
+            yield without
+        found = self.candidates(free)
+        if found is not None:
+            lean = self.attempt(found.equations(least_memory(found.problem, rounds=6).repeated))
+            if lean is not None:
+                yield lean
+
+    def improved(self, start: Shardings | Recomputing) -> Iterator[Recomputing]:
+        """Yield what fits, from a starting point: each is faster than the one before."""
+        shardings = start
+        fastest = math.inf
+        if isinstance(start, Recomputing):
+            yield start
+            shardings = start.shardings
+            fastest = shardings.seconds
+        assert isinstance(shardings, Shardings)
+        tried = {start.equations if isinstance(start, Recomputing) else None}
+        excess = 0.0
+        for _ in range(_ROUNDS):
+            found = self.candidates(shardings)
+            chosen = found and cheapest_recomputation(found.problem, self.budget - excess)
+            if found is None or chosen is None:
+                return
+            equations = found.equations(chosen.repeated)
+            if equations in tried:
+                return
+            tried.add(equations)
+            result = self.attempt(equations)
+            if result is None:  # the rewritten step needs more than the problem says
+                excess += 0.02 * self.budget
+            elif result.shardings.seconds < fastest:
+                yield result
+                shardings, fastest = result.shardings, result.shardings.seconds
+            else:
+                return
+
+    def candidates(self, shardings: Shardings) -> Candidates | None:
+        """Return the recomputation problem of the traced step under known shardings.
+
+        None if they exclude one another in the traced step.
+        """
+        decisions = enumerate_decisions(self.step, self.costs, self.options, shardings.deferred)
+        solution = cheapest_like(shardings.specs, decisions, decisions.problem())
+        if solution is None:
+            return None
+        memory = StepMemory(self.step, decisions, self.mesh)
+        seconds = decisions.seconds_by_equation(solution.choice, len(self.step.jaxpr.eqns))
+        return candidates(memory, solution.choice, [sum(parts) for parts in seconds])

@@ -1,0 +1,155 @@
+"""Steps that compute values again: the same numbers, less memory, and the same plan when loaded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.ir.evaluate import evaluate, unchanged
+from autopar.ir.step_graph import Remat
+from autopar.recompute.rewriting import SCOPE, RecomputeError, passes, recompute
+from autopar.tracing.trace import trace
+
+WIDTH, DEPTH = 16, 4
+
+
+def loss(params, batch, key):
+    x = batch["x"]
+    for layer, weight in enumerate(params):
+        x = jnp.tanh(x @ weight)
+        x = jnp.where(jax.random.bernoulli(jax.random.fold_in(key, layer), 0.8, x.shape), x, 0)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def train_step(params, batch, key):
+    value, gradients = jax.value_and_grad(loss)(params, batch, key)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def arguments(rows=64):
+    keys = jax.random.split(jax.random.key(0), DEPTH + 2)
+    params = [jax.random.normal(key, (WIDTH, WIDTH)) / 4 for key in keys[:DEPTH]]
+    batch = {
+        name: jax.random.normal(key, (rows, WIDTH))
+        for name, key in zip("xy", keys[DEPTH:], strict=True)
+    }
+    return params, batch, jax.random.key(1)
+
+
+def run(step, args):
+    """Return the outputs of a step without microbatches."""
+    env = dict(zip(step.jaxpr.invars, jax.tree.leaves(args), strict=True))
+    env.update(zip(step.jaxpr.constvars, step.jaxpr.consts, strict=True))
+    evaluate(enumerate(step.jaxpr.eqns), env, unchanged, unchanged)
+    return [np.asarray(env[var]) for var in step.jaxpr.outvars]
+
+
+@pytest.fixture(scope="module")
+def step():
+    return trace(train_step, arguments(), (1,))
+
+
+def repeatable(step):
+    found = passes(step)
+    return [unit.number for u, unit in enumerate(found.units) if found.is_repeatable(u)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_equations_may_be_repeated_without_changing_a_bit(step, seed):
+    numbers = np.random.default_rng(seed).permutation(repeatable(step))
+    chosen = numbers[: len(numbers) * (seed + 1) // 4].tolist()
+    rewritten = recompute(step, chosen)
+    assert any(SCOPE in str(eqn.source_info.name_stack) for eqn in rewritten.jaxpr.eqns)
+    for actual, expected in zip(run(rewritten, arguments()), run(step, arguments()), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_repeated_equations_read_kept_values_behind_a_barrier(step):
+    rewritten = recompute(step, repeatable(step))
+    depending = passes(step).depending
+    originals = {id(var) for eqn in step.jaxpr.eqns for var in eqn.outvars if var in depending}
+    for eqn in rewritten.jaxpr.eqns:
+        scoped = SCOPE in str(eqn.source_info.name_stack)
+        if scoped and eqn.primitive.name != "optimization_barrier":
+            read = {id(atom) for atom in eqn.invars}
+            assert not read.intersection(originals), eqn
+
+
+def test_the_rewritten_step_is_the_same_each_time(step):
+    numbers = repeatable(step)[::2]
+    assert recompute(step, numbers).fingerprint == recompute(step, numbers).fingerprint
+    assert recompute(step, ()) is step
+
+
+def test_equations_that_cannot_be_repeated_are_refused(step):
+    backward = next(
+        unit.number for u, unit in enumerate(passes(step).units) if passes(step).late[u]
+    )
+    for number in (backward, len(step.jaxpr.eqns), -1):
+        with pytest.raises(RecomputeError, match=f"equation {number} can't be computed again"):
+            recompute(step, [number])
+
+
+def plan_within(share, remat: Remat = "auto"):
+    args = arguments(rows=4096)
+    free = autopar.plan_step(
+        train_step, args, method=autopar.DataParallel((2,)), cluster="dgx_a100_80"
+    )
+    budget = share * free.predicted_bytes * 1.13 + 8 * 2**20
+    method = autopar.DataParallel((2,), memory_budget=budget, remat=remat)
+    return free, autopar.plan_step(train_step, args, method=method, cluster="dgx_a100_80")
+
+
+def test_a_smaller_budget_recomputes_more():
+    free, half = plan_within(0.75)
+    _, least = plan_within(0.6)
+    assert free.recomputed == ()
+    assert 0 < half.predicted_bytes <= 0.75 * free.predicted_bytes
+    assert free.predicted_seconds <= half.predicted_seconds <= least.predicted_seconds
+    assert autopar.Plan.from_json(half.to_json()) == half
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_plan_that_recomputes_equals_one_device(micro):
+    args = arguments(rows=256)
+
+    def planned(budget, remat):
+        method = autopar.DataParallel((2,), micro, memory_budget=budget, remat=remat)
+        return autopar.plan_step(
+            train_step, args, method=method, cluster="cpu-virtual", batch_argnums=(1,)
+        )
+
+    plan = planned(0.8 * 1.13 * planned(None, "keep").predicted_bytes, "auto")
+    assert plan.recomputed
+    method = autopar.PlanMethod(plan, (2,))
+    fun = autopar.parallelize(train_step, method=method, batch_argnums=(1,), donate_argnums=())
+    results = jax.tree.leaves(fun(*args))
+    for actual, expected in zip(results, jax.tree.leaves(train_step(*args)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_does_not_fit_is_told_of_recomputation():
+    with pytest.raises(ValueError, match="no plan for train_step fits") as caught:
+        plan_within(0.6, remat="keep")
+    assert any('remat="auto"' in note for note in caught.value.__notes__)
+
+
+def test_without_remat_a_checkpoint_is_the_step_without_it():
+    rematted = jax.checkpoint(loss)
+
+    def step_with(function):
+        return lambda params, batch, key: jax.value_and_grad(function)(params, batch, key)
+
+    traced = [trace(step_with(f), arguments(), (1,), keeps_remat=False) for f in (loss, rematted)]
+    counts = [sum(e.primitive.name == "dot_general" for e in t.jaxpr.eqns) for t in traced]
+    assert counts[0] == counts[1]
+    kept = trace(step_with(rematted), arguments(), (1,))
+    assert sum(e.primitive.name == "dot_general" for e in kept.jaxpr.eqns) > counts[0]
+
+
+def test_pipelines_keep_what_the_step_says():
+    with pytest.raises(autopar.OptionError, match="remat is 'auto'"):
+        autopar.PipeshardParallel(remat="auto")
+    with pytest.raises(autopar.OptionError, match="remat is 'all'"):
+        autopar.ShardParallel(remat="all")  # pyright: ignore[reportArgumentType]
