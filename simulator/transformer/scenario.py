@@ -16,8 +16,9 @@ class Transformer(Description):
 
     Attributes:
         layers: number of layers.
-        hidden: width of the residual stream, a multiple of `heads`.
+        hidden: width of the residual stream, a multiple of `heads` unless `head_size` is given.
         heads: number of attention heads.
+        head_size: width of a head; `hidden / heads` by default.
         seq: tokens of a sequence.
         vocab: size of the vocabulary.
         kv_heads: heads of keys and values, fewer than `heads` in grouped-query attention; as many
@@ -40,6 +41,7 @@ class Transformer(Description):
     heads: PositiveInt
     seq: PositiveInt
     vocab: PositiveInt
+    head_size: PositiveInt | None = None
     kv_heads: PositiveInt | None = None
     ffn: PositiveInt | None = None
     gated: bool = False
@@ -52,9 +54,10 @@ class Transformer(Description):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.hidden % self.heads:
+        if self.head_size is None and self.hidden % self.heads:
             raise ValueError(
-                f"heads: given {self.heads}, expected a divisor of hidden, which is {self.hidden}"
+                f"heads: given {self.heads}, expected a divisor of hidden, which is {self.hidden}, "
+                "or head_size beside it"
             )
         if self.heads % self.key_heads:
             raise ValueError(
@@ -74,15 +77,25 @@ class Transformer(Description):
         return self.ffn or 4 * self.hidden
 
     @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all heads: inputs of the projection after attention."""
+        return self.heads * self.head_width
+
+    @property
     def qkv_width(self) -> int:
         """Columns of the projection to queries, keys and values."""
-        return self.hidden + 2 * self.hidden * self.key_heads // self.heads
+        return self.attention_width + 2 * self.key_heads * self.head_width
 
     @property
     def layer_matrices(self) -> int:
         """Elements of the matrices of one layer."""
         return self.hidden * (
-            self.qkv_width + self.hidden + (3 if self.gated else 2) * self.ffn_width
+            self.qkv_width + self.attention_width + (3 if self.gated else 2) * self.ffn_width
         )
 
     @property
@@ -115,7 +128,7 @@ class Transformer(Description):
             sequences: sequences of the global batch.
         """
         tokens = sequences * self.seq
-        layer = 2.0 * self.layer_matrices + 4.0 * self.seq * self.hidden
+        layer = 2.0 * self.layer_matrices + 4.0 * self.seq * self.attention_width
         return 3.0 * tokens * (self.layers * layer + 2.0 * self.hidden * self.vocab)
 
 
@@ -207,6 +220,13 @@ class Execution(Description):
     def tokens(self, model: Transformer) -> int:
         """Return the tokens of a microbatch on a device, before tensor parallelism divides them."""
         return self.microbatch * model.seq // self.context
+
+    def stream(self, model: Transformer) -> float:
+        """Return the elements of the residual stream of a microbatch on a device.
+
+        Sequence parallelism divides them over the tensor axis.
+        """
+        return self.tokens(model) * model.hidden / (self.tensor if self.sequence_parallel else 1)
 
     @property
     def microbatches(self) -> int:

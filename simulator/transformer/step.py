@@ -10,12 +10,12 @@ from simulator.hardware.description import ClusterError
 from simulator.memory import Footprint
 from simulator.transformer.layer import (
     LayerPasses,
-    PassCost,
     embedding_passes,
     head_passes,
     layer_passes,
 )
 from simulator.transformer.machine import Machine
+from simulator.transformer.pass_cost import PassCost
 from simulator.transformer.scenario import Execution, Transformer
 from simulator.transformer.training_memory import memory_of, stage_parameters
 

@@ -1,0 +1,31 @@
+"""Passes over a dense MLP."""
+
+from simulator.transformer.machine import Machine
+from simulator.transformer.pass_cost import (
+    PartPasses,
+    linear_passes,
+    residual_passes,
+    tensor_collectives,
+)
+from simulator.transformer.scenario import Execution, Transformer
+
+
+def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> PartPasses:
+    """Return the passes of one microbatch over the dense MLP of a layer."""
+    t, h, w = execution.tensor, model.hidden, 2
+    up = (2 if model.gated else 1) * model.ffn_width // t
+    down = model.ffn_width // t
+    linear = linear_passes(((up, h), (h, down)), model, execution, machine)
+    inner = w * execution.tokens(model) * model.ffn_width / t
+    read_and_written = 3 if model.gated else 2
+    elementwise = residual_passes(
+        model,
+        execution,
+        machine,
+        read_and_written * inner,
+        (2 * read_and_written - 1 + (1 if model.biases else 0)) * inner,
+    )
+    collectives = tensor_collectives(up, down, model, execution, machine)
+    return PartPasses(
+        elementwise[0] + linear[0] + collectives[0], elementwise[1] + linear[1] + collectives[1]
+    )

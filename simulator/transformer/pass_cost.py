@@ -1,0 +1,204 @@
+"""Costs of a pass over a part of a layer, and helpers that the parts share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simulator.costs.gemm import GemmModel
+from simulator.transformer.machine import Machine
+from simulator.transformer.scenario import Execution, Transformer
+
+COLLECTIVE_LAUNCHES = 2
+"""Launches of the host per collective: the collective, and the event that the next kernel waits
+for."""
+
+Shape = tuple[int, int]
+"""The outputs and the inputs of a linear layer on one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """The cost of one pass over a layer, or over a part of it, on one device.
+
+    Attributes:
+        compute: seconds of kernels.
+        kernels: number of kernels.
+        communication: seconds of exposed collectives over the tensor axis.
+        flops: FLOP of the matrix products.
+        hidden: seconds of collectives over the tensor axis that overlap with computation.
+    """
+
+    compute: float = 0.0
+    kernels: int = 0
+    communication: float = 0.0
+    flops: float = 0.0
+    hidden: float = 0.0
+
+    def __add__(self, other: "PassCost") -> "PassCost":
+        return PassCost(
+            self.compute + other.compute,
+            self.kernels + other.kernels,
+            self.communication + other.communication,
+            self.flops + other.flops,
+            self.hidden + other.hidden,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartPasses:
+    """The passes over a part of a layer: its mixer or its MLP.
+
+    Attributes:
+        forward: the forward pass.
+        backward: the backward pass.
+        scores: the part of the forward pass that selective recomputation repeats.
+    """
+
+    forward: PassCost = PassCost()
+    backward: PassCost = PassCost()
+    scores: PassCost = PassCost()
+
+
+def linear_passes(
+    shapes: Sequence[Shape], model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of linear layers, with two products each in the backward pass."""
+    tokens = execution.tokens(model)
+    gemms = products_of(model, machine)
+    forward = sum(gemms.seconds(tokens, out, inner) for out, inner in shapes)
+    backward = sum(
+        gemms.seconds(tokens, inner, out) + gemms.seconds(out, inner, tokens)
+        for out, inner in shapes
+    )
+    count = len(shapes)
+    if model.precision == "f8":  # casts, with a transposed copy, of what each product reads
+        cast = sum(4.0 * tokens * inner + 4.0 * out * inner for out, inner in shapes)
+        forward += machine.memory_seconds(cast, 2 * count)
+        backward += machine.memory_seconds(sum(4.0 * tokens * out for out, _ in shapes), count)
+    backward += sum(accumulation_seconds(out * inner, execution, machine) for out, inner in shapes)
+    flops = sum(2.0 * tokens * out * inner for out, inner in shapes)
+    return PassCost(forward, count, 0.0, flops), PassCost(backward, 2 * count, 0.0, 2 * flops)
+
+
+def products_of(model: Transformer, machine: Machine) -> GemmModel:
+    """Return the costs of the products of linear layers in the precision of a model."""
+    return machine.linear_f8 if model.precision == "f8" else machine.gemms
+
+
+def accumulation_seconds(elements: float, execution: Execution, machine: Machine) -> float:
+    """Return the seconds by which a product is slower that adds a weight gradient to its sum.
+
+    It reads and writes the sum over microbatches instead of writing a gradient.
+    """
+    if not execution.accumulates:
+        return 0.0
+    return (
+        machine.memory_seconds((2.0 * execution.gradient_bytes - 2.0) * elements, 1)
+        - machine.launch_seconds
+    )
+
+
+def tensor_collectives(
+    outputs_by_column: int,
+    inputs_by_row: int,
+    model: Transformer,
+    execution: Execution,
+    machine: Machine,
+) -> tuple[PassCost, PassCost]:
+    """Return the waits for collectives over the tensor axis around two linear layers.
+
+    The first is split by column, the second by row. A pass has an all_reduce, or an all_gather and
+    a reduce_scatter with sequence parallelism, whose backward pass gathers the inputs once more. In
+    the backward pass these gathers, and the sums of the gradients of inputs, can overlap with the
+    products of weight gradients.
+
+    Args:
+        outputs_by_column: outputs of the first layer on a device.
+        inputs_by_row: inputs of the second layer on a device.
+        model: the model.
+        execution: the execution.
+        machine: the machine.
+    """
+    if execution.tensor == 1:
+        return PassCost(), PassCost()
+    network = machine.network
+    ring = network.ring(execution.tensor)
+    tokens, h = execution.tokens(model), model.hidden
+    stream = 2.0 * tokens * h
+    if execution.sequence_parallel:
+        gather = network.seconds("all_gather", stream, ring)
+        scatter = network.seconds("reduce_scatter", stream, ring)
+    else:
+        gather = 0.0
+        scatter = network.seconds("all_reduce", stream, ring)
+    # pairs of a collective and the product that it can overlap with
+    forward = (
+        (gather, machine.gemms.seconds(tokens, outputs_by_column, h)),
+        (scatter, machine.gemms.seconds(tokens, h, inputs_by_row)),
+    )
+    weights = (gather + scatter, machine.gemms.seconds(outputs_by_column, h, tokens))
+    outputs = (gather, machine.gemms.seconds(tokens, inputs_by_row, h))
+    launches = COLLECTIVE_LAUNCHES * (2 if execution.sequence_parallel else 1)
+    overlap_weights = execution.overlap_tensor != "none"
+    overlap_all = execution.overlap_tensor == "all"
+    far = ring.hosts > 1
+    return (
+        overlapped(forward, overlap_all, launches, machine, far),
+        overlapped((weights,), overlap_weights, launches, machine, far)
+        + overlapped((outputs,), overlap_all, 0, machine, far),
+    )
+
+
+def overlapped(
+    pairs: Sequence[tuple[float, float]],
+    overlap: bool,
+    launches: int,
+    machine: Machine,
+    between_hosts: bool,
+) -> PassCost:
+    """Return the wait for collectives, each of which may overlap with a product.
+
+    Args:
+        pairs: seconds of each collective and of its product.
+        overlap: whether they overlap.
+        launches: launches of the host.
+        machine: the machine.
+        between_hosts: whether the collectives are between hosts.
+    """
+    total = sum(moved for moved, _ in pairs)
+    if not overlap:
+        return PassCost(kernels=launches, communication=total)
+    exposed = sum(
+        machine.exposed_seconds(moved, compute, between_hosts) for moved, compute in pairs
+    )
+    return PassCost(kernels=launches, communication=exposed, hidden=total - exposed)
+
+
+def residual_passes(
+    model: Transformer,
+    execution: Execution,
+    machine: Machine,
+    forward_bytes: float,
+    backward_bytes: float,
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of the elementwise kernels around a mixer or an MLP.
+
+    They are a norm before it, bias, dropout and the residual sum after it, and kernels of its own.
+
+    Args:
+        model: the model.
+        execution: the execution.
+        machine: the machine.
+        forward_bytes: traffic of its own elementwise kernels in the forward pass.
+        backward_bytes: the same in the backward pass.
+    """
+    width = 2
+    stream = execution.stream(model)
+    mask = 1 if model.dropout else 0
+    forward = 2 * width * stream + (3 * width + mask) * stream + forward_bytes
+    # the norm; its sum with the gradient of the residual; dropout and bias
+    backward = 2 * 3 * width * stream + backward_bytes
+    backward += (2 * width + mask + (width if model.biases else 0)) * stream
+    return (
+        PassCost(machine.memory_seconds(forward, 3), 4),
+        PassCost(machine.memory_seconds(backward, 8), 8),
+    )
