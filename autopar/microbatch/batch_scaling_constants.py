@@ -114,7 +114,7 @@ def check_parameters(eqn: JaxprEqn, whole: JaxprEqn) -> None:
     """
     for name, value in eqn.params.items():
         other = whole.params[name]
-        if not _is_numeric(value) or value == other:
+        if not _is_numeric(value) or np.array_equal(value, other, equal_nan=True):
             continue
         sides = [[aval_of(atom).shape for atom in (*e.invars, *e.outvars)] for e in (eqn, whole)]
         grown = zip(sides[0][0], sides[1][0], strict=False) if sides[0] else ()

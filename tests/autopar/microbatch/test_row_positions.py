@@ -140,6 +140,9 @@ CHANGES: dict[str, Change] = {
     "position as a number": lambda h, k, p, b: h + rows_of(h)[:, None] / 10,
     "mask by position": lambda h, k, p, b: with_first_rows_marked(h),
     "position in a table": lambda h, k, p, b: h + p["table"][rows_of(h)],
+    "nan beyond the end of a table": lambda h, k, p, b: (
+        h + p["table"].at[jnp.arange(len(p["table"]))].get(mode="fill").sum(0)
+    ),
     "position by the size of the batch": lambda h, k, p, b: h * (rows_of(h) / len(h))[:, None],
     "halves of the batch": lambda h, k, p, b: (
         h * jnp.where(rows_of(h) < len(h) // 2, 1.0, 2.0)[:, None]
@@ -195,6 +198,7 @@ SOME = (
     "in nested scans",
     "halves of the batch",
     "element of each row",
+    "nan beyond the end of a table",
 )
 """Changes of different kinds, which the fast tests combine in one step."""
 
