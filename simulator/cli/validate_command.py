@@ -16,15 +16,19 @@ from simulator.validation.published import PUBLISHED_SETS
 from simulator.validation.report import (
     Comparison,
     NothingPredictedError,
+    memory_summary,
+    shortened,
     summary,
     write_report,
 )
 from simulator.validation.report import (
     as_json as comparisons_json,
 )
+from simulator.validation.sets.steps import sets_of_file
+from simulator.validation.step_rows import unread_columns
 
 _DEFAULT_FOLDER = Path("results/validation")
-_MIN_WIDTH = 105
+_MIN_WIDTH = 86
 
 
 def validate(
@@ -39,9 +43,14 @@ def validate(
         Path | None,
         typer.Option(
             help="A folder with other rows of these sets, as CSV files of the same names and"
-            " columns; sets without a file there are left out.",
+            " columns; sets without a file there are left out. Or a CSV file of your own training"
+            " steps, with the columns of the reference.",
         ),
     ] = None,
+    by: Annotated[
+        str,
+        typer.Option(help="Columns, with commas between, that divide your own steps into sets."),
+    ] = "",
     output: Annotated[
         Path | None,
         typer.Option(
@@ -66,16 +75,20 @@ def validate(
     if not write:
         output = None
     with usage_errors():
-        chosen = _selected_sets(sets or [], data)
+        chosen = _selected_sets(sets or [], data, [name for name in by.split(",") if name])
         if output is not None:
             if output.exists() and not output.is_dir():
                 raise ValueError(f"{output}: can't be written (it is a file); expected a folder")
             pyplot()  # raises here, not after the comparisons, if figures cannot be drawn
-    comparisons, notes = _compare(chosen, data, as_json)
+    own_file = data is not None and data.is_file()
+    comparisons, notes = _compare(chosen, None if own_file else data, as_json)
     if as_json:
         print_json(comparisons_json(comparisons))
     else:
-        print_table(summary(comparisons), _MIN_WIDTH)
+        width = _MIN_WIDTH + max(len(comparison.published.name) for comparison in comparisons)
+        print_table(summary(comparisons), width)
+        if (table := memory_summary(comparisons)) is not None:
+            print_table(table, width)
         _print_rows(comparisons, worst)
     for note in notes:
         typer.echo(note, err=True)
@@ -86,21 +99,37 @@ def validate(
         raise typer.Exit(NO)
 
 
-def _selected_sets(names: Sequence[str], data: Path | None) -> list[PublishedSet]:
+def _selected_sets(
+    names: Sequence[str], data: Path | None, by: Sequence[str]
+) -> list[PublishedSet]:
     """Return the sets with these names, or all; those with a file in the folder, if one is given.
 
+    Of a file, they are the sets of its rows.
+
     Raises:
-        ValueError: there is no such set, or no such folder.
+        ValueError: there is no such set, no such folder, or no such column.
     """
+    if data is not None and data.is_file():
+        if names:
+            raise ValueError(f"{names[0]!r}: {data} is a file, whose rows are all compared")
+        own = list(sets_of_file(data, by))
+        for column in unread_columns(data):
+            typer.echo(f"{data}: column {column!r} is not read", err=True)
+        return own
+    if by:
+        raise ValueError("--by divides the rows of a file; give one with --data")
     sets_by_name = {published.name: published for published in PUBLISHED_SETS}
     if unknown := [name for name in names if name not in sets_by_name]:
         raise ValueError(f"unknown set {unknown[0]!r}; expected some of {', '.join(sets_by_name)}")
     selected = [sets_by_name[name] for name in names or sets_by_name]
     if data is None:
         return selected
-    files = [f"{name}.csv" for published in selected for name in published.files]
+    files = dict.fromkeys(f"{name}.csv" for published in selected for name in published.files)
     if not data.is_dir():
-        raise ValueError(f"{data}: is no folder; expected a folder with some of {', '.join(files)}")
+        raise ValueError(
+            f"{data}: is neither a file nor a folder; expected a CSV file of steps, or a folder"
+            f" with some of {', '.join(files)}"
+        )
     with_files = [
         published
         for published in selected
@@ -139,7 +168,7 @@ def _print_rows(comparisons: Iterable[Comparison], worst: int) -> None:
         name = comparison.published.name
         for why in dict.fromkeys(row.why for row in comparison.unpredicted):
             rows = [row.name for row in comparison.unpredicted if row.why == why]
-            console.print(f"{name}: {len(rows)} not predicted, {why}: {', '.join(rows)}")
+            console.print(f"{name}: {len(rows)} not predicted, {why}: {shortened(rows)}")
         unit = comparison.published.unit
         for case in sorted(comparison.cases, key=lambda case: -abs(case.error))[:worst]:
             console.print(

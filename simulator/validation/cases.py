@@ -55,6 +55,28 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """A row that says whether a step ran or ran out of memory.
+
+    Attributes:
+        name: name of the row.
+        ran: whether the step ran.
+        fits: whether it is predicted to fit.
+        predicted: predicted seconds.
+        measured: measured seconds; None if the step ran out of memory.
+        alternatives: name of a group of plans for the same model, devices and batch; empty for
+            none.
+    """
+
+    name: str
+    ran: bool
+    fits: bool
+    predicted: float
+    measured: float | None = None
+    alternatives: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Unpredicted:
     """A row of a published table without a prediction.
 
@@ -86,7 +108,7 @@ class PublishedSet:
     title: str
     unit: str
     source: str
-    cases: Callable[..., Iterable[Case | Unpredicted]]
+    cases: Callable[..., Iterable[Case | Outcome | Unpredicted]]
     target: float | None = None
     note: str = ""
     files: tuple[str, ...] = ()

@@ -1,10 +1,18 @@
 """The published sets of measurements, in the order of the report.
 
-Their rows are in `data/published`, the origins of these in `data/README.md`.
+Their rows are in `data/published` and `data/steps`, the origins of these in `data/README.md`.
 """
 
 from simulator.validation.cases import PublishedSet
-from simulator.validation.sets import alpa, korthikanti, llm_foundry, megatron, simumax, vtrain
+from simulator.validation.sets import (
+    alpa,
+    korthikanti,
+    llm_foundry,
+    megatron,
+    simumax,
+    steps,
+    vtrain,
+)
 
 PUBLISHED_SETS: tuple[PublishedSet, ...] = (
     korthikanti.KORTHIKANTI_TABLE_5,
@@ -21,5 +29,6 @@ PUBLISHED_SETS: tuple[PublishedSet, ...] = (
     korthikanti.KORTHIKANTI_FIGURE_1,
     korthikanti.KORTHIKANTI_FIGURE_7,
     simumax.SIMUMAX_MEMORY,
+    *steps.STEP_SETS,
 )
 """All published sets."""

@@ -1,5 +1,6 @@
 """Reports of comparisons with published numbers: CSV tables, SVG figures, a summary, and JSON."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,12 +12,26 @@ from rich.table import Table
 
 from simulator.files import unwritable
 from simulator.report.figure_style import pyplot, save_figure
-from simulator.validation.cases import Case, PublishedSet, Unpredicted
-from simulator.validation.statistics import Statistics, coverage, statistics
+from simulator.validation.cases import Case, Outcome, PublishedSet, Unpredicted
+from simulator.validation.statistics import (
+    OutOfMemory,
+    Statistics,
+    coverage,
+    out_of_memory,
+    statistics,
+)
+
+_SHOWN_ROWS = 6
 
 
 class NothingPredictedError(ValueError):
     """A published set without a row that can be predicted."""
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return the names of the first rows, and the number of the others."""
+    more = f" and {len(names) - _SHOWN_ROWS} more" if len(names) > _SHOWN_ROWS else ""
+    return ", ".join(names[:_SHOWN_ROWS]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +43,14 @@ class Comparison:
         cases: rows with a prediction.
         statistics: statistics of the cases.
         unpredicted: rows without a prediction.
+        outcomes: rows that say whether a step fits in memory.
     """
 
     published: PublishedSet
     cases: tuple[Case, ...]
     statistics: Statistics
     unpredicted: tuple[Unpredicted, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
 
     @classmethod
     def of(cls, published: PublishedSet, folder: Path | None = None) -> "Comparison":
@@ -49,10 +66,20 @@ class Comparison:
         rows = tuple(published.cases() if folder is None else published.cases(folder))
         cases = tuple(row for row in rows if isinstance(row, Case))
         unpredicted = tuple(row for row in rows if isinstance(row, Unpredicted))
+        outcomes = tuple(row for row in rows if isinstance(row, Outcome))
         if not cases:
-            reasons = "; ".join(f"{row.name}: {row.why}" for row in unpredicted) or "there is none"
+            names: defaultdict[str, list[str]] = defaultdict(list)
+            for row in unpredicted:
+                names[row.why].append(row.name)
+            reasons = "; ".join(f"{shortened(rows)}: {why}" for why, rows in names.items())
+            reasons = reasons or "there is none"
             raise NothingPredictedError(f"{published.name}: no row to compare: {reasons}")
-        return cls(published, cases, statistics(cases, len(unpredicted)), unpredicted)
+        return cls(published, cases, statistics(cases, len(unpredicted)), unpredicted, outcomes)
+
+    @property
+    def out_of_memory(self) -> OutOfMemory | None:
+        """Statistics of the outcomes; None without outcomes."""
+        return out_of_memory(self.outcomes)
 
     @property
     def met(self) -> bool | None:
@@ -121,6 +148,51 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
     return table
 
 
+def memory_summary(comparisons: Sequence[Comparison]) -> Table | None:
+    """Return a table of predicted and actual outcomes; None if no set has outcomes.
+
+    Its columns are: steps that ran out of memory, as predicted and not; steps that ran, predicted
+    to run out of memory and predicted to fit; accuracy, precision and recall in %; and of choosing
+    layouts among those predicted to fit: groups, slowdown against the best in %, and choices that
+    ran out of memory.
+    """
+    outcomes = [row for comparison in comparisons for row in comparison.outcomes]
+    if not outcomes:
+        return None
+    table = Table(title="Steps that run out of memory (OOM)", box=box.SIMPLE, padding=(0, 0, 0, 1))
+    table.add_column("set", no_wrap=True)
+    for column in (
+        "OOM, predicted",
+        "OOM, missed",
+        "ran, alarm",
+        "ran, fits",
+        "accuracy",
+        "precision",
+        "recall",
+        "groups",
+        "regret",
+        "OOM choices",
+    ):
+        table.add_column(column, justify="right")
+    rows = [(comparison.published.name, comparison.out_of_memory) for comparison in comparisons]
+    shown = [(name, numbers) for name, numbers in rows if numbers is not None]
+    total = out_of_memory(outcomes)
+    if len(shown) > 1 and total is not None:
+        shown.append(("all", total))
+    for name, numbers in shown:
+        counts = (numbers.hits, numbers.misses, numbers.false_alarms, numbers.correct_fits)
+        rates = (numbers.accuracy, numbers.precision, numbers.recall)
+        table.add_row(
+            name,
+            *map(str, counts),
+            *("" if rate is None else _percent(rate) for rate in rates),
+            str(numbers.groups),
+            "" if numbers.regret is None else _percent(numbers.regret),
+            str(numbers.failed_choices),
+        )
+    return table
+
+
 def _coverage_text(comparisons: Sequence[Comparison]) -> str:
     """Return a sentence about the coverage of intervals; empty if too few sets have intervals."""
     overall = coverage([comparison.cases for comparison in comparisons])
@@ -145,6 +217,9 @@ def as_json(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
             "note": comparison.published.note,
             **asdict(comparison.statistics),
             "cases": [asdict(case) | {"error": case.error} for case in comparison.cases],
+            "out_of_memory": None
+            if comparison.out_of_memory is None
+            else asdict(comparison.out_of_memory),
             "rows_without_prediction": [asdict(row) for row in comparison.unpredicted],
         }
         for comparison in comparisons

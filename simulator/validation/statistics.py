@@ -1,6 +1,6 @@
 """Statistics of predictions: errors, rank correlation, regret, and coverage of intervals."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
-from simulator.validation.cases import Case
+from simulator.validation.cases import Case, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +151,78 @@ def regret(cases: Sequence[Case]) -> float | None:
             chosen = min(group, key=lambda case: case.predicted)
             losses.append(chosen.measured / min(case.measured for case in group) - 1)
     return float(np.mean(losses)) if losses else None
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """How well predictions tell steps that run out of memory from those that run.
+
+    Attributes:
+        hits: steps that ran out of memory and were predicted to.
+        false_alarms: steps that ran, predicted to run out of memory.
+        misses: steps that ran out of memory, predicted to fit.
+        correct_fits: steps that ran and were predicted to fit.
+        groups: groups of alternatives of which at least one ran.
+        regret: relative slowdown of the plan with the fastest prediction among those predicted to
+            fit, against the fastest that ran, mean over the groups whose choice ran; None without
+            such a group.
+        failed_choices: groups whose choice ran out of memory, or in which nothing is predicted to
+            fit.
+    """
+
+    hits: int
+    false_alarms: int
+    misses: int
+    correct_fits: int
+    groups: int
+    regret: float | None
+    failed_choices: int
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of the steps whose outcome is predicted."""
+        right = self.hits + self.correct_fits
+        return right / (right + self.false_alarms + self.misses)
+
+    @property
+    def precision(self) -> float | None:
+        """Fraction of those predicted to run out of memory that did; None if there is none."""
+        predicted = self.hits + self.false_alarms
+        return self.hits / predicted if predicted else None
+
+    @property
+    def recall(self) -> float | None:
+        """Fraction of those that ran out of memory predicted to; None if there is none."""
+        happened = self.hits + self.misses
+        return self.hits / happened if happened else None
+
+
+def out_of_memory(outcomes: Sequence[Outcome]) -> OutOfMemory | None:
+    """Return the statistics of outcomes; None if there are none."""
+    if not outcomes:
+        return None
+    counts = Counter((row.ran, row.fits) for row in outcomes)
+    groups: defaultdict[str, list[Outcome]] = defaultdict(list)
+    for row in outcomes:
+        groups[row.alternatives].append(row)
+    possible = [group for group in groups.values() if any(row.ran for row in group)]
+    losses = []
+    failed = 0
+    for group in possible:
+        fitting = [row for row in group if row.fits]
+        chosen = min(fitting, key=lambda row: row.predicted, default=None)
+        if chosen is None or chosen.measured is None:
+            failed += 1
+            continue
+        losses.append(
+            chosen.measured / min(row.measured for row in group if row.measured is not None) - 1
+        )
+    return OutOfMemory(
+        hits=counts[False, False],
+        false_alarms=counts[True, False],
+        misses=counts[False, True],
+        correct_fits=counts[True, True],
+        groups=len(possible),
+        regret=float(np.mean(losses)) if losses else None,
+        failed_choices=failed,
+    )

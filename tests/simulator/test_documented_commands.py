@@ -41,6 +41,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine" / "korthikanti_table5.csv").write_text(
         (DATA / "published" / "korthikanti_table5.csv").read_text()
     )
+    (tmp_path / "steps.csv").write_text((DATA / "steps" / "dlperf_gpt_v100.csv").read_text())
     (tmp_path / "collectives.csv").write_text(
         "\n".join([header, *(row for row in rows if "H200" in row)])
     )

@@ -1,0 +1,279 @@
+"""Scenarios of measured steps: the model, the execution and the machine that a row describes.
+
+What a row leaves open follows from the family of its model, from its framework and from its
+kernels. A row that no scenario can express raises `StepRowError` with the reason.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.description import validate
+from simulator.transformer import EAGER, JITTED, Backend, Execution, Machine, Transformer, predict
+from simulator.validation.step_notes import Notes, notes_of
+from simulator.validation.step_rows import StepRow, StepRowError
+
+
+@dataclass(frozen=True, slots=True)
+class StepScenario:
+    """What a row describes.
+
+    Attributes:
+        model: the model that is trained.
+        execution: how the step is divided over devices.
+        machine: the cluster and the software that drives it.
+    """
+
+    model: Transformer
+    execution: Execution
+    machine: Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What a framework does that tables of its steps do not say.
+
+    Attributes:
+        backend: the backend.
+        attention: the implementation of attention.
+        execution: fields of `Execution`.
+    """
+
+    backend: Backend
+    attention: str
+    execution: Mapping[str, Any] = field(default_factory=dict)
+
+
+_MEGATRON_CORE = Software(
+    EAGER,
+    "flash2",
+    {
+        "overlap_gradients": True,
+        "overlap_sends": True,
+        "overlap_tensor": "all",
+        "communicated_gradient_bytes": 2,
+        "fused_loss": True,
+    },
+)
+"""Megatron-Core with Transformer Engine and the distributed optimizer, as NeMo and Megatron-Bridge
+set it for performance: https://docs.nvidia.com/nemo-framework (performance guide)."""
+
+SOFTWARE: Mapping[str, Software] = {
+    "nemo automodel": Software(
+        EAGER, "flash2", {"overlap_gradients": True, "communicated_gradient_bytes": 2}
+    ),
+    "nemo": _MEGATRON_CORE,
+    "megatron-bridge": _MEGATRON_CORE,
+    "megatron-lm": _MEGATRON_CORE,
+    "torchtitan": Software(
+        EAGER, "flash2", {"overlap_gradients": True, "communicated_gradient_bytes": 4}
+    ),
+    "internevo": Software(
+        EAGER,
+        "flash2",
+        {"overlap_gradients": True, "gradient_bytes": 2, "communicated_gradient_bytes": 2},
+    ),
+    "aleph alpha": Software(EAGER, "flash2", {}),
+    "oneflow": Software(EAGER, "naive", {"scatter_sends": True}),
+    "pax": Software(
+        JITTED,
+        "flash2",
+        {"overlap_gradients": True, "communicated_gradient_bytes": 2, "overlap_tensor": "all"},
+    ),
+    "maxtext": Software(
+        JITTED,
+        "flash2",
+        {"overlap_gradients": True, "communicated_gradient_bytes": 2, "overlap_tensor": "all"},
+    ),
+}
+"""Software by the beginning of the name of the framework, in lower case."""
+
+_DEFAULT_SOFTWARE = _MEGATRON_CORE
+
+_CLUSTERS = {
+    "A100": "dgx_a100_80",
+    "A100-80GB": "dgx_a100_80",
+    "A100-40GB": "dgx_a100_40",
+    "A800": "dgx_a100_80",
+    "H100": "dgx_h100",
+    "H200": "dgx_h200",
+    "B200": "dgx_b200",
+    "GB200": "gb200_nvl72",
+    "V100-16GB": "p3.16xlarge",
+}
+"""Shipped clusters by the name of the GPU."""
+
+_PRECISIONS = {"bf16": "bf16", "fp16": "f16", "f16": "f16", "fp8": "f8", "fp8 hybrid": "f8"}
+_PRECISIONS |= {"mxfp8": "f8", "": "bf16"}
+
+_ATTENTION = {
+    "torch": "naive",
+    "fused": "naive",
+    "flash_attentionv1.0.8": "flash",
+    "flash_attention2": "flash2",
+    "flash_attention2 + RMS kernel": "flash2",
+}
+"""Implementations of attention by the kernels of a row."""
+
+_RECOMPUTE = {"": "none", "none": "none", "selective": "selective", "full": "full"}
+
+_GPT = re.compile(r"gpt-?\d|gpt2|gpt-[0-9x]+")
+_OTHER_ARCHITECTURES = {
+    re.compile(r"^(t5|ul2)"): "an encoder and a decoder",
+    re.compile(r"^vit"): "images as inputs",
+}
+_EXPERTS = re.compile(
+    r"mixtral|grok|deepseek|kimi|gpt-oss|gpt_oss|nemotron.?3|-a\d+b|\d+x\d+b|moe|dbrx"
+)
+
+_LINE_RATE = 0.967
+"""Part of the line rate of a NIC that rings reach, as on the shipped clusters."""
+
+_MICROBATCHES = (1, 2, 4, 8)
+"""Microbatches that are tried where a row doesn't say its own."""
+
+
+def scenario_of(row: StepRow) -> StepScenario:
+    """Return the scenario of a row.
+
+    Raises:
+        StepRowError: a column is empty that a prediction needs, or scenarios can't express the row.
+        ValueError: the degrees don't divide the sizes.
+    """
+    notes = notes_of(row)
+    software = software_of(row.framework)
+    model = _model(row, notes, software)
+    machine = _machine(row, notes, software)
+    fields = _execution_fields(row, notes, software)
+    if row.micro_batch is not None:
+        micros: Iterable[int] = (row.micro_batch,)
+    else:
+        per_replica = max(1, fields["global_batch"] // fields["data"])
+        micros = [size for size in _MICROBATCHES if per_replica % size == 0]
+    return _fastest(model, [fields | {"microbatch": micro} for micro in micros], machine)
+
+
+def software_of(framework: str) -> Software:
+    """Return the software of a framework; Megatron-Core for one that is unknown."""
+    name = framework.strip().lower()
+    for beginning, software in SOFTWARE.items():
+        if name.startswith(beginning):
+            return software
+    return _DEFAULT_SOFTWARE
+
+
+def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
+    name = row.model.lower()
+    for pattern, what in _OTHER_ARCHITECTURES.items():
+        if pattern.search(name):
+            raise StepRowError(f"column model: {what}; scenarios describe decoders")
+    if notes.experts or row.ep > 1 or _EXPERTS.search(name):
+        raise StepRowError("column model: mixtures of experts are not expressed yet")
+    if notes.adapters:
+        raise StepRowError("column framework: steps of adapters (LoRA) are not expressed yet")
+    hidden, heads = row.required("hidden"), row.required("heads")
+    gpt = _GPT.match(name) is not None
+    fields = {
+        "layers": row.required("layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": row.kv_heads,
+        "ffn": row.ffn,
+        "seq": row.required("seq"),
+        "vocab": row.required("vocab"),
+        "gated": not gpt and not notes.squared_relu and "nemotron" not in name,
+        "tied": gpt,
+        "learned_positions": gpt,
+        "biases": gpt,
+        "dropout": gpt and software.attention == "naive",
+        "attention": _look_up(row, "kernel", _ATTENTION) if row.kernel else software.attention,
+        "precision": _look_up(row, "precision", _PRECISIONS),
+    }
+    return validate(Transformer, fields, "model")
+
+
+def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[str, Any]:
+    zero = 1 if row.zero is None else row.zero
+    sequence_parallel = row.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = notes.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = software.execution.get("overlap_tensor") == "all"
+    return {
+        **software.execution,
+        "tensor": row.tp,
+        "context": row.cp,
+        "data": row.replicas,
+        "pipeline": row.pp,
+        "interleave": row.vp if row.pp > 1 else 1,
+        "sequence_parallel": sequence_parallel and row.tp > 1,
+        "global_batch": row.required("global_batch"),
+        "recompute": _look_up(row, "recompute", _RECOMPUTE),
+        "zero": zero,
+    }
+
+
+def _look_up(row: StepRow, column: str, entries: Mapping[str, Any]) -> Any:
+    given = getattr(row, column)
+    value = entries.get(given, entries.get(given.lower()))
+    if value is None:
+        raise StepRowError(
+            f"column {column}: given {given!r}, expected one of "
+            f"{', '.join(entry for entry in entries if entry)}"
+        )
+    return value
+
+
+def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
+    if row.gpu not in _CLUSTERS:
+        raise StepRowError(f"column gpu: given {row.gpu!r}, expected one of {', '.join(_CLUSTERS)}")
+    return _cached_machine(
+        _CLUSTERS[row.gpu], row.gpus, notes.nics, notes.nic_gbit, software.backend
+    )
+
+
+@cache
+def _cached_machine(
+    name: str, devices: int, nics: int | None, nic_gbit: float | None, backend: Backend
+) -> Machine:
+    """Return complete hosts of a shipped cluster, with other NICs where the notes say so."""
+    cluster = Cluster.load(name)
+    cluster = cluster.with_size(-(-devices // cluster.devices_per_host))
+    if nics is not None and cluster.inter_host is not None:
+        update: dict[str, Any] = {"nics_per_host": nics}
+        if nic_gbit is not None:
+            bandwidth = _LINE_RATE * nic_gbit / 8
+            update["inter_host"] = cluster.inter_host.model_copy(
+                update={"bandwidth_gb_per_s": bandwidth}
+            )
+        cluster = cluster.model_copy(update=update)
+    return Machine(cluster, backend)
+
+
+def _fastest(
+    model: Transformer, executions: list[dict[str, Any]], machine: Machine
+) -> StepScenario:
+    """Return the scenario with the fastest of several executions that fits, or that has least.
+
+    Raises:
+        ValueError: none divides the sizes of the model.
+    """
+    if len(executions) == 1:
+        return StepScenario(model, validate(Execution, executions[0], "execution"), machine)
+    scenarios = []
+    problem: ValueError = StepRowError("column micro_batch: empty, and no size divides the batch")
+    for fields in executions:
+        try:
+            execution = validate(Execution, fields, "execution")
+            prediction = predict(model, execution, machine)
+        except ValueError as error:
+            problem = error
+            continue
+        key = (not prediction.memory.fits, prediction.seconds)
+        scenarios.append((key, StepScenario(model, execution, machine)))
+    if not scenarios:
+        raise problem
+    return min(scenarios, key=lambda pair: pair[0])[1]

@@ -1,0 +1,182 @@
+"""Tables of training steps: rows with wrong cells, and the scenarios of rows of each framework."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from simulator.cli import app
+from simulator.files import FileError
+from simulator.validation.report import Comparison
+from simulator.validation.sets.steps import STEP_SETS, STEPS, sets_of_file
+from simulator.validation.step_notes import notes_of
+from simulator.validation.step_rows import COLUMNS, BadRow, StepRow, StepRowError, read_step_rows
+from simulator.validation.step_scenarios import StepScenario, scenario_of
+
+HEADER = "model,gpu,gpus,layers,hidden,ffn,heads,kv_heads,vocab,seq,tp,pp,vp,dp,micro_batch,"
+HEADER += "global_batch,recompute,zero,precision,step_s,memory_gb,outcome,framework,notes"
+LLAMA = "llama3-8b,H100,16,32,4096,14336,32,8,128256,8192,2,2,4,4,1,64,none,1,bf16,5.0,60,ok,NeMo,"
+
+
+def row_with(**changes: Any) -> StepRow:
+    fields = {
+        "line": 1,
+        "model": "llama3-8b",
+        "gpu": "H100",
+        "gpus": 8,
+        "layers": 32,
+        "hidden": 4096,
+        "ffn": 14336,
+        "heads": 32,
+        "kv_heads": 8,
+        "vocab": 128256,
+        "seq": 8192,
+        "micro_batch": 1,
+        "global_batch": 128,
+        "framework": "NeMo",
+    }
+    return StepRow(**fields | changes)
+
+
+def first_row(file: str, framework: str) -> StepScenario:
+    rows = read_step_rows(STEPS / f"{file}.csv")
+    row = next(
+        row for row in rows if isinstance(row, StepRow) and row.framework.startswith(framework)
+    )
+    return scenario_of(row)
+
+
+def write_rows(folder: Path, *rows: str, header: str = HEADER) -> Path:
+    path = folder / "own.csv"
+    path.write_text("\n".join([header, *rows]) + "\n")
+    return path
+
+
+def test_a_row_has_the_values_of_its_cells(tmp_path: Path) -> None:
+    (row,) = read_step_rows(write_rows(tmp_path, LLAMA))
+    assert isinstance(row, StepRow)
+    assert (row.line, row.layers, row.step_s, row.cp, row.sequence_parallel) == (
+        1,
+        32,
+        5.0,
+        1,
+        None,
+    )
+    assert row.name == "llama3-8b 16 H100 bf16 tp2 pp2 vp4 mb1 #1"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("H100,16,32,", "H100,16,a,", "column layers: given 'a', expected a whole number of at"),
+        ("H100,16,32,", "H100,16,32.5,", "column layers: given '32.5', expected a whole number"),
+        ("H100,16,32,", "H100,,32,", "column gpus: empty; each row must have it"),
+        (",5.0,60,", ",-5,60,", "column step_s: given '-5', expected a number above 0"),
+        (",none,1,", ",none,4,", "column zero: given '4', expected 0, 1, 2 or 3"),
+        (",NeMo,", ",NeMo", "has another number of cells than the header"),
+    ],
+)
+def test_a_wrong_cell_refuses_its_row_alone(tmp_path: Path, old: str, new: str, why: str) -> None:
+    good, bad = read_step_rows(write_rows(tmp_path, LLAMA, LLAMA.replace(old, new)))
+    assert isinstance(good, StepRow)
+    assert isinstance(bad, BadRow)
+    assert (bad.line, why in bad.why) == (2, True)
+
+
+def test_a_table_without_a_column_that_it_needs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no column hidden"):
+        read_step_rows(write_rows(tmp_path, header=HEADER.replace("hidden,", "")))
+    unmeasured = "model,gpu,gpus,layers,hidden,heads,vocab,seq"
+    with pytest.raises(FileError, match="no column step_s or"):
+        read_step_rows(write_rows(tmp_path, header=unmeasured))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"hidden": None}, "column hidden: empty; a prediction needs it"),
+        ({"gpu": "TPU"}, "column gpu: given 'TPU', expected one of A100"),
+        ({"tp": 3}, r"column gpus: given 8, expected a multiple of tp \* pp \* cp, which is 3"),
+        ({"dp": 4}, r"column dp: given 4, expected gpus / \(tp \* pp \* cp\), which is 8"),
+        ({"precision": "int4"}, "column precision: given 'int4', expected one of bf16"),
+        ({"recompute": "some"}, "column recompute: given 'some', expected one of none"),
+        ({"model": "vit-b16"}, "column model: images as inputs"),
+    ],
+)
+def test_a_row_that_scenarios_cannot_express_says_why(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(StepRowError, match=why):
+        scenario_of(row_with(**changes))
+
+
+def test_the_reference_lists_every_column() -> None:
+    text = (Path(__file__).parents[2] / "docs/reference/measured-steps.md").read_text()
+    assert all(f"`{column}`" in text for column in COLUMNS)
+
+
+def test_degrees_of_a_row_become_those_of_its_execution() -> None:
+    scenario = scenario_of(row_with(gpus=64, tp=2, pp=2, vp=4, cp=2, recompute="full", zero=1))
+    execution = scenario.execution
+    assert (execution.tensor, execution.pipeline, execution.interleave) == (2, 2, 4)
+    assert (execution.context, execution.data, execution.microbatch) == (2, 8, 1)
+    assert (execution.recompute, execution.zero, execution.sequence_parallel) == ("full", 1, True)
+    assert scenario.machine.cluster.num_devices == 64
+
+
+def test_each_framework_has_its_architecture_kernels_and_network() -> None:
+    layouts = first_row("layouts_a100_oom", "Aleph Alpha")
+    assert (layouts.model.gated, layouts.model.tied, layouts.model.attention) == (
+        (True, False, "flash2")
+    )
+    assert layouts.execution.zero == 1
+    gpt = first_row("dlperf_gpt_v100", "OneFlow")
+    assert (gpt.model.gated, gpt.model.tied, gpt.model.precision) == (False, True, "f16")
+    assert gpt.machine.cluster.nics_per_host == 1
+    roce = first_row("internevo_a100_roce", "InternEvo")
+    assert roce.machine.cluster.nics_per_host == 4
+    assert roce.machine.cluster.inter_host is not None
+    assert roce.machine.cluster.inter_host.bandwidth_gb_per_s == pytest.approx(0.967 * 12.5)
+    fp8 = first_row("nemo_24.07-25.07", "NeMo 24.07")
+    assert fp8.model.precision == "f8"
+    relu = notes_of(row_with(notes="squared-relu MLP (two matrices), sequence parallel"))
+    assert (relu.squared_relu, relu.sequence_parallel) == (True, True)
+    assert notes_of(row_with(notes="FSDP over 8 GPUs x DP 4")).shards == 8
+    assert notes_of(row_with(notes="zero1=8; micro_num 4")).optimizer_shards == 8
+
+
+@pytest.mark.slow
+def test_every_shipped_row_is_predicted_or_refused_with_a_reason() -> None:
+    for published in STEP_SETS:
+        rows = list(published.cases())
+        assert rows
+        assert all(row.name for row in rows)
+
+
+def test_a_file_of_steps_is_compared_by_the_command(tmp_path: Path) -> None:
+    oom = LLAMA.replace(",5.0,60,ok,", ",,,OOM Error,")
+    other = LLAMA.replace("NeMo", "MaxText").replace(",60,", ",600,")
+    path = write_rows(tmp_path, LLAMA, oom, other, LLAMA.replace("H100,16", "H100,x"))
+    run = CliRunner().invoke
+    result = run(app, ["validate", "--data", str(path), "--json"])
+    assert result.exit_code == 0
+    steps, memory = json.loads(result.stdout)
+    assert (steps["count"], steps["unpredicted"]) == (2, 1)
+    assert steps["out_of_memory"]["misses"] + steps["out_of_memory"]["hits"] == 1
+    assert (memory["count"], memory["unit"]) == (1, "GB")
+    assert "column memory_gb: given 600" in memory["rows_without_prediction"][0]["why"]
+    table = run(app, ["validate", "--data", str(path), "--by", "framework"])
+    assert "own MaxText" in table.stdout
+    assert "row 4" in table.output
+    unknown = run(app, ["validate", "--data", str(path), "--by", "color"])
+    assert unknown.exit_code == 2
+    assert "unknown column 'color'" in unknown.output
+
+
+def test_rows_without_a_measurement_are_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, LLAMA, LLAMA.replace(",5.0,60,", ",,60,"))
+    times, memory = (Comparison.of(published) for published in sets_of_file(path))
+    assert [row.why for row in times.unpredicted] == [
+        "columns step_s, tokens_per_s_per_gpu and tflops_per_gpu: empty"
+    ]
+    assert memory.statistics.count == 2
