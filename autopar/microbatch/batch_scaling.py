@@ -30,9 +30,11 @@ from autopar.microbatch.batch_scaling_rules import (
     BatchScaling,
     ConstantDiffers,
     LoopOverExamples,
+    MinorExamples,
     NotSeparable,
     result_scalings,
 )
+from autopar.microbatch.example_blocks import common_blocks
 from autopar.primitives import record_of
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
 
@@ -110,6 +112,7 @@ class BatchScalings:
         """
         self.count = count
         self._rules = rules
+        self._eqns = micro.eqns
         self._costly = _costly(micro) if rules.totals else set()
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, BatchScaling | NotSeparable] = dict.fromkeys(
@@ -308,12 +311,15 @@ class BatchScalings:
         powers = {kind.power for kind in kinds} - {None}
         forms = [kind for kind in kinds if kind.form != "same"]
         pers = {kind.per for kind in kinds if kind.power is not None}
-        if len(powers) > 1 or len(pers) > 1 or len({(kind.form, kind.dim) for kind in forms}) > 1:
+        blocks = common_blocks(kind.blocks for kind in forms if kind.form == "rows")
+        alike = len({(kind.form, kind.dim) for kind in forms}) <= 1 and blocks != "none"
+        if len(powers) > 1 or len(pers) > 1 or not alike:
             raise NotSeparable(
                 f"a loop or branch at {source_line(eqn)} mixes sums, means or examples of the batch"
             )
         power, per = powers.pop() if powers else None, pers.pop() if pers else None
-        return replace(forms[0] if forms else kinds[0], power=power, per=per)
+        joined = replace(forms[0] if forms else kinds[0], power=power, per=per)
+        return replace(joined, blocks=blocks) if joined.form == "rows" else joined
 
     def of(self, atom: Atom, whole: Atom) -> BatchScaling:
         """Return the scaling of an accumulated value.
@@ -332,11 +338,17 @@ class BatchScalings:
                     f"a statistic of each microbatch becomes an array of {aval_of(atom).dtype},"
                     " which has no mean"
                 )
+            if kind.form == "rows" and kind.blocks not in (1, None):
+                raise MinorExamples(f"{self._maker_of(atom)} merges another dim with the examples")
             return kind
         except NotSeparable as unfit:
             raise MicrobatchError(
                 f"can't accumulate over microbatches: {unfit}. {unfit.remedy}"
             ) from None
+
+    def _maker_of(self, atom: Atom) -> Where:
+        """Return the equation that computes a value."""
+        return next(Where(eqn) for eqn in self._eqns if atom in eqn.outvars)
 
     def why_not(self, values: Iterable[Var]) -> MicrobatchError | None:
         """Return why some value can't be accumulated; None if all can."""
@@ -531,7 +543,8 @@ class BatchScalings:
         for var in (var for eqn in eqns for var in eqn.outvars):
             kind = self.kinds[var]
             if isinstance(kind, BatchScaling) and kind.form == "rows":
-                sizes.append(self.copies.get(var) or aval_of(var).shape[kind.dim])
+                rows = aval_of(var).shape[kind.dim]
+                sizes.append(self.copies.get(var) or rows // (kind.blocks or 1))
         return gcd(*sizes)
 
 

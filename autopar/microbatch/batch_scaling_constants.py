@@ -39,7 +39,7 @@ def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
             " for the batch"
         )
     if grown:
-        form = BatchScaling("rows", dim=grown[0])
+        form = BatchScaling("rows", dim=grown[0], blocks=None)
         rows, small = small, small.take([0], grown[0])
         if full.shape[grown[0]] != count * rows.shape[grown[0]] or not _close(rows, small):
             raise ConstantDiffers(

@@ -13,6 +13,7 @@ from jax.lax import scatter_sub_p, tile_p
 
 from autopar.ir.graph import Where, aval_of
 from autopar.microbatch.created_rows import why_whole
+from autopar.microbatch.example_blocks import common_blocks, examples_factor
 from autopar.microbatch.inner_bodies import why_body_differs
 from autopar.primitives import op_factors
 from autopar.primitives.index import indexed_dims
@@ -30,6 +31,8 @@ class BatchScaling:
         power: the value of the whole batch has an additional factor of count ** power, for `count`
             microbatches. None for zeros, which fit any power.
         dim: the dim of the examples if the form is "rows".
+        blocks: the number of blocks in that dim, each with the rows of all examples in order
+            (`autopar.microbatch.example_blocks`); None if all rows are equal.
         per: statistic of the batch by which the value is divided. The other attributes describe the
             value times this scalar.
     """
@@ -37,6 +40,7 @@ class BatchScaling:
     form: OneOf["same", "rows", "linear", "function"]
     power: int | None = 0
     dim: int = 0
+    blocks: int | None = 1
     per: Var | None = None
 
 
@@ -61,6 +65,15 @@ class AcrossExamples(NotSeparable):
     remedy = (
         "A microbatch has no other examples than its own: combine neighbours only, as in"
         " scores.reshape(-1, 2), or use num_micro_batches=1"
+    )
+
+
+class MinorExamples(NotSeparable):
+    """The examples of the batch are the minor part of a dim."""
+
+    remedy = (
+        "Draw, combine and return arrays with both dims, as (time, batch, ...), and merge them"
+        " afterwards; or put the batch first, or use num_micro_batches=1"
     )
 
 
@@ -135,7 +148,7 @@ def result_scalings(
     where = Where(eqn)
     power = _own_power(eqn, operands, where) if own else power_of(eqn, operands, where)
     linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
-    rows = {k: kind.dim for k, kind in enumerate(operands) if kind.form == "rows"}
+    rows = {k: kind for k, kind in enumerate(operands) if kind.form == "rows"}
     if linear and rows and not own:
         raise NotSeparable(
             f"{where} mixes single examples with a statistic of the whole batch (batch"
@@ -186,23 +199,30 @@ def _shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 def _of_rows(
     eqn: JaxprEqn,
     whole: JaxprEqn,
-    rows: Mapping[int, int],
+    rows: Mapping[int, BatchScaling],
     power: int | None,
     count: int,
     own: bool,
 ) -> list[BatchScaling]:
-    """Return the scalings of results of operands with examples; `rows` has their dims."""
+    """Return the scalings of results of operands with examples, whose scalings are `rows`."""
     where, factors = Where(eqn), op_factors(eqn)
-    batch = {factors.operands[k][dim] for k, dim in rows.items()}
-    if len(batch) != 1 or not (batch_dim := batch.pop()):
+    batch = {factors.operands[k][kind.dim] for k, kind in rows.items()}
+    blocks = common_blocks(kind.blocks for kind in rows.values())
+    if blocks == "none":
+        raise MinorExamples(
+            f"{where} combines a dim of examples with one that has another dim merged into it"
+        )
+    if len(batch) != 1:
+        raise AcrossExamples(f"{where} pairs examples with one another")
+    examples = examples_factor(factors, op_factors(whole), batch.pop(), blocks)
+    if examples is None:
         raise AcrossExamples(f"{where} pairs examples with one another")
     if reason := why_body_differs(eqn, whole):
         raise NotSeparable(f"{where} {reason}")
-    if rows.get(0) in indexed_dims(eqn):
+    if 0 in rows and rows[0].dim in indexed_dims(eqn):
         raise AcrossExamples(f"{where} looks up examples by their positions in the batch")
-    factor = batch_dim[0]
     same_shapes = _shapes(eqn) == _shapes(whole)
-    match factors.kinds[factor]:
+    match factors.kinds[examples.number]:
         case "sum":
             if not same_shapes:
                 raise NotSeparable(
@@ -210,14 +230,13 @@ def _of_rows(
                 )
             return [BatchScaling("linear", None if power is None else power + 1)] * len(eqn.outvars)
         case "parallel":
-            dims = [
-                [d for d, of in enumerate(result) if of and of[0] == factor]
-                for result in factors.results
-            ]
-            # A shard_map saves values for its backward pass without a dim of examples.
-            if not all(dims):
-                raise NotSeparable(f"{where} has a result without a dim of examples")
-            kinds = [BatchScaling("rows", power, result_dims[0]) for result_dims in dims]
+            kinds = []
+            for result in factors.results:
+                place = examples.dim_of(result)
+                # A shard_map saves values for its backward pass without a dim of examples.
+                if place is None:
+                    raise NotSeparable(f"{where} has a result without a dim of examples")
+                kinds.append(BatchScaling("rows", power, *place))
             for kind, var, big in zip(kinds, eqn.outvars, whole.outvars, strict=True):
                 _check_rows(kind.dim, aval_of(var).shape, aval_of(big).shape, count, where)
             return kinds
@@ -252,4 +271,5 @@ def _created(eqn: JaxprEqn, whole: JaxprEqn, kind: BatchScaling, count: int) -> 
     if len(grown) > 1 or not uniform:
         raise NotSeparable(f"{where} {why_whole(eqn)}")
     _check_rows(grown[0], shape, full, count, where)
-    return replace(kind, form="rows", dim=grown[0])
+    blocks = 1 if eqn.primitive is tile_p else None
+    return replace(kind, form="rows", dim=grown[0], blocks=blocks)

@@ -19,7 +19,7 @@ from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, is_backward, needed, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling import BatchScalings
-from autopar.microbatch.batch_scaling_rules import BatchScaling
+from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.created_rows import created_by, folds_position
 from autopar.microbatch.gradients import accumulate_p
 
@@ -136,6 +136,8 @@ class _BodyRules:
             return self.gradients.isdisjoint(read)
         operands = [self.scalings.kinds[var] for var in read]
         results = [self.scalings.kinds[var] for var in unit.makes]
+        if any(map(_is_minor, results)) and not any(map(_is_minor, operands)):
+            return False  # rows in another order can't be put together
         return all(
             isinstance(kind, BatchScaling) and kind.form in ("rows", "same") for kind in operands
         ) and all(
@@ -144,6 +146,11 @@ class _BodyRules:
             and (kind.form != "linear" or kind.power in (None, 0, 1))
             for kind in results
         )
+
+
+def _is_minor(kind: BatchScaling | NotSeparable) -> bool:
+    """Return whether a value has the examples as the minor part of a dim."""
+    return isinstance(kind, BatchScaling) and kind.blocks not in (1, None)
 
 
 def _required(groups: Sequence[Unit], rules: _BodyRules) -> set[int]:

@@ -1,0 +1,161 @@
+"""Examples that are the minor part of a dim, as after merging (time, batch)."""
+
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import Var
+
+import autopar
+from autopar.ir.flatten import flatten
+from autopar.microbatch.batch_rows import cut_rows
+from autopar.microbatch.batch_scaling import BatchScalings
+from autopar.microbatch.batch_scaling_rules import BatchScaling
+from autopar.testing import assert_allclose
+
+TIME, WIDTH = 6, 4
+EXAMPLES, COUNT = 4, 3
+MOVES = "transpose", "merge", "split", "tile", "reverse"
+
+
+def rearranged(xp, x, moves):
+    """Move, merge, split, copy and reverse dims by the functions of `jnp` or `np`."""
+    for move, number in moves:
+        dim = number % x.ndim
+        if move == "transpose":
+            x = xp.moveaxis(x, dim, number // 3 % x.ndim)
+        elif move == "merge" and dim + 1 < x.ndim:
+            x = x.reshape(*x.shape[:dim], prod(x.shape[dim : dim + 2]), *x.shape[dim + 2 :])
+        elif move == "split" and x.shape[dim] % 2 == 0:
+            parts = ((2, -1), (-1, 2))[number % 2]
+            x = x.reshape(*x.shape[:dim], *parts, *x.shape[dim + 1 :])
+        elif move == "tile":
+            x = xp.tile(x, [1 + (each == dim) for each in range(x.ndim)])
+        elif move == "reverse":
+            x = xp.flip(x, dim)
+    return xp.exp(x)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 10)), max_size=7))
+def test_rows_are_where_the_scaling_says(moves):
+    whole = np.arange(EXAMPLES * COUNT * 2 * 6.0).reshape(-1, 2, 6) / 100
+    small, large = (
+        flatten(jax.make_jaxpr(lambda x: rearranged(jnp, x, moves))(rows))
+        for rows in (whole[:EXAMPLES], whole)
+    )
+    scalings = BatchScalings(small, large, frozenset({0}), COUNT)
+    (result,) = small.outvars
+    assert isinstance(result, Var)
+    kind = scalings.kinds[result]
+    if not isinstance(kind, BatchScaling):
+        return  # refused
+    chunks = scalings.chunks(small.eqns, small.invars)
+    part = rearranged(np, cut_rows(whole, COUNT, chunks)[1], moves)
+    runs = np.moveaxis(rearranged(np, whole, moves), kind.dim, 0)
+    own = runs.reshape(kind.blocks, chunks, COUNT, -1)[:, :, 1]
+    rows = np.moveaxis(part, kind.dim, 0)
+    assert_allclose(rows.reshape(kind.blocks, chunks, -1), own)
+
+
+PARAMS = {
+    "in": np.linspace(-1, 1, 32, dtype=np.float32).reshape(WIDTH, 8),
+    "out": np.linspace(1, -1, 48, dtype=np.float32).reshape(8, 6),
+}
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=(TIME, 8, WIDTH)).astype(np.float32),
+    "y": np.arange(TIME * 8).reshape(TIME, 8) % 6,
+}
+
+
+def time_first(between):
+    """Return a step of a model whose products have the dims (time * batch, features)."""
+
+    def step(params, batch):
+        def loss_fn(params):
+            hidden = jax.nn.relu(batch["x"].reshape(-1, WIDTH) @ params["in"])
+            logits = between(hidden) @ params["out"]
+            labels = jax.nn.one_hot(batch["y"].reshape(-1), 6)
+            losses = -(jax.nn.log_softmax(logits) * labels).sum(-1)
+            return losses.mean(), logits.reshape(TIME, -1, 6)
+
+        (loss, logits), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss, logits
+
+    return step
+
+
+def attention_with_heads_first(hidden):
+    """Attend over time with the dims (heads * batch, time, features)."""
+    heads = hidden.reshape(TIME, -1, 2, 4).transpose(2, 1, 0, 3).reshape(-1, TIME, 4)
+    mixed = jax.nn.softmax(heads @ heads.transpose(0, 2, 1)) @ heads
+    return mixed.reshape(2, -1, TIME, 4).transpose(2, 1, 0, 3).reshape(-1, 8)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.ShardParallel(2, num_micro_batches=2),
+        autopar.PipeshardParallel(2, 2, layer_option=autopar.AutoLayerOption(2)),
+    ],
+    ids=["sharded", "pipeline"],
+)
+def test_a_batch_that_is_merged_into_another_dim_is_exact(method):
+    step = time_first(attention_with_heads_first)
+    parallel = autopar.parallelize(step, method=method, batch_argnums={1: 1}, donate_argnums=())
+    assert_allclose(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
+
+
+def dropped(hidden):
+    kept = jax.random.bernoulli(jax.random.key(0), 0.5, hidden.shape)
+    return jnp.where(kept, hidden, 0)
+
+
+def assert_refused(step, words):
+    method = autopar.ShardParallel(1, num_micro_batches=2)
+    parallel = autopar.parallelize(step, method=method, batch_argnums={1: 1})
+    args: tuple[Any, ...] = PARAMS, BATCH
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        parallel(*args)
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (dropped, r"select_n at .*test_example_blocks.py.*\(time, batch, \.\.\.\)"),
+        (lambda hidden: hidden - hidden[0], "examples"),
+        (lambda hidden: hidden * jnp.arange(len(hidden))[:, None], "merged into it"),
+        (lambda hidden: jnp.cumsum(hidden, 0), "examples"),
+    ],
+    ids=["dropout", "first example", "position", "earlier examples"],
+)
+def test_rows_in_another_order_are_refused(between, words):
+    assert_refused(time_first(between), words)
+
+
+def test_rows_in_another_order_are_returned_if_the_step_reorders_them_after_the_loss():
+    def step(params, batch):
+        params, loss, logits = time_first(lambda hidden: hidden)(params, batch)
+        return params, loss, jnp.exp(logits.reshape(-1, 6))
+
+    method = autopar.ShardParallel(1, num_micro_batches=2)
+    parallel = autopar.parallelize(step, method=method, batch_argnums={1: 1}, donate_argnums=())
+    assert_allclose(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_the_loss_returns_in_another_order_are_refused_with_what_to_return():
+    def step(params, batch):
+        def loss_fn(params):
+            logits = batch["x"].reshape(-1, WIDTH) @ params["in"]
+            return (logits**2).mean(), logits
+
+        return jax.value_and_grad(loss_fn, has_aux=True)(params)
+
+    assert_refused(
+        step, r"dot_general at .*test_example_blocks.py.* merges another dim .* return arrays"
+    )
