@@ -1,5 +1,6 @@
 """Every sharding that a rule allows gives the results of the unsharded equation."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,7 +37,11 @@ PRIMITIVES = {label.split(":")[0] for label in CASES}
     "family", [family for family, names in FAMILIES.items() if PRIMITIVES & set(names)]
 )
 def test_every_candidate_of_a_family_equals_the_unsharded_equation(family: str) -> None:
-    """The first case of each primitive is on a mesh of two axes, the others are on one axis."""
+    """The first case of each primitive is on a mesh of two axes, the others are on one axis.
+
+    Empty arrays have a program of their own: XLA:CPU of jaxlib 0.11.2 crashes when it combines
+    collectives of empty arrays with others.
+    """
     firsts: list[Any] = []
     others: list[Any] = []
     for name in sorted(PRIMITIVES & set(FAMILIES[family])):
@@ -44,7 +50,13 @@ def test_every_candidate_of_a_family_equals_the_unsharded_equation(family: str) 
         firsts += first
         others += [equation for of_case in more for equation in of_case]
     assert min(check_all(firsts, MESHES[0])) > 1
-    check_all(others, MESHES[2])
+    check_all([case for case in others if not _is_empty(case)], MESHES[2])
+    check_all([case for case in others if _is_empty(case)], MESHES[2])
+
+
+def _is_empty(case: tuple[JaxprEqn, Sequence[Any]]) -> bool:
+    eqn, _ = case
+    return any(var.aval.size == 0 for var in eqn.outvars)
 
 
 @pytest.mark.slow
