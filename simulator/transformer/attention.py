@@ -4,6 +4,7 @@ Elementwise traffic is that of Megatron-LM's fused kernels. In formulas `w` is t
 element; a mask of dropout is a byte.
 """
 
+from simulator.transformer.layer_kinds import Mixer
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     COLLECTIVE_LAUNCHES,
@@ -16,19 +17,49 @@ from simulator.transformer.pass_cost import (
 from simulator.transformer.scenario import Execution, Transformer
 
 
-def attention_passes(model: Transformer, execution: Execution, machine: Machine) -> PartPasses:
+def attention_passes(
+    model: Transformer, execution: Execution, machine: Machine, mixer: Mixer = "attention"
+) -> PartPasses:
     """Return the passes of one microbatch over the attention of a layer."""
-    t, h = execution.tensor, model.hidden
-    columns = model.qkv_width // t
-    rows = model.attention_width // t
-    linear = linear_passes(((columns, h), (h, rows)), model, execution, machine)
-    core = _core(model, execution, machine)
+    columns = model.qkv_width // execution.tensor
+    rows = model.attention_width // execution.tensor
+    linear = _projections(model, execution, machine)
+    core = _core(model, execution, machine, mixer)
     elementwise = _elementwise(model, execution, machine)
     collectives = tensor_collectives(columns, rows, model, execution, machine)
     exchange = _sequence_exchange(model, execution, machine)
     forward = core[0] + elementwise[0] + linear[0] + collectives[0] + exchange
     backward = core[1] + elementwise[1] + linear[1] + collectives[1] + exchange
     return PartPasses(forward, backward, core[0] if model.attention == "naive" else PassCost())
+
+
+def _projections(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of the projections before and after attention."""
+    t, h, latent = execution.tensor, model.hidden, model.latent_attention
+    output = (h, model.attention_width // t)
+    if latent is None:
+        return linear_passes(((model.qkv_width // t, h), output), model, execution, machine)
+    queries = model.heads * model.query_size // t
+    keys_and_values = model.heads * (model.head_width + model.value_size) // t
+    # projections to latents are whole on each device
+    down = [(latent.key_rank + latent.rotary_size, h)]
+    up = [(keys_and_values, latent.key_rank), output]
+    if latent.query_rank is None:
+        up.append((queries, h))
+    else:
+        down.append((latent.query_rank, h))
+        up.append((queries, latent.query_rank))
+    latents = linear_passes(down, model, execution, machine, divided=True)
+    heads = linear_passes(up, model, execution, machine)
+    # norms of the latents
+    stream = 2.0 * execution.tokens(model) * sum(out for out, _ in down)
+    norms = (
+        PassCost(machine.memory_seconds(2 * stream, 2), 2),
+        PassCost(machine.memory_seconds(3 * stream, 2), 2),
+    )
+    return latents[0] + heads[0] + norms[0], latents[1] + heads[1] + norms[1]
 
 
 def _elementwise(
@@ -45,16 +76,18 @@ def _elementwise(
     return forward + PassCost(kernels=1), backward
 
 
-def _core(model: Transformer, execution: Execution, machine: Machine) -> tuple[PassCost, PassCost]:
+def _core(
+    model: Transformer, execution: Execution, machine: Machine, mixer: Mixer
+) -> tuple[PassCost, PassCost]:
     """Return the passes of the core of attention, between the projections."""
     heads = model.heads // (execution.tensor * execution.context) * execution.microbatch
-    size = model.head_width
+    size, value = model.query_size, model.value_size
     s, w = model.seq, 2
-    flops = 4.0 * heads * s * s * size
     if model.attention != "naive":
+        flops = 2.0 * heads * s * model.visible_keys(mixer) * (size + value)
         causal_flops = flops / 2
         forward_rate, backward_rate = machine.flash(model.attention)
-        moved = 4.0 * w * heads * s * size
+        moved = 2.0 * w * heads * s * (size + value)
         return (
             PassCost(
                 max(causal_flops / forward_rate, moved / machine.gemms.bandwidth)
@@ -72,8 +105,9 @@ def _core(model: Transformer, execution: Execution, machine: Machine) -> tuple[P
             ),
         )
     gemms = machine.gemms
+    flops = 2.0 * heads * s * s * (size + value)
     scores = gemms.seconds(s, s, size, heads)
-    context = gemms.seconds(s, size, s, heads)
+    context = gemms.seconds(s, value, s, heads)
     saved = (2 * w + 1) if model.dropout else 0
     forward = (
         scores
@@ -97,12 +131,12 @@ def _sequence_exchange(model: Transformer, execution: Execution, machine: Machin
         return PassCost()
     ring = machine.network.ring(execution.context, execution.tensor)
     tokens = execution.tokens(model)
-    queries = model.attention_width
-    keys = (model.qkv_width - queries) // 2
+    queries, outputs = model.heads * model.query_size, model.attention_width
+    keys, values = model.key_heads * model.query_size, model.key_heads * model.value_size
     seconds = sum(
         machine.network.seconds("all_to_all", 2.0 * tokens * width / execution.tensor, ring)
-        for width in (queries, keys, keys, queries)
+        for width in (queries, keys, values, outputs)
     )
-    moved = 2.0 * tokens * (model.qkv_width + queries) / execution.tensor
+    moved = 2.0 * tokens * (model.qkv_width + outputs) / execution.tensor
     # packed before and unpacked after, each read and written
     return PassCost(machine.memory_seconds(4 * moved, 8), 4 * (1 + COLLECTIVE_LAUNCHES), seconds)

@@ -1,12 +1,20 @@
 """Passes over a layer, the embedding and the loss."""
 
 from dataclasses import dataclass
+from typing import assert_never
 
 from simulator.transformer.attention import attention_passes
+from simulator.transformer.experts import expert_passes
 from simulator.transformer.layer_kinds import DECODER_LAYER, LayerKind
 from simulator.transformer.machine import Machine
+from simulator.transformer.mamba import mamba_passes
 from simulator.transformer.mlp import mlp_passes
-from simulator.transformer.pass_cost import PartPasses, PassCost, accumulation_seconds
+from simulator.transformer.pass_cost import (
+    PartPasses,
+    PassCost,
+    accumulation_seconds,
+    linear_passes,
+)
 from simulator.transformer.scenario import Execution, Transformer
 
 
@@ -40,18 +48,26 @@ def _mixer(
     model: Transformer, execution: Execution, machine: Machine, kind: LayerKind
 ) -> PartPasses:
     match kind.mixer:
-        case "attention":
-            return attention_passes(model, execution, machine)
+        case "attention" | "window":
+            return attention_passes(model, execution, machine, kind.mixer)
+        case "mamba":
+            return mamba_passes(model, execution, machine)
         case None:
             return PartPasses()
+        case _:
+            assert_never(kind.mixer)
 
 
 def _mlp(model: Transformer, execution: Execution, machine: Machine, kind: LayerKind) -> PartPasses:
     match kind.mlp:
         case "dense":
             return mlp_passes(model, execution, machine)
+        case "experts":
+            return expert_passes(model, execution, machine)
         case None:
             return PartPasses()
+        case _:
+            assert_never(kind.mlp)
 
 
 def head_passes(
@@ -89,6 +105,22 @@ def head_passes(
             machine.network.seconds(kind, stream, ring),
             2 * flops,
         ),
+    )
+
+
+def prediction_passes(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of the projection before a layer that predicts a further token.
+
+    It joins the stream with the embedding of the next token, both of which are normalized.
+    """
+    shape = (model.hidden // execution.tensor, 2 * model.hidden)
+    forward, backward = linear_passes((shape,), model, execution, machine)
+    stream = 2.0 * execution.stream(model)
+    return (
+        forward + PassCost(machine.memory_seconds(6 * stream, 3), 3),
+        backward + PassCost(machine.memory_seconds(8 * stream, 3), 3),
     )
 
 

@@ -25,6 +25,7 @@ class PassCost:
         communication: seconds of exposed collectives over the tensor axis.
         flops: FLOP of the matrix products.
         hidden: seconds of collectives over the tensor axis that overlap with computation.
+        dispatch: seconds in which tokens get to experts and back, exposed or not.
     """
 
     compute: float = 0.0
@@ -32,6 +33,7 @@ class PassCost:
     communication: float = 0.0
     flops: float = 0.0
     hidden: float = 0.0
+    dispatch: float = 0.0
 
     def __add__(self, other: "PassCost") -> "PassCost":
         return PassCost(
@@ -40,6 +42,7 @@ class PassCost:
             self.communication + other.communication,
             self.flops + other.flops,
             self.hidden + other.hidden,
+            self.dispatch + other.dispatch,
         )
 
 
@@ -59,10 +62,25 @@ class PartPasses:
 
 
 def linear_passes(
-    shapes: Sequence[Shape], model: Transformer, execution: Execution, machine: Machine
+    shapes: Sequence[Shape],
+    model: Transformer,
+    execution: Execution,
+    machine: Machine,
+    divided: bool = False,
 ) -> tuple[PassCost, PassCost]:
-    """Return the passes of linear layers, with two products each in the backward pass."""
+    """Return the passes of linear layers, with two products each in the backward pass.
+
+    Args:
+        shapes: outputs and inputs of each layer on a device.
+        model: the model.
+        execution: the execution.
+        machine: the machine.
+        divided: whether weights are whole on each device, which computes only its part of the
+            sequence where sequence parallelism divides it.
+    """
     tokens = execution.tokens(model)
+    if divided and execution.sequence_parallel:
+        tokens = -(-tokens // execution.tensor)
     gemms = products_of(model, machine)
     forward = sum(gemms.seconds(tokens, out, inner) for out, inner in shapes)
     backward = sum(

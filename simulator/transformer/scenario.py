@@ -1,10 +1,24 @@
 """The sections of a scenario: the model that is trained, and its execution on devices."""
 
-from typing import Literal, Self
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import BeforeValidator, NonNegativeInt, PositiveInt, model_validator
 
 from simulator.hardware.description import Description
+from simulator.transformer.layer_kinds import (
+    DECODER_LAYER,
+    PATTERN,
+    Experts,
+    LatentAttention,
+    LayerKind,
+    Mamba,
+    Mixer,
+    Mlp,
+)
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "f16", "f8"]
@@ -24,8 +38,8 @@ class Transformer(Description):
         kv_heads: heads of keys and values, fewer than `heads` in grouped-query attention; as many
             by default.
         ffn: inner width of the MLP; 4 times `hidden` by default.
-        gated: whether the MLP multiplies two projections (SwiGLU) instead of applying a function to
-            one (GELU).
+        gated: whether the MLP, and experts, multiply two projections (SwiGLU) instead of applying a
+            function to one (GELU).
         tied: whether input and output embeddings are one array.
         learned_positions: whether positions are parameters.
         biases: whether linear layers and norms have biases.
@@ -34,6 +48,17 @@ class Transformer(Description):
             skip the masked half.
         precision: type of the matrix products; with "f8" only linear layers have 8 bits, the rest
             bf16.
+        window: tokens that a query attends to in layers with a sliding window; by default no layer
+            has one.
+        full_attention_every: a layer in so many, the last of each group, attends to all tokens
+            instead of a window; by default none.
+        experts: experts in place of the dense MLP.
+        latent_attention: latents of queries, keys and values (MLA); by default none.
+        mamba: sizes of Mamba layers, which `pattern` places.
+        pattern: a character for each layer of one part: M for Mamba, * for attention, - for a dense
+            MLP, E for experts; by default each layer is attention followed by an MLP.
+        prediction_layers: layers after the last that predict further tokens (DeepSeek-V3, arXiv
+            2412.19437, section 2.2), each with a projection and a loss.
     """
 
     layers: PositiveInt
@@ -51,6 +76,13 @@ class Transformer(Description):
     dropout: bool = True
     attention: Attention = "naive"
     precision: Precision = "bf16"
+    window: PositiveInt | None = None
+    full_attention_every: PositiveInt | None = None
+    experts: Experts | None = None
+    latent_attention: LatentAttention | None = None
+    mamba: Mamba | None = None
+    pattern: str | None = None
+    prediction_layers: NonNegativeInt = 0
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -66,6 +98,77 @@ class Transformer(Description):
             )
         return self
 
+    @model_validator(mode="after")
+    def _layers_have_their_parts(self) -> Self:
+        if self.pattern is not None:
+            unknown = sorted(set(self.pattern) - set(PATTERN))
+            if unknown:
+                raise ValueError(
+                    f"pattern: unknown character {unknown[0]!r}; expected M (Mamba), * "
+                    "(attention), - (dense MLP) or E (experts) for each layer"
+                )
+            if len(self.pattern) != self.layers:
+                raise ValueError(
+                    f"pattern: given {len(self.pattern)} characters, expected one for each of the "
+                    f"{self.layers} layers"
+                )
+            if ("E" in self.pattern) != (self.experts is not None):
+                raise ValueError(
+                    "pattern: layers E need the section experts, and the section needs them"
+                )
+            if self.experts is not None and (self.experts.first_dense or self.experts.every > 1):
+                raise ValueError(
+                    "experts: first_dense and every place experts in layers without a pattern; "
+                    "given a pattern, leave them out"
+                )
+        elif self.experts is not None and self.experts.first_dense >= self.layers:
+            raise ValueError(
+                f"experts.first_dense: given {self.experts.first_dense}, expected less than layers,"
+                f" which is {self.layers}"
+            )
+        if (self.mamba is not None) != ("M" in (self.pattern or "")):
+            raise ValueError(
+                "mamba: expected together with a pattern that has M for each Mamba layer"
+            )
+        if self.full_attention_every is not None and self.window is None:
+            raise ValueError("full_attention_every: expected together with window")
+        if self.latent_attention is not None and self.head_size is None:
+            raise ValueError(
+                "latent_attention: expected together with head_size, the part of a head without "
+                "rotary positions"
+            )
+        return self
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of all layers; those that predict further tokens are the last."""
+        if self.pattern is not None:
+            kinds = [PATTERN[character] for character in self.pattern]
+            last = LayerKind("attention", "dense" if self.experts is None else "experts")
+        else:
+            kinds = [
+                LayerKind(self._mixer_of(layer), self._mlp_of(layer))
+                for layer in range(self.layers)
+            ]
+            last = kinds[-1]
+        return (*kinds, *[last] * self.prediction_layers)
+
+    def _mixer_of(self, layer: int) -> Mixer:
+        every = self.full_attention_every
+        full = self.window is None or (every is not None and (layer + 1) % every == 0)
+        return "attention" if full else "window"
+
+    def _mlp_of(self, layer: int) -> Mlp:
+        if self.experts is None or layer < self.experts.first_dense:
+            return "dense"
+        place = layer + 1 - self.experts.first_dense
+        return "dense" if place % self.experts.every else "experts"
+
+    @cached_property
+    def kind_counts(self) -> Mapping[LayerKind, int]:
+        """The number of layers of each kind."""
+        return Counter(self.kinds)
+
     @property
     def key_heads(self) -> int:
         """Heads of keys and values."""
@@ -78,31 +181,100 @@ class Transformer(Description):
 
     @property
     def head_width(self) -> int:
-        """Width of an attention head."""
+        """Width of an attention head; with latent attention, its part without positions."""
         return self.head_size or self.hidden // self.heads
 
     @property
+    def query_size(self) -> int:
+        """Width of a head of queries and keys."""
+        latent = self.latent_attention
+        return self.head_width + (latent.rotary_size if latent else 0)
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head of values."""
+        latent = self.latent_attention
+        return latent.value_size if latent else self.head_width
+
+    @property
     def attention_width(self) -> int:
-        """Width of all heads: inputs of the projection after attention."""
-        return self.heads * self.head_width
+        """Width of the values of all heads: inputs of the projection after attention."""
+        return self.heads * self.value_size
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the projection to queries, keys and values."""
-        return self.attention_width + 2 * self.key_heads * self.head_width
+        """Width of queries, keys and values."""
+        return self.heads * self.query_size + self.key_heads * (self.query_size + self.value_size)
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP: 3 with a gate, 2 without."""
+        return 3 if self.gated else 2
 
     @property
     def layer_matrices(self) -> int:
-        """Elements of the matrices of one layer."""
-        return self.hidden * (
-            self.qkv_width + self.attention_width + (3 if self.gated else 2) * self.ffn_width
-        )
+        """Elements of the matrices of a layer with attention and a dense MLP."""
+        return self.elements(DECODER_LAYER).matrices
 
     @property
     def layer_vectors(self) -> int:
-        """Elements of the norms and biases of one layer."""
-        norms = (4 if self.biases else 2) * self.hidden
-        return norms + (self.qkv_width + 2 * self.hidden + self.ffn_width if self.biases else 0)
+        """Elements of the norms and biases of a layer with attention and a dense MLP."""
+        return self.elements(DECODER_LAYER).vectors
+
+    def elements(self, kind: LayerKind) -> "Elements":
+        """Return the elements of the parameters of a layer."""
+        matrices, vectors = self._mixer_elements(kind.mixer)
+        match kind.mlp:
+            case "dense":
+                matrices += self.mlp_matrices * self.hidden * self.ffn_width
+                vectors += self.hidden
+                vectors += 2 * self.hidden + self.ffn_width if self.biases else 0
+            case "experts":
+                experts = self.experts_section
+                matrices += experts.other_elements(self.hidden, self.mlp_matrices)
+                vectors += (2 if self.biases else 1) * self.hidden
+            case None:
+                pass
+        routed, active = 0, 0
+        if kind.mlp == "experts":
+            expert = self.experts_section.expert_elements(self.hidden, self.mlp_matrices)
+            routed, active = (
+                self.experts_section.count * expert,
+                self.experts_section.top_k * expert,
+            )
+        return Elements(matrices, vectors, routed, active)
+
+    def _mixer_elements(self, mixer: Mixer | None) -> tuple[int, int]:
+        """Return the elements of the matrices, and of the norm and biases, of a mixer."""
+        h = self.hidden
+        norm = (2 if self.biases else 1) * h
+        latent = self.latent_attention
+        if mixer is None:
+            return 0, 0
+        if mixer == "mamba":
+            mamba = self.mamba_section
+            return h * (mamba.columns + mamba.inner), mamba.vectors + norm
+        if latent is None:
+            biases = self.qkv_width + h if self.biases else 0
+            return h * (self.qkv_width + self.attention_width), norm + biases
+        queries = self.heads * self.query_size
+        rank = latent.query_rank
+        matrices = h * queries if rank is None else rank * (h + queries)
+        matrices += h * (latent.key_rank + latent.rotary_size)
+        matrices += latent.key_rank * self.heads * (self.head_width + self.value_size)
+        return matrices + self.attention_width * h, norm + (rank or 0) + latent.key_rank
+
+    @property
+    def experts_section(self) -> Experts:
+        """The section `experts` of a model whose layers have some."""
+        assert self.experts is not None, "a layer has experts"
+        return self.experts
+
+    @property
+    def mamba_section(self) -> Mamba:
+        """The section `mamba` of a model with Mamba layers."""
+        assert self.mamba is not None, "a layer is Mamba"
+        return self.mamba
 
     @property
     def embedding(self) -> int:
@@ -110,13 +282,53 @@ class Transformer(Description):
         return self.vocab * self.hidden + (self.seq * self.hidden if self.learned_positions else 0)
 
     @property
+    def prediction_elements(self) -> int:
+        """Elements of the projection before a layer that predicts further tokens."""
+        return 2 * self.hidden * self.hidden
+
+    @property
     def parameters(self) -> int:
         """Elements of all parameters."""
+        return self._parameters(lambda elements: elements.total)
+
+    @property
+    def active_parameters(self) -> int:
+        """Elements of the parameters that a token uses: of the routed experts, those of top_k."""
+        return self._parameters(lambda elements: elements.active)
+
+    def _parameters(self, of_layer: Callable[["Elements"], int]) -> int:
         head = 0 if self.tied else self.vocab * self.hidden
         norm = (2 if self.biases else 1) * self.hidden
-        return (
-            self.layers * (self.layer_matrices + self.layer_vectors) + self.embedding + head + norm
+        layers = sum(
+            count * of_layer(self.elements(kind)) for kind, count in self.kind_counts.items()
         )
+        return (
+            layers
+            + self.prediction_layers * self.prediction_elements
+            + self.embedding
+            + head
+            + norm
+        )
+
+    def visible_keys(self, mixer: Mixer) -> float:
+        """Return twice the mean number of keys that a query attends to under the causal mask.
+
+        It is `seq` without a window.
+        """
+        if mixer != "window" or self.window is None or self.window >= self.seq:
+            return float(self.seq)
+        return self.seq * (1 - (1 - self.window / self.seq) ** 2)
+
+    def mixing_flops(self, mixer: Mixer | None) -> float:
+        """Return the FLOP per token of the scores of attention, or of the scan of Mamba."""
+        match mixer:
+            case "attention" | "window":
+                widths = self.heads * (self.query_size + self.value_size)
+                return 2.0 * self.visible_keys(mixer) * widths
+            case "mamba":
+                return self.mamba_section.scan_flops
+            case None:
+                return 0.0
 
     def flops(self, sequences: int) -> float:
         """Return the model FLOP of a step: forward and backward, without recomputation.
@@ -128,8 +340,51 @@ class Transformer(Description):
             sequences: sequences of the global batch.
         """
         tokens = sequences * self.seq
-        layer = 2.0 * self.layer_matrices + 4.0 * self.seq * self.attention_width
-        return 3.0 * tokens * (self.layers * layer + 2.0 * self.hidden * self.vocab)
+        layers = 0.0
+        for kind, count in self.kind_counts.items():
+            elements = self.elements(kind)
+            matrices = elements.matrices + elements.routed_active
+            layers += count * (2.0 * matrices + self.mixing_flops(kind.mixer))
+        layers += 2.0 * self.prediction_layers * self.prediction_elements
+        heads = 1 + self.prediction_layers
+        return 3.0 * tokens * (layers + heads * 2.0 * self.hidden * self.vocab)
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of the parameters of a layer.
+
+    Attributes:
+        matrices: of the matrices of all parts but routed experts.
+        vectors: of the norms and biases.
+        routed: of the routed experts.
+        routed_active: of the routed experts that a token uses.
+    """
+
+    matrices: int
+    vectors: int
+    routed: int
+    routed_active: int
+
+    @property
+    def dense(self) -> int:
+        """Elements of all parts but routed experts."""
+        return self.matrices + self.vectors
+
+    @property
+    def total(self) -> int:
+        """Elements of the layer."""
+        return self.dense + self.routed
+
+    @property
+    def active(self) -> int:
+        """Elements that a token uses."""
+        return self.dense + self.routed_active
+
+
+def _tuple(value: object) -> object:
+    """Return a list of a YAML file as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Execution(Description):
@@ -142,11 +397,25 @@ class Execution(Description):
             tokens around attention (Jacobs et al., arXiv 2309.14509).
         data: degree of data parallelism.
         pipeline: degree of pipeline parallelism.
+        expert: degree of expert parallelism: devices over which the experts of a layer are divided.
+            They are devices of the tensor, context and data axes; on them, devices are numbered
+            along expert_tensor (innermost), expert, and copies of the experts.
+        expert_tensor: degree of tensor parallelism within an expert; `tensor` by default.
+        dispatch: how tokens get to their experts: "all_to_all" sends a copy for each expert,
+            "all_gather" sends all tokens to all devices of the group, "deduplicated" sends a token
+            once to each host and each device with experts of it (DeepEP).
+        overlap_dispatch: whether the dispatch of a microbatch overlaps with the computation of
+            another one.
         sequence_parallel: whether the tensor axis divides norms and dropout along the sequence
             (Korthikanti et al., arXiv 2205.05198).
         microbatch: sequences of a microbatch on one device.
         global_batch: sequences of a step on all devices.
         interleave: stages of each device, of `pipeline * interleave` in total.
+        stage_layers: layers of each stage, in the order of the model; by default as even as
+            possible, with fewer in the first and in the last stage.
+        embedding_as_layer: whether the input embedding counts as a layer of the first stage when
+            layers are divided (Megatron-LM's account_for_embedding_in_pipeline_split).
+        loss_as_layer: whether the loss counts as a layer of the last stage (likewise).
         schedule: "gpipe" runs all forward passes first, "1f1b" alternates forward and backward
             passes.
         recompute: what the backward pass recomputes: nothing, the core of attention, or complete
@@ -174,10 +443,17 @@ class Execution(Description):
     context: PositiveInt = 1
     data: PositiveInt = 1
     pipeline: PositiveInt = 1
+    expert: PositiveInt = 1
+    expert_tensor: PositiveInt | None = None
+    dispatch: Literal["all_to_all", "all_gather", "deduplicated"] = "all_to_all"
+    overlap_dispatch: bool = False
     sequence_parallel: bool = False
     microbatch: PositiveInt = 1
     global_batch: PositiveInt
     interleave: PositiveInt = 1
+    stage_layers: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_tuple)] | None = None
+    embedding_as_layer: bool = False
+    loss_as_layer: bool = False
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     recompute: Recompute = "none"
     zero: Literal[0, 1, 2, 3] = 0
@@ -208,8 +484,18 @@ class Execution(Description):
         return self
 
     @property
+    def expert_shards(self) -> int:
+        """Degree of tensor parallelism within an expert."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def expert_replicas(self) -> int:
+        """Devices with the same experts, which ZeRO may shard over them."""
+        return self.tensor * self.replicas // (self.expert * self.expert_shards)
+
+    @property
     def devices(self) -> int:
-        """Number of devices: the product of all degrees."""
+        """Number of devices: the product of all degrees but those of experts."""
         return self.tensor * self.replicas * self.pipeline
 
     @property
@@ -249,11 +535,6 @@ class Execution(Description):
         Raises:
             ValueError: a size is no multiple of its degree.
         """
-        stages = self.pipeline * self.interleave
-        if model.layers % stages:
-            raise ValueError(
-                f"{model.layers} layers don't divide into {stages} stages (pipeline * interleave)"
-            )
         for name, size in (
             ("heads", model.heads),
             ("hidden", model.hidden),
@@ -268,8 +549,42 @@ class Execution(Description):
                 f"tensor * context: given {self.tensor * self.context}, expected a divisor of seq, "
                 f"which is {model.seq}"
             )
+        self._check_experts(model)
         if model.seq % self.context or model.heads % (self.tensor * self.context):
             raise ValueError(
                 f"context: given {self.context}, expected a divisor of seq, which is {model.seq}, "
                 f"that together with tensor divides heads, which is {model.heads}"
+            )
+
+    def _check_experts(self, model: Transformer) -> None:
+        """Check the degrees of experts against a model."""
+        if model.experts is None:
+            if self.expert > 1 or self.expert_tensor not in (None, self.tensor):
+                raise ValueError(
+                    f"expert: given {self.expert}, expert_tensor: given {self.expert_shards}, but "
+                    "the model has no experts; expected 1 and the degree of tensor, or the section "
+                    "experts in the model"
+                )
+            return
+        for name, degree, what, size in (
+            ("expert", self.expert, "experts.count", model.experts.count),
+            ("expert_tensor", self.expert_shards, "experts.ffn", model.experts.ffn),
+            (
+                "expert * expert_tensor",
+                self.expert * self.expert_shards,
+                "tensor * context * data",
+                self.tensor * self.replicas,
+            ),
+            ("tensor", self.tensor, "experts.shared_ffn", model.experts.shared_ffn),
+        ):
+            if size % degree:
+                raise ValueError(
+                    f"{name}: given {degree}, expected a divisor of {what}, which is {size}"
+                )
+        folded = self.expert > 1 or self.expert_shards != self.tensor
+        if self.tensor > 1 and folded and not self.sequence_parallel:
+            raise ValueError(
+                f"expert: given {self.expert}, expert_tensor: given {self.expert_shards} with "
+                f"tensor {self.tensor}; expected sequence_parallel: true, so that the devices of a "
+                "tensor group have tokens of their own"
             )

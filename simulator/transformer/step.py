@@ -1,23 +1,32 @@
 """Seconds of a training step, and their breakdown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 
 from simulator.engine.prediction import Prediction
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
+from simulator.hardware.topology import Ring
 from simulator.memory import Footprint
 from simulator.transformer.layer import (
     LayerPasses,
     embedding_passes,
     head_passes,
     layer_passes,
+    prediction_passes,
 )
+from simulator.transformer.layer_kinds import LayerKind
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import PassCost
 from simulator.transformer.scenario import Execution, Transformer
-from simulator.transformer.training_memory import memory_of, stage_parameters
+from simulator.transformer.stages import DeviceLayers, device_layers
+from simulator.transformer.training_memory import (
+    DeviceParameters,
+    device_parameters,
+    layer_parameters,
+    memory_of,
+)
 
 _HOST_NORM = 3
 """Exponent of the norm that joins the times of host and device, either of which may wait for the
@@ -41,22 +50,35 @@ def predict(model: Transformer, execution: Execution, machine: Machine) -> Predi
     """
     execution.check(model)
     _check_devices(execution, machine.cluster)
-    layer = layer_passes(model, execution, machine)
-    stages = _stages(model, execution, machine, layer)
+    layers = {kind: layer_passes(model, execution, machine, kind) for kind in model.kind_counts}
+    devices = device_layers(model, execution)
+    stages = _stages(model, execution, machine, layers, devices)
     slowest = max(stages, key=lambda stage: stage.seconds)
     sends = _sends(model, execution, machine)
     slots = execution.microbatches
     steady, bubble = pipeline_seconds(
         [stage.seconds for stage in stages], slots, execution.interleave, sends.total, sends.exposed
     )
-    gathers = _parameter_gathers(model, execution, machine, layer)
-    gradients = _gradient_synchronization(model, execution, machine, slowest)
-    update = _update_seconds(model, execution, machine)
+    gathers = _parameter_gathers(model, execution, machine, layers)
+    largest = max(
+        (device_parameters(model, execution, device) for device in dict.fromkeys(devices)),
+        key=lambda parameters: parameters.total,
+    )
+    gradients = _gradient_synchronization(
+        model, execution, machine, slowest, largest, devices[0].layers
+    )
+    update = _update_seconds(execution, machine, largest)
     step_overhead = machine.backend.step_us * 1e-6
     seconds = steady + bubble + update + gradients.exposed + slots * gathers.exposed + step_overhead
     model_flops = model.flops(execution.global_batch)
     device_passes = execution.tensor * execution.context * slots * execution.data
-    recomputed_flops = layer.recompute.flops * model.layers * device_passes
+    recomputed_flops = device_passes * sum(
+        layers[kind].recompute.flops * count for kind, count in model.kind_counts.items()
+    )
+    dispatch = {"expert": slots * slowest.dispatch} if model.experts else {}
+    dispatched = (
+        {"expert": slots * (slowest.dispatch + slowest.hidden_dispatch)} if model.experts else {}
+    )
     return Prediction(
         seconds=seconds,
         forward=slots * slowest.forward,
@@ -69,11 +91,13 @@ def predict(model: Transformer, execution: Execution, machine: Machine) -> Predi
             "tensor": slots * slowest.tensor,
             "pipeline": slots * 2 * sends.exposed,
             "data": gradients.exposed + slots * gathers.exposed,
+            **dispatch,
         },
         communication={
             "tensor": slots * (slowest.tensor + slowest.hidden),
             "pipeline": slots * 2 * sends.total,
             "data": gradients.total + slots * gathers.total,
+            **dispatched,
         },
         memory=_footprint(model, execution, machine.cluster),
         model_flops=model_flops,
@@ -120,7 +144,7 @@ def pipeline_seconds(
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Seconds of one microbatch in one stage.
+    """Seconds of one microbatch on one device, in all of its stages.
 
     Attributes:
         forward: computation of the forward pass.
@@ -129,19 +153,24 @@ class _Stage:
         tensor: exposed communication over the tensor axis.
         host: waits for the host.
         hidden: communication over the tensor axis that overlaps with computation.
+        dispatch: exposed dispatch of tokens to experts.
+        hidden_dispatch: dispatch that overlaps with computation.
     """
 
-    forward: float
-    backward: float
-    recompute: float
-    tensor: float
-    host: float
-    hidden: float
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    tensor: float = 0.0
+    host: float = 0.0
+    hidden: float = 0.0
+    dispatch: float = 0.0
+    hidden_dispatch: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds of the stage."""
-        return self.forward + self.backward + self.recompute + self.tensor + self.host
+        computed = self.forward + self.backward + self.recompute
+        return computed + self.tensor + self.host + self.dispatch
 
     def slowed(self, factor: float) -> "_Stage":
         """Return the stage on a device that computes more slowly; nothing else changes."""
@@ -160,35 +189,78 @@ class _Stage:
             self.tensor + other.tensor,
             self.host + other.host,
             self.hidden + other.hidden,
+            self.dispatch + other.dispatch,
+            self.hidden_dispatch + other.hidden_dispatch,
+        )
+
+    def __mul__(self, count: int) -> "_Stage":
+        return _Stage(
+            self.forward * count,
+            self.backward * count,
+            self.recompute * count,
+            self.tensor * count,
+            self.host * count,
+            self.hidden * count,
+            self.dispatch * count,
+            self.hidden_dispatch * count,
         )
 
 
 def _stages(
-    model: Transformer, execution: Execution, machine: Machine, layer: LayerPasses
+    model: Transformer,
+    execution: Execution,
+    machine: Machine,
+    layers: Mapping[LayerKind, LayerPasses],
+    devices: Sequence[DeviceLayers],
 ) -> list[_Stage]:
     """Return the stages of the devices of a pipeline; the embedding and the loss are at its ends.
 
     Each is on the slowest of all devices, which limits the pace of the step.
     """
     slowdown = machine.slowest_of(execution.devices)
-    layers = _stage(layer, model.layers // execution.pipeline, machine).slowed(slowdown)
+    by_kind = {
+        kind: _layer(passes, execution, machine).slowed(slowdown) for kind, passes in layers.items()
+    }
     embedding = _end(embedding_passes(model, execution, machine), machine).slowed(slowdown)
     head = _end(head_passes(model, execution, machine), machine).slowed(slowdown)
-    if execution.pipeline == 1:
-        return [layers + embedding + head]
-    return [layers + embedding, *[layers] * (execution.pipeline - 2), layers + head]
+    prediction = _Stage()
+    if model.prediction_layers:
+        passes = prediction_passes(model, execution, machine)
+        prediction = _end(passes, machine).slowed(slowdown)
+
+    def stage(device: DeviceLayers) -> _Stage:
+        total = sum((by_kind[kind] * count for kind, count in device.counts), _Stage())
+        if device.embedding:
+            total += embedding
+        if device.losses:
+            total = total + head * device.losses + prediction * device.predictions
+        return total
+
+    by_device = {device: stage(device) for device in dict.fromkeys(devices)}
+    return [by_device[device] for device in devices]
 
 
-def _stage(layer: LayerPasses, depth: int, machine: Machine) -> _Stage:
-    """Return a stage of `depth` layers."""
+def _layer(layer: LayerPasses, execution: Execution, machine: Machine) -> _Stage:
+    """Return what a layer adds to its stage."""
     passes = (layer.forward, layer.backward, layer.recompute)
+    dispatch = sum(cost.dispatch for cost in passes)
+    exposed = dispatch
+    if execution.overlap_dispatch and dispatch:
+        span = execution.expert * execution.expert_shards
+        far = span > machine.cluster.devices_per_host
+        exposed = machine.exposed_seconds(dispatch, sum(cost.compute for cost in passes), far)
     return _Stage(
-        depth * layer.forward.compute,
-        depth * layer.backward.compute,
-        depth * layer.recompute.compute,
-        depth * sum(cost.communication for cost in passes),
-        depth * sum(_host_wait(cost, machine) for cost in passes),
-        depth * sum(cost.hidden for cost in passes),
+        layer.forward.compute,
+        layer.backward.compute,
+        layer.recompute.compute,
+        sum(cost.communication for cost in passes),
+        sum(
+            _host_wait(cost, machine, 0.0 if execution.overlap_dispatch else cost.dispatch)
+            for cost in passes
+        ),
+        sum(cost.hidden for cost in passes),
+        exposed,
+        dispatch - exposed,
     )
 
 
@@ -196,22 +268,25 @@ def _end(passes: tuple[PassCost, PassCost], machine: Machine) -> _Stage:
     """Return what the embedding or the loss adds to its stage."""
     forward, backward = passes
     return _Stage(
-        forward.compute,
-        backward.compute,
-        0.0,
-        forward.communication + backward.communication,
-        _host_wait(forward, machine) + _host_wait(backward, machine),
-        0.0,
+        forward=forward.compute,
+        backward=backward.compute,
+        tensor=forward.communication + backward.communication,
+        host=_host_wait(forward, machine) + _host_wait(backward, machine),
     )
 
 
-def _host_wait(cost: PassCost, machine: Machine) -> float:
+def _host_wait(cost: PassCost, machine: Machine, dispatch: float = 0.0) -> float:
     """Return the seconds that the device waits for the host.
 
     The host launches kernels one by one, and gets ahead only where they are long.
+
+    Args:
+        cost: the pass.
+        machine: the machine.
+        dispatch: seconds in which tokens get to experts and nothing is computed.
     """
     host = cost.kernels * machine.backend.kernel_us * 1e-6
-    busy = cost.compute + cost.communication
+    busy = cost.compute + cost.communication + dispatch
     return (host**_HOST_NORM + busy**_HOST_NORM) ** (1 / _HOST_NORM) - busy
 
 
@@ -247,21 +322,35 @@ def _sends(model: Transformer, execution: Execution, machine: Machine) -> _Commu
 
 
 def _gradient_synchronization(
-    model: Transformer, execution: Execution, machine: Machine, stage: _Stage
+    model: Transformer,
+    execution: Execution,
+    machine: Machine,
+    stage: _Stage,
+    parameters: DeviceParameters,
+    layers: int,
 ) -> _Communication:
-    """Return the communication of gradients, and of updated parameters, at the end of the step."""
+    """Return the communication of gradients, and of updated parameters, at the end of the step.
+
+    Args:
+        model: the model.
+        execution: the execution.
+        machine: the machine.
+        stage: the stage of the slowest device.
+        parameters: parameters of the device that has most.
+        layers: layers of the first device.
+    """
     if execution.zero == 3:  # layer by layer, with the parameters
         return _NO_COMMUNICATION
     network = machine.network
-    ring = machine.data_ring(execution.replicas, execution.tensor)
-    elements = sum(stage_parameters(model, execution))
-    gradient = elements * execution.sent_gradient_bytes
-    if execution.zero:
-        reduced = network.seconds("reduce_scatter", gradient, ring)
-        gathered = network.seconds("all_gather", 2.0 * elements, ring)
-    else:
-        reduced = network.seconds("all_reduce", gradient, ring)
-        gathered = 0.0
+    reduced, gathered, far = 0.0, 0.0, False
+    for elements, ring in _replicated(parameters, execution, machine):
+        gradient = elements * execution.sent_gradient_bytes
+        far = far or ring.hosts > 1
+        if execution.zero:
+            reduced += network.seconds("reduce_scatter", gradient, ring)
+            gathered += network.seconds("all_gather", 2.0 * elements, ring)
+        else:
+            reduced += network.seconds("all_reduce", gradient, ring)
     tied = 0.0
     if model.tied and execution.pipeline > 1:
         # the first and the last stage sum the gradients of their copies of the embedding
@@ -275,17 +364,36 @@ def _gradient_synchronization(
     # Gradients of all layers but the first, which are ready last, overlap with the backward pass of
     # the last microbatch; parameters of all layers but the first, which are needed first, overlap
     # with the forward pass of the first microbatch.
-    part = 1 - 1 / max(2, model.layers // execution.pipeline)
+    part = 1 - 1 / max(2, layers)
     pairs = ((reduced, stage.backward), (gathered, stage.forward))
     exposed = sum(
-        moved * (1 - part) + machine.exposed_seconds(moved * part, compute, ring.hosts > 1)
+        moved * (1 - part) + machine.exposed_seconds(moved * part, compute, far)
         for moved, compute in pairs
     )
     return _Communication(total, exposed + tied)
 
 
+def _replicated(
+    parameters: DeviceParameters, execution: Execution, machine: Machine
+) -> list[tuple[float, Ring]]:
+    """Return the elements of parameters outside and inside of experts, with their data rings."""
+    groups = [
+        (
+            parameters.layers + parameters.ends,
+            machine.data_ring(execution.replicas, execution.tensor),
+        )
+    ]
+    if parameters.experts:
+        stride = execution.expert * execution.expert_shards
+        groups.append((parameters.experts, machine.data_ring(execution.expert_replicas, stride)))
+    return groups
+
+
 def _parameter_gathers(
-    model: Transformer, execution: Execution, machine: Machine, layer: LayerPasses
+    model: Transformer,
+    execution: Execution,
+    machine: Machine,
+    layers: Mapping[LayerKind, LayerPasses],
 ) -> _Communication:
     """Return the communication of ZeRO-3 per microbatch.
 
@@ -294,25 +402,35 @@ def _parameter_gathers(
     if execution.zero < 3:
         return _NO_COMMUNICATION
     network = machine.network
-    ring = machine.data_ring(execution.replicas, execution.tensor)
-    elements = (model.layer_matrices + model.layer_vectors) / execution.tensor
-    gather = network.seconds("all_gather", 2.0 * elements, ring)
-    scatter = network.seconds("reduce_scatter", execution.sent_gradient_bytes * elements, ring)
-    forward = layer.forward.compute + layer.forward.communication
-    backward = layer.backward.compute + layer.recompute.compute
-    regather = gather if machine.backend.regathers and execution.recompute == "full" else 0.0
-    # the parameters of a layer are fetched while the layer before it computes
-    exposed = 0.0
-    for compute, moved in ((forward, gather), (backward, regather + gather + scatter)):
-        exposed += machine.exposed_seconds(moved, compute, ring.hosts > 1)
-    return _Communication(
-        model.layers * (2 * gather + regather + scatter), model.layers * exposed + gather
-    )
+    total, all_exposed, first = 0.0, 0.0, 0.0
+    for kind, count in model.kind_counts.items():
+        layer = layers[kind]
+        gather, scatter, far = 0.0, 0.0, False
+        for elements, ring in _replicated(
+            layer_parameters(model, execution, kind), execution, machine
+        ):
+            far = far or ring.hosts > 1
+            gather += network.seconds("all_gather", 2.0 * elements, ring)
+            scatter += network.seconds(
+                "reduce_scatter", execution.sent_gradient_bytes * elements, ring
+            )
+        forward = layer.forward.compute + layer.forward.communication
+        backward = layer.backward.compute + layer.recompute.compute
+        regather = gather if machine.backend.regathers and execution.recompute == "full" else 0.0
+        # the parameters of a layer are fetched while the layer before it computes
+        exposed = 0.0
+        for compute, moved in ((forward, gather), (backward, regather + gather + scatter)):
+            exposed += machine.exposed_seconds(moved, compute, far)
+        total += count * (2 * gather + regather + scatter)
+        all_exposed += count * exposed
+        first = first or gather
+    return _Communication(total, all_exposed + first)
 
 
-def _update_seconds(model: Transformer, execution: Execution, machine: Machine) -> float:
-    """Return the seconds of the optimizer's pass over the parameters of the first stage."""
-    elements = sum(stage_parameters(model, execution)) / (
-        execution.replicas if execution.zero else 1
-    )
-    return machine.memory_seconds(elements * machine.backend.update_bytes, 10)
+def _update_seconds(execution: Execution, machine: Machine, parameters: DeviceParameters) -> float:
+    """Return the seconds of the optimizer's pass over the parameters of a device."""
+    elements, experts = parameters.layers + parameters.ends, parameters.experts
+    if execution.zero:
+        elements /= execution.replicas
+        experts /= execution.expert_replicas
+    return machine.memory_seconds((elements + experts) * machine.backend.update_bytes, 10)

@@ -1,8 +1,12 @@
-"""Peak memory of a device of the first pipeline stage, which needs most, by role."""
+"""Peak memory of the device of a pipeline that needs most, by role."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from simulator.transformer.experts import Routing
+from simulator.transformer.layer_kinds import DECODER_LAYER, LayerKind
 from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.stages import DeviceLayers, device_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,28 @@ class Memory:
         return self.states + self.activations + self.temporaries
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceParameters:
+    """Elements of parameters on a device, before ZeRO shards them.
+
+    Attributes:
+        layers: of layers, without routed experts.
+        experts: of routed experts.
+        ends: of embeddings.
+    """
+
+    layers: float
+    experts: float
+    ends: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All elements."""
+        return self.layers + self.experts + self.ends
+
+
 def memory_of(model: Transformer, execution: Execution) -> Memory:
-    """Return the memory of the first stage.
+    """Return the memory of the device of the pipeline that needs most.
 
     Activations are counted as by Korthikanti et al. (arXiv 2205.05198), section 4.
 
@@ -45,64 +69,130 @@ def memory_of(model: Transformer, execution: Execution) -> Memory:
         ValueError: the degrees of parallelism don't divide the sizes of the model.
     """
     execution.check(model)
-    layers = model.layers // execution.pipeline
-    elements, ends = stage_parameters(model, execution)
-    shards = [execution.replicas if execution.zero >= level else 1 for level in (3, 2, 1)]
-    sizes = [
-        2 / shards[0],
-        execution.gradient_bytes / shards[1],
-        execution.optimizer_bytes / shards[2],
-    ]
-    parameters, gradients, optimizer = (elements * size for size in sizes)
-    embedding = ends * sum(sizes)
-    # the first stage has a microbatch in flight for each stage of the pipeline, and a few chunks
-    # more with interleaving (eq. 5 and appendix B)
-    in_flight = (
-        execution.microbatches
-        if execution.schedule == "gpipe"
-        else min(execution.microbatches, execution.pipeline)
+    saved = {kind: saved_activations(model, execution, kind) for kind in model.kind_counts}
+    places: dict[DeviceLayers, int] = {}
+    for place, device in enumerate(device_layers(model, execution)):
+        places.setdefault(device, place)  # the first of equal devices has most in flight
+    return max(
+        (
+            _device_memory(model, execution, device, saved, _in_flight(execution, place))
+            for device, place in places.items()
+        ),
+        key=lambda memory: memory.total,
     )
-    if execution.interleave > 1:
-        in_flight = min(
-            execution.microbatches,
-            execution.pipeline
-            * (1 + (execution.pipeline - 1) / (execution.pipeline * execution.interleave)),
-        )
-    activations = in_flight * layers * saved_activations(model, execution)
-    temporaries = _layer_temporaries(model, execution)
-    if execution.pipeline == 1:  # the loss is on this device too
+
+
+def _device_memory(
+    model: Transformer,
+    execution: Execution,
+    device: DeviceLayers,
+    saved: Mapping[LayerKind, float],
+    in_flight: float,
+) -> Memory:
+    """Return the memory of a device with `in_flight` microbatches."""
+    elements = device_parameters(model, execution, device)
+    sizes = (2, execution.gradient_bytes, execution.optimizer_bytes)
+    levels = (3, 2, 1)  # of ZeRO, which shard each of them
+    whole = [execution.replicas if execution.zero >= level else 1 for level in levels]
+    routed = [execution.expert_replicas if execution.zero >= level else 1 for level in levels]
+    parameters, gradients, optimizer = (
+        size * (elements.layers / shards + elements.experts / expert_shards)
+        for size, shards, expert_shards in zip(sizes, whole, routed, strict=True)
+    )
+    embedding = elements.ends * sum(
+        size / shards for size, shards in zip(sizes, whole, strict=True)
+    )
+    activations = in_flight * sum(count * saved[kind] for kind, count in device.counts)
+    temporaries = max(
+        (_layer_temporaries(model, execution, kind, saved[kind]) for kind, _ in device.counts),
+        default=0.0,
+    )
+    if device.losses:
         temporaries = max(temporaries, _loss_temporaries(model, execution))
     return Memory(parameters, gradients, optimizer, embedding, activations, temporaries)
 
 
-def stage_parameters(model: Transformer, execution: Execution) -> tuple[float, float]:
-    """Return the elements of parameters on a device of the first stage: of layers, of embeddings.
+def _in_flight(execution: Execution, place: int) -> float:
+    """Return the microbatches whose activations are stored on a device of the pipeline.
 
-    ZeRO may shard them over the data axis.
+    The first has one for each stage of the pipeline, and a few chunks more with interleaving (eq. 5
+    and appendix B); the next has one less, or two chunks.
     """
-    layers = model.layers // execution.pipeline * (model.layer_matrices + model.layer_vectors)
-    head = model.vocab * model.hidden if execution.pipeline == 1 and not model.tied else 0
-    return layers / execution.tensor, (model.embedding + head) / execution.tensor
+    p, v = execution.pipeline, execution.interleave
+    if execution.schedule == "gpipe":
+        return execution.microbatches
+    if v == 1:
+        return min(execution.microbatches, p - place)
+    return min(execution.microbatches, (p * v + p - 1 - 2 * place) / v)
 
 
-def _layer_temporaries(model: Transformer, execution: Execution) -> float:
+def device_parameters(
+    model: Transformer, execution: Execution, device: DeviceLayers
+) -> DeviceParameters:
+    """Return the elements of parameters on a device of the pipeline."""
+    layers, experts = 0.0, 0.0
+    for kind, count in device.counts:
+        parameters = layer_parameters(model, execution, kind)
+        layers += count * parameters.layers
+        experts += count * parameters.experts
+    layers += device.predictions * model.prediction_elements / execution.tensor
+    ends = model.embedding if device.embedding else 0
+    if device.losses and not (model.tied and device.embedding):
+        ends += model.vocab * model.hidden
+    return DeviceParameters(layers, experts, ends / execution.tensor)
+
+
+def layer_parameters(model: Transformer, execution: Execution, kind: LayerKind) -> DeviceParameters:
+    """Return the elements of parameters of a layer on a device."""
+    elements = model.elements(kind)
+    shards = execution.expert * execution.expert_shards
+    return DeviceParameters(elements.dense / execution.tensor, elements.routed / shards)
+
+
+def _layer_temporaries(
+    model: Transformer, execution: Execution, kind: LayerKind, saved: float
+) -> float:
     """Return the bytes that are live only in the backward pass of a layer.
 
     They are recomputed activations, their gradients, the gradient of the largest matrix, and with
     ZeRO-3 gathered parameters.
+
+    Args:
+        model: the model.
+        execution: the execution.
+        kind: the kind of the layer.
+        saved: bytes that the layer saves.
     """
     tokens = execution.tokens(model)
-    t = execution.tensor
-    up = (2 if model.gated else 1) * model.ffn_width
-    recomputed = layer_activations(model, execution) - saved_activations(model, execution)
+    recomputed = layer_activations(model, execution, kind) - saved
     # those of the inner width, which the tensor axis divides; those of input and output, which it
     # does not
-    gradients = 2.0 * tokens * (up + model.ffn_width) / t + 2 * 2.0 * tokens * model.hidden
-    largest = execution.gradient_bytes * model.hidden * up / t
-    gathered = (
-        2.0 * 2.0 * (model.layer_matrices + model.layer_vectors) / t if execution.zero == 3 else 0.0
-    )
+    inner, matrix = _widest(model, execution, kind)
+    gradients = inner + 2 * 2.0 * tokens * model.hidden
+    largest = execution.gradient_bytes * matrix
+    parameters = layer_parameters(model, execution, kind)
+    gathered = 2.0 * 2.0 * parameters.total if execution.zero == 3 else 0.0
     return recomputed + gradients + largest + gathered
+
+
+def _widest(model: Transformer, execution: Execution, kind: LayerKind) -> tuple[float, float]:
+    """Return the bytes of gradients of inner width, and the elements of the largest matrix."""
+    tokens, t = execution.tokens(model), execution.tensor
+    gates = 2 if model.gated else 1
+    match kind.mlp:
+        case "dense":
+            up = gates * model.ffn_width
+            return 2.0 * tokens * (up + model.ffn_width) / t, model.hidden * up / t
+        case "experts":
+            routing = Routing.of(model, execution)
+            up = gates * routing.inner
+            return (
+                2.0 * routing.rows * (up + routing.inner + routing.width),
+                routing.experts * routing.width * up,
+            )
+        case None:
+            width = model.mamba.columns if model.mamba else model.qkv_width
+            return 2.0 * tokens * width / t, model.hidden * width / t
 
 
 def _loss_temporaries(model: Transformer, execution: Execution) -> float:
@@ -115,50 +205,69 @@ def _loss_temporaries(model: Transformer, execution: Execution) -> float:
     return (2.0 if execution.fused_loss else 10.0) * logits + largest
 
 
-def layer_activations(model: Transformer, execution: Execution) -> float:
+def layer_activations(
+    model: Transformer, execution: Execution, kind: LayerKind = DECODER_LAYER
+) -> float:
     """Return the bytes that a layer saves for backward per microbatch, without recomputation."""
-    return _saved_outside_scores(model, execution) + _saved_scores(model, execution)
+    return _saved_outside_scores(model, execution, kind) + _saved_scores(model, execution, kind)
 
 
-def saved_activations(model: Transformer, execution: Execution) -> float:
+def saved_activations(
+    model: Transformer, execution: Execution, kind: LayerKind = DECODER_LAYER
+) -> float:
     """Return the bytes that a layer saves for backward per microbatch."""
     match execution.recompute:
         case "none":
-            return layer_activations(model, execution)
+            return layer_activations(model, execution, kind)
         case "selective":
-            return _saved_outside_scores(model, execution)
+            return _saved_outside_scores(model, execution, kind)
         case "full":
-            return (
-                2.0
-                * execution.tokens(model)
-                * model.hidden
-                / (execution.tensor if execution.sequence_parallel else 1)
-            )
+            return 2.0 * execution.stream(model)
 
 
-def _saved_outside_scores(model: Transformer, execution: Execution) -> float:
+def _saved_outside_scores(model: Transformer, execution: Execution, kind: LayerKind) -> float:
     """Return the saved bytes except for the scores.
 
     In a GPT they are 34 per token and hidden element; the tensor axis divides 10 of them only with
     sequence parallelism.
     """
-    tokens = execution.tokens(model)
-    t = execution.tensor
-    stream = tokens * model.hidden
-    # inputs of two norms and of the products that follow them; two masks of dropout
-    undivided = (8 + (2 if model.dropout else 0)) * stream
-    qkv = 2.0 * tokens * model.qkv_width
+    tokens, t = execution.tokens(model), execution.tensor
+    stream = execution.stream(model)
+    mask = 1 if model.dropout else 0
+    saved = 0.0
+    if kind.mixer is not None:  # input of the norm and of the product after it; mask of dropout
+        saved += (4 + mask) * stream
+    if kind.mixer == "mamba":
+        mamba = model.mamba_section
+        # outputs of the projection and of the convolution, the scan's output, its gated norm
+        saved += 2.0 * tokens * (mamba.columns + mamba.convolved + 2 * mamba.inner) / t
+    elif kind.mixer is not None:
+        divided = 2.0 * tokens * (model.qkv_width + model.attention_width)
+        if model.latent_attention is not None:
+            latent = model.latent_attention
+            ranks = latent.key_rank + latent.rotary_size + (latent.query_rank or 0)
+            saved += 2 * 2.0 * stream / model.hidden * ranks  # before and after their norms
+        if model.attention != "naive":
+            divided += 4.0 * tokens * model.heads  # row sums of the softmax
+        saved += divided / t
+    if kind.mlp is not None:
+        saved += (4 + mask) * stream
     # inputs of the activation function and of the second product
-    inner = (2 if not model.gated else 3) * 2.0 * tokens * model.ffn_width
-    divided = qkv + 2.0 * stream + inner
-    if model.attention != "naive":
-        divided += 4.0 * tokens * model.heads  # row sums of the softmax
-    return undivided / (t if execution.sequence_parallel else 1) + divided / t
+    inner = (2 if not model.gated else 3) * 2.0
+    if kind.mlp == "dense":
+        saved += inner * tokens * model.ffn_width / t
+    elif kind.mlp == "experts":
+        experts, routing = model.experts_section, Routing.of(model, execution)
+        saved += inner * tokens * experts.shared_ffn / t
+        # results are not saved: scores multiply the inputs of the second product
+        saved += routing.rows * (2.0 * routing.width + inner * routing.inner)
+        saved += 2 * 4.0 * routing.tokens * experts.count  # scores before and after the softmax
+    return saved
 
 
-def _saved_scores(model: Transformer, execution: Execution) -> float:
+def _saved_scores(model: Transformer, execution: Execution, kind: LayerKind) -> float:
     """Return the saved bytes of the scores: softmax, its copy after dropout, and the mask."""
-    if model.attention != "naive":
+    if model.attention != "naive" or kind.mixer not in ("attention", "window"):
         return 0.0
     scores = execution.microbatch * model.heads * model.seq**2 / execution.tensor
     return (5.0 if model.dropout else 2.0) * scores

@@ -349,8 +349,8 @@ def test_an_invalid_execution_is_refused(fields: dict[str, object], message: str
 
 
 def test_a_plan_that_does_not_divide_the_model_or_fit_the_cluster_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"16 layers don't divide into 3 stages"):
-        predict(GPT, Execution(pipeline=3, global_batch=3), a100())
+    with pytest.raises(ValueError, match=r"16 layers are too few for 17 stages"):
+        predict(GPT, Execution(pipeline=17, global_batch=17), a100(3))
     with pytest.raises(
         ValueError, match="tensor: given 3, expected a divisor of heads, which is 32"
     ):

@@ -124,8 +124,10 @@ def fastest_case(
     fitting: list[Prediction] = []
     for values in product(*choices.values()):
         try:
-            execution = fields | dict(zip(choices, values, strict=True))
-            candidate = predict(model, Execution.model_validate(execution), where)
+            execution = Execution.model_validate(fields | dict(zip(choices, values, strict=True)))
+            if model.layers % (execution.pipeline * execution.interleave):
+                continue  # Megatron-LM of these tables has equal stages
+            candidate = predict(model, execution, where)
         except ValueError:
             continue
         if candidate.memory.fits:

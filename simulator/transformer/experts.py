@@ -1,0 +1,226 @@
+"""Passes over experts: router, permutation, dispatch, grouped products, shared experts.
+
+The devices of an expert group have tokens of their own. `dispatch` sends each token to the devices
+of its experts and back. Expert-tensor parallelism divides an expert's inner width; its devices
+gather the tokens that they share.
+"""
+
+from dataclasses import dataclass
+from math import comb
+
+from simulator.transformer.layer_kinds import Experts
+from simulator.transformer.machine import Machine
+from simulator.transformer.pass_cost import (
+    COLLECTIVE_LAUNCHES,
+    PartPasses,
+    PassCost,
+    accumulation_seconds,
+    linear_passes,
+    products_of,
+    residual_passes,
+    tensor_collectives,
+)
+from simulator.transformer.scenario import Execution, Transformer
+
+_ROUTER_KERNELS = 6
+"""Kernels of a router per pass: product, scores, the choice of experts, counts, and a sort."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Sizes of the work of experts on the busiest device, per microbatch.
+
+    Attributes:
+        tokens: tokens whose experts a device chooses.
+        copies: rows that it sends, one for each expert of a token.
+        rows: rows that its experts compute.
+        experts: routed experts on a device.
+        width: elements of a row.
+        inner: inner width of an expert on a device.
+    """
+
+    tokens: int
+    copies: int
+    rows: int
+    experts: int
+    width: int
+    inner: int
+
+    @classmethod
+    def of(cls, model: Transformer, execution: Execution) -> "Routing":
+        """Return the sizes of a model with experts under an execution."""
+        experts = model.experts_section
+        shards = execution.tensor if execution.sequence_parallel else 1
+        tokens = -(-execution.tokens(model) // shards)
+        copies = tokens * experts.top_k
+        divided = execution.tensor == 1 or execution.sequence_parallel
+        gathered = execution.expert_shards if divided else 1
+        return cls(
+            tokens=tokens,
+            copies=copies,
+            rows=max(1, round(experts.load * copies * gathered)),
+            experts=experts.count // execution.expert,
+            width=experts.width(model.hidden),
+            inner=experts.ffn // execution.expert_shards,
+        )
+
+
+def expert_passes(model: Transformer, execution: Execution, machine: Machine) -> PartPasses:
+    """Return the passes of one microbatch over the experts of a layer."""
+    routing = Routing.of(model, execution)
+    passes = (
+        _grouped(routing, model, execution, machine),
+        _shared(model, execution, machine),
+        _latent(model, execution, machine),
+        _router(routing, model, execution, machine),
+        _elementwise(routing, model, execution, machine),
+    )
+    exchange = PassCost(
+        kernels=2 * (1 + COLLECTIVE_LAUNCHES),
+        dispatch=dispatch_seconds(model, execution, machine),
+    )
+    forward = sum((part[0] for part in passes), exchange)
+    backward = sum((part[1] for part in passes), exchange)
+    return PartPasses(forward, backward)
+
+
+def dispatch_seconds(model: Transformer, execution: Execution, machine: Machine) -> float:
+    """Return the seconds in which tokens get to their experts and back, in one pass."""
+    routing = Routing.of(model, execution)
+    experts, network = model.experts_section, machine.network
+    ring = network.ring(execution.expert, execution.expert_shards)
+    row = 2.0 * routing.width
+    match execution.dispatch:
+        case "all_to_all":
+            one_way = network.seconds("all_to_all", experts.load * routing.copies * row, ring)
+            both_ways = 2 * one_way
+        case "all_gather":
+            gathered = execution.expert * routing.tokens * row
+            both_ways = network.seconds("all_gather", gathered, ring)
+            both_ways += network.seconds("reduce_scatter", gathered, ring)
+        case "deduplicated":
+            hosts = min(experts.max_hosts or ring.hosts, ring.hosts)
+            far = _distinct(experts, ring.hosts, hosts) * routing.tokens * row
+            near = _distinct(experts, ring.size, ring.size) * routing.tokens * row
+            within = network.ring(ring.per_host, execution.expert_shards)
+            # devices of a host share what it gets, so each of them forwards its part
+            both_ways = 2 * network.seconds("all_to_all", near, within)
+            if ring.hosts > 1:
+                both_ways = max(both_ways, 2 * network.seconds("all_to_all", far, ring))
+    shards = execution.expert_shards
+    if shards > 1 and (execution.tensor == 1 or execution.sequence_parallel):
+        block = network.ring(shards)
+        both_ways += network.seconds("all_gather", routing.rows * row, block)
+        both_ways += network.seconds("reduce_scatter", routing.rows * row, block)
+    return both_ways
+
+
+def _distinct(experts: Experts, places: int, most: int) -> float:
+    """Return the mean number of places of the experts of a token, which are spread evenly.
+
+    Args:
+        experts: the experts.
+        places: devices or hosts with equal numbers of experts.
+        most: places on which the experts of a token are, at most.
+    """
+    if places == 1:
+        return 1.0
+    others = experts.count - experts.count // places
+    absent = comb(others, experts.top_k) / comb(experts.count, experts.top_k)
+    return min(float(most), places * (1 - absent))
+
+
+def _grouped(
+    routing: Routing, model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of the routed experts of a device, each layer in one grouped product."""
+    rows, groups = max(1, round(routing.rows / routing.experts)), routing.experts
+    up = (2 if model.gated else 1) * routing.inner
+    shapes = ((up, routing.width), (routing.width, routing.inner))
+    gemms = products_of(model, machine)
+    forward = sum(gemms.seconds(rows, out, inner, groups) for out, inner in shapes)
+    backward = sum(
+        gemms.seconds(rows, inner, out, groups) + gemms.seconds(out, inner, rows, groups)
+        for out, inner in shapes
+    )
+    elements = groups * sum(out * inner for out, inner in shapes)
+    if model.precision == "f8":
+        read = routing.rows * sum(inner for _, inner in shapes) + elements
+        forward += machine.memory_seconds(4.0 * read, 4)
+        backward += machine.memory_seconds(4.0 * routing.rows * sum(out for out, _ in shapes), 2)
+    backward += accumulation_seconds(elements, execution, machine)
+    flops = 2.0 * rows * elements
+    return PassCost(forward, 2, 0.0, flops), PassCost(backward, 4, 0.0, 2 * flops)
+
+
+def _shared(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of shared experts, which the tensor axis divides like a dense MLP."""
+    width = model.experts_section.shared_ffn
+    routed_is_divided = execution.sequence_parallel or execution.expert_shards == 1
+    if not width:
+        if execution.tensor == 1 or routed_is_divided:
+            return PassCost(), PassCost()
+        inner = model.experts_section.ffn // execution.expert_shards
+        return tensor_collectives(inner, inner, model, execution, machine)
+    t, h, w = execution.tensor, model.hidden, 2
+    up, down = (2 if model.gated else 1) * width // t, width // t
+    linear = linear_passes(((up, h), (h, down)), model, execution, machine)
+    activation = w * execution.tokens(model) * width / t
+    moved = 3 if model.gated else 2
+    collectives = tensor_collectives(up, down, model, execution, machine)
+    forward = PassCost(machine.memory_seconds(moved * activation, 1), 1)
+    backward = PassCost(machine.memory_seconds((2 * moved - 1) * activation, 1), 1)
+    return linear[0] + collectives[0] + forward, linear[1] + collectives[1] + backward
+
+
+def _latent(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of the projections to and from the width of tokens that are sent."""
+    latent = model.experts_section.latent
+    if latent is None:
+        return PassCost(), PassCost()
+    shapes = ((latent, model.hidden), (model.hidden, latent))
+    return linear_passes(shapes, model, execution, machine, divided=True)
+
+
+def _router(
+    routing: Routing, model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of the router, whose product is of 16 bits and whose scores are f32."""
+    count, h, tokens = model.experts_section.count, model.hidden, routing.tokens
+    gemms = machine.gemms
+    scores = 4.0 * tokens * count
+    flops = 2.0 * tokens * count * h
+    forward = gemms.seconds(tokens, count, h) + machine.memory_seconds(4 * scores, 3)
+    backward = gemms.seconds(tokens, h, count) + gemms.seconds(count, h, tokens)
+    backward += machine.memory_seconds(3 * scores, 2)
+    backward += accumulation_seconds(count * h, execution, machine)
+    return (
+        PassCost(forward, _ROUTER_KERNELS, 0.0, flops),
+        PassCost(backward, _ROUTER_KERNELS, 0.0, 2 * flops),
+    )
+
+
+def _elementwise(
+    routing: Routing, model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of norm, residual sum, permutations, and activations of routed experts."""
+    w = 2
+    row = w * routing.width
+    permuted = 2 * (routing.tokens + routing.copies) * row  # to copies, and the sum of copies
+    sorted_rows = 2 * 2 * routing.rows * row if routing.experts > 1 else 0
+    if execution.dispatch == "deduplicated":  # the exchange makes and sums the copies
+        permuted, sorted_rows = 0, 2 * 2 * routing.rows * row
+    activation = w * routing.rows * routing.inner
+    moved = 3 if model.gated else 2
+    forward, backward = residual_passes(
+        model,
+        execution,
+        machine,
+        permuted + sorted_rows + moved * activation,
+        permuted + sorted_rows + (2 * moved - 1) * activation,
+    )
+    return forward + PassCost(kernels=4), backward + PassCost(kernels=4)

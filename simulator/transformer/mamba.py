@@ -1,0 +1,53 @@
+"""Passes over a Mamba-2 layer."""
+
+from simulator.transformer.machine import Machine
+from simulator.transformer.pass_cost import (
+    PartPasses,
+    PassCost,
+    linear_passes,
+    residual_passes,
+    tensor_collectives,
+)
+from simulator.transformer.scenario import Execution, Transformer
+
+_SCAN_KERNELS = 5
+"""Kernels of the chunked scan: sums of time steps, states of chunks, their passage from chunk to
+chunk, the products of projections, and the outputs."""
+
+
+def mamba_passes(model: Transformer, execution: Execution, machine: Machine) -> PartPasses:
+    """Return the passes of one microbatch over the Mamba part of a layer.
+
+    The kernels of the scan are Triton's; they are assumed to reach the fraction of the peak that
+    the first generation of fused attention reaches.
+    """
+    mamba, t = model.mamba_section, execution.tensor
+    tokens, h, w = execution.tokens(model), model.hidden, 2
+    columns, rows = mamba.columns // t, mamba.inner // t
+    linear = linear_passes(((columns, h), (h, rows)), model, execution, machine)
+    collectives = tensor_collectives(columns, rows, model, execution, machine)
+    flops = tokens * mamba.scan_flops / t
+    forward_rate, backward_rate = machine.flash("flash")
+    convolution = 2.0 * w * tokens * mamba.convolved / t
+    gate = 3.0 * w * tokens * mamba.inner / t
+    # inputs and outputs of the scan, and the states of chunks in f32, written and read
+    states = 2 * 4.0 * tokens / mamba.chunk * mamba.inner * mamba.state / t
+    scan = w * tokens * (mamba.convolved + mamba.inner) / t + states
+    forward, backward = residual_passes(
+        model, execution, machine, convolution + gate, 2 * convolution + 2 * gate
+    )
+    bandwidth = machine.gemms.bandwidth
+    launches = machine.launch_seconds
+    forward += PassCost(
+        max(flops / forward_rate, scan / bandwidth) + _SCAN_KERNELS * launches,
+        _SCAN_KERNELS,
+        0.0,
+        flops,
+    )
+    backward += PassCost(
+        max(2.5 * flops / backward_rate, 2.5 * scan / bandwidth) + 2 * _SCAN_KERNELS * launches,
+        2 * _SCAN_KERNELS,
+        0.0,
+        2 * flops,
+    )
+    return PartPasses(forward + linear[0] + collectives[0], backward + linear[1] + collectives[1])

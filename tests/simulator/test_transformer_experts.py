@@ -1,0 +1,331 @@
+"""Experts, latent attention, windows, Mamba and uneven stages of closed-form transformers."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from simulator.hardware.cluster import Cluster
+from simulator.transformer import EAGER, Execution, Machine, Transformer, memory_of, predict
+from simulator.transformer.experts import Routing, dispatch_seconds
+from simulator.transformer.layer import layer_passes
+from simulator.transformer.layer_kinds import LayerKind
+from simulator.transformer.scenario_files import Scenario
+from simulator.transformer.stages import device_layers, stage_sizes
+from simulator.transformer.training_memory import device_parameters
+
+EXAMPLES = Path(__file__).parents[2] / "simulator/transformer/examples"
+LLAMA = {
+    "gated": True,
+    "tied": False,
+    "learned_positions": False,
+    "biases": False,
+    "dropout": False,
+    "attention": "flash2",
+}
+MOE = Transformer.model_validate(
+    {
+        "layers": 8,
+        "hidden": 2048,
+        "heads": 16,
+        "seq": 2048,
+        "vocab": 32000,
+        "ffn": 8192,
+        "experts": {"count": 16, "top_k": 2, "ffn": 4096, "imbalance": 1.0},
+        **LLAMA,
+    }
+)
+
+
+def h100(devices: int) -> Machine:
+    return Machine(Cluster.load("dgx_h100").with_size(-(-devices // 8)), EAGER)
+
+
+def example(name: str) -> Scenario:
+    return Scenario.load(EXAMPLES / f"{name}.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("llama3_8b", 8.03e9, 8.03e9),
+        ("llama3_70b", 70.6e9, 70.6e9),
+        ("llama3_405b", 405.9e9, 405.9e9),
+        ("mixtral_8x7b", 46.7e9, 12.9e9),
+        ("qwen3_30b_a3b", 30.5e9, 3.35e9),
+        ("qwen3_235b_a22b", 235.1e9, 22.2e9),
+        ("kimi_k2", 1.026e12, 32.9e9),
+        ("nemotron_3_nano", 31.6e9, 3.58e9),
+    ],
+)
+def test_parameters_of_public_models_equal_the_published_totals(
+    name: str, total: float, active: float
+) -> None:
+    model = example(name).model
+    assert model.parameters == pytest.approx(total, rel=3e-3)
+    assert model.active_parameters == pytest.approx(active, rel=3e-3)
+
+
+def test_parameters_of_deepseek_v3_equal_the_published_totals() -> None:
+    # arXiv 2412.19437: 671B in total, 37B active; the projection and the layer of the second token
+    # are 11.6B more (14B on the hub, with copies of both embeddings).
+    model = example("deepseek_v3").model
+    main = model.model_copy(update={"prediction_layers": 0})
+    assert main.parameters == pytest.approx(671e9, rel=1e-3)
+    assert main.active_parameters == pytest.approx(37.5e9, rel=2e-3)
+    assert model.parameters - main.parameters == pytest.approx(11.6e9, rel=1e-2)
+
+
+def test_parameters_of_gpt_oss_without_the_embedding_equal_the_published_total() -> None:
+    model = example("gpt_oss_120b").model
+    assert model.parameters == pytest.approx(116.8e9, rel=1e-3)
+    assert model.active_parameters - model.embedding == pytest.approx(5.13e9, rel=1e-2)
+
+
+def test_flops_of_mixtral_equal_those_of_a_dense_model_with_two_experts_as_its_mlp() -> None:
+    mixtral = example("mixtral_8x7b").model
+    dense = mixtral.model_copy(update={"experts": None, "ffn": 2 * 14336})
+    router = 2 * 3 * 32 * 4096 * 8 * 4096 * 7.0
+    assert mixtral.flops(7) == pytest.approx(dense.flops(7) + router)
+
+
+def test_a_dense_model_equals_one_expert_without_its_router() -> None:
+    one = MOE.model_copy(
+        update={"experts": {"count": 1, "top_k": 1, "ffn": 8192, "imbalance": 1.0}}
+    )
+    dense = MOE.model_copy(update={"experts": None})
+    execution = Execution(tensor=2, data=4, global_batch=8, sequence_parallel=True)
+    assert one.parameters == dense.parameters + 8 * 2048
+    assert Routing.of(one, execution).rows == 2048
+    expert, mlp = (
+        layer_passes(model, execution, h100(8), kind)
+        for model, kind in (
+            (one, LayerKind(None, "experts")),
+            (dense, LayerKind(None, "dense")),
+        )
+    )
+    assert expert.forward.flops == mlp.forward.flops + 2 * 1024 * 2048
+    # 1024 rows of each device, gathered over the tensor axis as for the dense MLP
+    assert expert.forward.compute == pytest.approx(mlp.forward.compute, rel=0.35)
+    assert expert.forward.compute > mlp.forward.compute
+
+
+def test_no_expert_parallelism_needs_no_dispatch() -> None:
+    execution = Execution(data=8, global_batch=8)
+    assert dispatch_seconds(MOE, execution, h100(8)) == 0
+    spread = execution.model_copy(update={"expert": 8})
+    assert dispatch_seconds(MOE, spread, h100(8)) > 0
+    with_experts = predict(MOE, spread, h100(8))
+    assert with_experts.exposed["expert"] > 0
+    assert predict(MOE, execution, h100(8)).exposed["expert"] == 0
+
+
+def test_the_work_of_experts_does_not_depend_on_their_devices() -> None:
+    rows = {
+        Routing.of(MOE, Execution(data=8, global_batch=8, expert=expert)).rows
+        for expert in (1, 2, 8)
+    }
+    assert rows == {2048 * 2}
+    folded = Execution(tensor=4, data=2, global_batch=8, sequence_parallel=True, expert=8)
+    narrow = folded.model_copy(update={"expert": 2, "expert_tensor": 4})
+    folded = folded.model_copy(update={"expert_tensor": 1})
+    # 4 devices share 2048 tokens; experts in 4 pieces gather their rows
+    assert Routing.of(MOE, folded).rows == 512 * 2
+    assert Routing.of(MOE, narrow).rows == 4 * 512 * 2
+    assert Routing.of(MOE, narrow).inner == 4096 // 4
+
+
+def test_expert_optimizer_state_is_sharded_over_the_copies_of_experts() -> None:
+    execution = Execution(data=16, global_batch=16, expert=4, zero=1)
+    assert execution.expert_replicas == 4
+    (device,) = device_layers(MOE, execution)
+    elements = device_parameters(MOE, execution, device)
+    routed = 8 * MOE.elements(LayerKind(mlp="experts")).routed
+    assert elements.experts == routed / 4
+    memory = memory_of(MOE, execution)
+    assert memory.optimizer == pytest.approx(12 * (elements.layers / 16 + elements.experts / 4))
+    assert memory.parameters == pytest.approx(2 * (elements.layers + elements.experts))
+
+
+def test_a_token_is_sent_once_to_each_host_and_device() -> None:
+    # 8 of 64 experts on 32 devices of 4 hosts: a token has experts on nearly all hosts, so that
+    # fewer copies cross the network than with an all_to_all.
+    model = MOE.model_copy(
+        update={"experts": {"count": 64, "top_k": 8, "ffn": 512, "imbalance": 1.0}}
+    )
+    execution = Execution(data=32, global_batch=32, expert=32)
+    once = execution.model_copy(update={"dispatch": "deduplicated"})
+    copies, hosts = (dispatch_seconds(model, plan, h100(32)) for plan in (execution, once))
+    assert hosts < 0.7 * copies
+    limited = model.model_copy(
+        update={"experts": {**model.experts_section.fields(), "max_hosts": 1}}
+    )
+    assert dispatch_seconds(limited, once, h100(32)) < hosts
+
+
+def test_capacity_pads_and_drops_instead_of_waiting_for_the_busiest() -> None:
+    def rows(**fields: float) -> int:
+        experts = {"count": 16, "top_k": 2, "ffn": 4096, **fields}
+        return Routing.of(
+            MOE.model_copy(update={"experts": experts}), Execution(global_batch=1)
+        ).rows
+
+    assert rows(imbalance=1.0) == rows(capacity_factor=1.0) == 4096
+    assert rows(capacity_factor=1.5) == rows(imbalance=1.5) == 6144
+    assert rows() == round(1.04 * 4096)
+
+
+MACHINE = h100(8)
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["all_to_all", "all_gather", "deduplicated"]),
+    st.booleans(),
+)
+def test_more_imbalance_and_more_experts_per_token_are_never_faster(
+    expert: int, tensor: int, dispatch: str, overlap: bool
+) -> None:
+    plan = Execution.model_validate(
+        {
+            "tensor": tensor,
+            "data": 8 // tensor,
+            "global_batch": 8,
+            "expert": expert,
+            "expert_tensor": 1,
+            "sequence_parallel": tensor > 1,
+            "dispatch": dispatch,
+            "overlap_dispatch": overlap,
+        }
+    )
+    experts = MOE.experts_section.fields()
+    times = [
+        predict(MOE.model_copy(update={"experts": experts | change}), plan, MACHINE).seconds
+        for change in ({}, {"imbalance": 1.5}, {"imbalance": 1.5, "top_k": 4})
+    ]
+    assert times == sorted(times)
+    exposed = predict(MOE, plan.model_copy(update={"overlap_dispatch": False}), MACHINE)
+    assert predict(MOE, plan, MACHINE).seconds <= exposed.seconds * (1 + 1e-9)
+
+
+def test_the_parts_of_a_step_with_experts_sum_up() -> None:
+    scenario = example("deepseek_v3")
+    prediction = predict(scenario.model, scenario.execution, h100(1024))
+    parts = (
+        prediction.forward
+        + prediction.backward
+        + prediction.recompute
+        + prediction.update
+        + prediction.bubble
+        + prediction.host
+        + sum(prediction.exposed.values())
+    )
+    assert parts == pytest.approx(prediction.seconds)
+    assert prediction.exposed["expert"] < prediction.communication["expert"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"expert": 3, "data": 3}, "expert: given 3, expected a divisor of experts.count, .* 16"),
+        (
+            {"expert": 8, "data": 4},
+            r"expert \* expert_tensor: given 8, expected a divisor of tensor \* context \* data, "
+            "which is 4",
+        ),
+        (
+            {"expert": 2, "tensor": 2, "data": 2, "expert_tensor": 1},
+            "expected sequence_parallel: true",
+        ),
+    ],
+)
+def test_degrees_that_do_not_divide_experts_are_refused(
+    fields: dict[str, int], message: str
+) -> None:
+    plan = Execution.model_validate({"global_batch": 24, **fields})
+    with pytest.raises(ValueError, match=message):
+        plan.check(MOE)
+
+
+def test_expert_parallelism_without_experts_is_refused() -> None:
+    dense = MOE.model_copy(update={"experts": None})
+    with pytest.raises(ValueError, match="but the model has no experts"):
+        predict(dense, Execution(data=2, expert=2, global_batch=2), h100(8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"experts": {"count": 4, "top_k": 5, "ffn": 8}}, "top_k: given 5, expected at most"),
+        ({"experts": {"count": 4, "top_k": 1, "ffn": 8, "first_dense": 8}}, "first_dense"),
+        ({"pattern": "ME*E"}, "pattern: given 4 characters, expected one for each of the 8"),
+        ({"pattern": "MEX*MEM*"}, "unknown character 'X'"),
+        ({"pattern": "E*E*E*E*", "experts": None}, "need the section experts"),
+        ({"pattern": "M*E*E*E*"}, "mamba: expected together with a pattern that has M"),
+        ({"full_attention_every": 2}, "full_attention_every: expected together with window"),
+        (
+            {"latent_attention": {"key_rank": 8, "rotary_size": 8, "value_size": 8}},
+            "latent_attention: expected together with head_size",
+        ),
+    ],
+)
+def test_layers_without_their_sizes_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Transformer.model_validate(MOE.fields() | fields)
+
+
+def test_dense_layers_come_first_and_windows_alternate() -> None:
+    deepseek, oss = example("deepseek_v3").model, example("gpt_oss_120b").model
+    assert deepseek.kinds[:4] == (*[LayerKind()] * 3, LayerKind(mlp="experts"))
+    assert len(deepseek.kinds) == 62
+    assert [kind.mixer for kind in oss.kinds[:4]] == ["window", "attention"] * 2
+    every = MOE.model_copy(update={"experts": {**MOE.experts_section.fields(), "every": 2}})
+    assert [kind.mlp for kind in every.kinds[:4]] == ["dense", "experts"] * 2
+
+
+def test_a_window_as_long_as_the_sequence_is_full_attention() -> None:
+    long = MOE.model_copy(update={"window": 2048})
+    execution = Execution(global_batch=1)
+    assert predict(long, execution, h100(1)).seconds == predict(MOE, execution, h100(1)).seconds
+    # of a window w, the causal mask leaves w s - w^2 / 2 of s^2 / 2 pairs
+    short = MOE.model_copy(update={"window": 512})
+    pairs = sum(min(query + 1, 512) for query in range(2048))
+    assert short.visible_keys("window") * 2048 / 2 == pytest.approx(pairs, rel=1e-3)
+    assert short.flops(1) < MOE.flops(1)
+
+
+def test_stages_are_as_even_as_possible_and_their_ends_have_less() -> None:
+    def sizes(layers: int, pipeline: int, **fields: object) -> list[int]:
+        plan = {"pipeline": pipeline, "global_batch": pipeline, **fields}
+        return list(stage_sizes(layers, Execution.model_validate(plan)))
+
+    assert sizes(16, 4) == [4, 4, 4, 4]
+    assert sizes(16, 3) == [5, 6, 5]
+    assert sizes(126, 8, interleave=8) == [1, *[2] * 62, 1]
+    assert sizes(30, 4, embedding_as_layer=True, loss_as_layer=True) == [7, 8, 8, 7]
+    assert sizes(10, 2, stage_layers=[4, 6]) == [4, 6]
+    with pytest.raises(ValueError, match="2 layers are too few for 3 stages"):
+        sizes(2, 3)
+    with pytest.raises(ValueError, match=r"given 2 stages with 9 layers, expected 2 .* with 10"):
+        sizes(10, 2, stage_layers=[4, 5])
+
+
+def test_uneven_stages_equal_even_ones_where_layers_divide() -> None:
+    plan = Execution(pipeline=4, interleave=2, data=2, global_batch=16)
+    given = plan.model_copy(update={"stage_layers": [1] * 8})
+    assert predict(MOE, given, h100(8)) == predict(MOE, plan, h100(8))
+    heavier = plan.model_copy(update={"stage_layers": [0, 1, 1, 1, 1, 1, 1, 2]})
+    assert predict(MOE, heavier, h100(8)).seconds > predict(MOE, plan, h100(8)).seconds
+
+
+def test_layers_that_predict_further_tokens_are_on_the_last_device() -> None:
+    model = MOE.model_copy(update={"prediction_layers": 1})
+    devices = device_layers(model, Execution(pipeline=2, global_batch=2))
+    assert [device.layers for device in devices] == [4, 5]
+    assert [device.losses for device in devices] == [0, 2]
+    machine = h100(8)
+    plan = Execution(pipeline=2, global_batch=2)
+    assert predict(model, plan, machine).seconds > predict(MOE, plan, machine).seconds
