@@ -39,30 +39,46 @@ def live_bytes(ranges: Iterable[tuple[int, int, float]], num_points: int) -> np.
 
 
 def roles_at_peak(
-    ranges: Iterable[LiveRange],
-    num_points: int,
-    inner: Mapping[int, Mapping[Role, float]] | None = None,
-    among: Sequence[int] = (),
+    ranges: Iterable[LiveRange], num_points: int, among: Sequence[int] = ()
 ) -> dict[Role, float]:
     """Return the bytes by role at the first point where most bytes are live.
 
     Args:
         ranges: all live ranges.
         num_points: number of points.
-        inner: bytes by role that a point needs beside the ranges, as the peak of a called program.
         among: the points to consider; by default all.
     """
     ranges = list(ranges)
-    inner = inner or {}
     total = live_bytes((live[:3] for live in ranges), num_points)
-    for point, roles in inner.items():
-        total[point] += sum(roles.values())
     peak = max(among or range(num_points), key=lambda point: total[point], default=0)
-    sizes: dict[Role, float] = dict(inner.get(peak, {}))
+    sizes: dict[Role, float] = {}
     for live in ranges:
         if live.first <= peak <= live.last:
             sizes[live.role] = sizes.get(live.role, 0.0) + live.num_bytes
     return {role: size for role, size in sizes.items() if size}
+
+
+def levels_by_point(ranges: Iterable[LiveRange], num_points: int) -> list[dict[Role, float]]:
+    """Return the bytes by role that are live at each point.
+
+    Args:
+        ranges: all live ranges.
+        num_points: number of points.
+    """
+    by_role: dict[Role, list[tuple[int, int, float]]] = {}
+    for live in ranges:
+        by_role.setdefault(live.role, []).append(live[:3])
+    levels: list[dict[Role, float]] = [{} for _ in range(num_points)]
+    for role, lives in by_role.items():
+        for level, num_bytes in zip(levels, live_bytes(lives, num_points).tolist(), strict=True):
+            if num_bytes:
+                level[role] = num_bytes
+    return levels
+
+
+def fullest(levels: Iterable[Mapping[Role, float]]) -> Mapping[Role, float]:
+    """Return the first level with most bytes; an empty one if there are none."""
+    return max(levels, key=lambda level: sum(level.values()), default={})
 
 
 def role_of_value(writers: Collection[Pass], readers: Collection[Pass]) -> Role:

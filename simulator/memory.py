@@ -72,18 +72,26 @@ class MemoryUse:
         return {"arguments": self.arguments, "outputs": new, "temporaries": self.temporaries}
 
 
-def apportion(parts: Mapping[Role, float], total: int, rest: Role) -> dict[Role, int]:
-    """Return `parts` as whole bytes that sum up to `total`.
+def apportion(
+    parts: Mapping[Role, float],
+    total: int,
+    rest: Role,
+    peak: Mapping[Role, float] | None = None,
+) -> dict[Role, int]:
+    """Return `parts` as whole bytes, which sum up to `total` at the peak.
 
     Args:
-        parts: estimates of the bytes of each role. If they exceed `total`, all shrink by the same
-            factor.
-        total: bytes that are exact.
-        rest: the role of the bytes that `parts` lack.
+        parts: estimates of the bytes of each role. If they exceed `total` at the peak, all shrink
+            by the same factor.
+        total: bytes at the peak, which are exact.
+        rest: the role of the bytes that the estimates lack at the peak, at any time.
+        peak: the estimates at the peak; by default `parts`.
     """
-    shrink = min(1.0, total / (sum(parts.values()) or 1.0))
+    peak = parts if peak is None else peak
+    shrink = min(1.0, total / (sum(peak.values()) or 1.0))
     whole: dict[Role, int] = {role: int(shrink * size) for role, size in parts.items()}
-    whole[rest] = whole.get(rest, 0) + total - sum(whole.values())
+    lacking = total - sum(int(shrink * size) for size in peak.values())
+    whole[rest] = whole.get(rest, 0) + lacking
     return {role: size for role, size in whole.items() if size}
 
 
@@ -104,15 +112,31 @@ def with_roles(
     Args:
         use: the memory of a device, whose numbers of bytes are exact.
         arguments: estimated bytes of the arguments by role.
-        temporaries: estimated bytes of the temporaries by role.
+        temporaries: estimated bytes of the temporaries by role, at the peak.
+    """
+    return replace(use, roles=level_of(use, arguments, temporaries, temporaries))
+
+
+def level_of(
+    use: MemoryUse,
+    arguments: Mapping[Role, float],
+    temporaries: Mapping[Role, float],
+    peak: Mapping[Role, float],
+) -> dict[Role, int]:
+    """Return the memory of a device by role at one time of a program.
+
+    Args:
+        use: the memory of the device at the peak, whose numbers of bytes are exact.
+        arguments: estimated bytes of the arguments by role.
+        temporaries: estimated bytes of the temporaries by role, at that time.
+        peak: estimated bytes of the temporaries by role, at the peak.
     """
     outputs = use.outputs - use.aliased
-    roles = sum_roles(
+    return sum_roles(
         apportion(arguments, use.arguments, "inputs"),
         apportion({"outputs": outputs}, outputs, "outputs"),
-        apportion(temporaries, use.temporaries, "temporaries"),
+        apportion(temporaries, use.temporaries, "temporaries", peak),
     )
-    return replace(use, roles=roles)
 
 
 @dataclass(frozen=True, slots=True)

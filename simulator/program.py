@@ -117,6 +117,8 @@ class Program:
         memory: for each mesh, the memory of one of its devices; empty if unknown.
         levels: for each mesh and instruction, the memory of one device during the instruction and
             after it, by role; empty if unknown.
+        op_levels: for tasks (`Run.task`) whose memory is known over time, the memory of one device
+            by role while each op of the body runs, everything included.
         model_flops: FLOP of the products and convolutions that the step needs, without remat, on
             all devices; None if unknown.
         examples: examples that the step learns from; 0 if unknown.
@@ -130,6 +132,7 @@ class Program:
     bodies: Mapping[str, OpList] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
     levels: tuple[tuple[tuple[Level, Level], ...], ...] = ()
+    op_levels: Mapping[str, tuple[Level, ...]] = field(default_factory=dict)
     model_flops: float | None = None
     examples: int = 0
     costed_for: str = ""
@@ -168,6 +171,12 @@ class Program:
                 f"meshes with {list(map(len, self.instructions))} instructions but"
                 f" {list(map(len, self.levels))} levels of memory; one each, or none"
             )
+        for task, levels in self.op_levels.items():
+            if len(levels) != len(self.bodies.get(task, ())):
+                raise ValueError(
+                    f"task {task} has {len(self.bodies.get(task, ()))} ops but {len(levels)} levels"
+                    " of memory; one each"
+                )
 
     def body(self, run: Run) -> OpList:
         """Return what one device launches for a task.

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,11 +13,14 @@ from autopar.lowering.planned import PlannedStep
 from autopar.lowering.program_memory import MeshMemory
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.lowering.target import compile_for, target_mesh
+from autopar.pipeline.partition import WHOLE_STEP_TASK
 from autopar.progress import log_progress, progress_part
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster
-from simulator.hlo import memory_roles_at_peak, parse_hlo
-from simulator.memory import MemoryUse, Role
+from simulator.hlo import parse_hlo
+from simulator.hlo.liveness import TemporaryMemory, op_temporaries, temporary_memory
+from simulator.live_ranges import fullest
+from simulator.memory import Level, MemoryUse
 from simulator.program import Program
 from simulator.work import OpList, with_axes
 
@@ -84,8 +87,9 @@ def compile_planned(
             calls Python or a library that this process cannot compile for the cluster.
     """
     start = time.perf_counter()
-    compiled: dict[tuple[str, Mesh], tuple[OpList, MemoryUse, Mapping[Role, float]]] = {}
+    compiled: dict[tuple[str, Mesh], tuple[OpList, MemoryUse, TemporaryMemory]] = {}
     bodies: dict[str, OpList] = {}
+    op_levels: dict[str, tuple[Level, ...]] = {}
     memory = MeshMemory(planned)
     for number, stage in enumerate(planned.plan.stages):
         pool = cluster.pools[cluster.pool_of(stage.devices)]
@@ -105,12 +109,21 @@ def compile_planned(
                 )
             if target is not None:
                 body = with_axes(parse_hlo(target.hlo_text), stage.mesh.axes_of_groups)
-                compiled[key] = body, target.memory, memory_roles_at_peak(target.hlo_text)
+                compiled[key] = body, target.memory, temporary_memory(target.hlo_text)
             body, used, temporaries = compiled[key]
             bodies[task] = body
             log_progress(f"compiled {task}", len(bodies), len(planned.tasks))
-            memory.add_task(function.task, used, temporaries)
+            peak = fullest(temporaries.values())
+            memory.add_task(function.task, used, peak)
+            if function.task == WHOLE_STEP_TASK:
+                op_levels[task] = memory.whole_step_levels(op_temporaries(body, temporaries), peak)
     program = planned.program
     levels = memory.levels(program)
-    program = replace(program, bodies=bodies, memory=memory.peaks(levels), levels=levels)
+    program = replace(
+        program,
+        bodies=bodies,
+        memory=memory.peaks(levels),
+        levels=levels,
+        op_levels=op_levels,
+    )
     return program, time.perf_counter() - start

@@ -8,7 +8,7 @@ from jax.extend.core import Var
 from autopar.lowering.instructions import micro_batch_of, task_of
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
-from simulator.memory import Level, MemoryUse, Role, apportion, sum_roles, with_roles
+from simulator.memory import Level, MemoryUse, Role, apportion, level_of, sum_roles, with_roles
 from simulator.program import Free, Program, Recv, Run, Send
 
 type Levels = tuple[tuple[tuple[Level, Level], ...], ...]
@@ -65,6 +65,19 @@ class MeshMemory:
         """Return the memory of each mesh during and after each instruction."""
         meshes = range(len(program.meshes))
         return tuple(tuple(self._mesh_levels(mesh, program)) for mesh in meshes)
+
+    def whole_step_levels(
+        self, temporaries: Iterable[Mapping[Role, float]], peak: Mapping[Role, float]
+    ) -> tuple[Level, ...]:
+        """Return the memory at several times of the one program of a step that is not partitioned.
+
+        Args:
+            temporaries: estimates of its temporaries by role at each time.
+            peak: the estimates at the peak.
+        """
+        used, _ = self._tasks[WHOLE_STEP_TASK]
+        arguments = self._arguments(0)
+        return tuple(level_of(used, arguments, level, peak) for level in temporaries)
 
     def _whole_step(self) -> MemoryUse:
         """Return the memory of the one program of a step that is not partitioned."""

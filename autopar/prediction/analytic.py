@@ -29,7 +29,8 @@ from autopar.sharding.step_memory import StepMemory
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo.provenance import phase_of
-from simulator.memory import MemoryUse, Role
+from simulator.live_ranges import fullest
+from simulator.memory import Level, MemoryUse, Role
 from simulator.program import Program
 from simulator.work import (
     Collective,
@@ -60,6 +61,7 @@ def analytic_program(planned: PlannedStep, cluster: AnyCluster) -> Program:
         ClusterError: a stage has devices that the cluster lacks, or of several pools.
     """
     bodies: dict[str, OpList] = dict.fromkeys(planned.tasks, ())
+    op_levels: dict[str, tuple[Level, ...]] = {}
     memory = MeshMemory(planned)
     program = planned.program
     donated = frozenset(planned.step.carried.values())
@@ -69,19 +71,30 @@ def analytic_program(planned: PlannedStep, cluster: AnyCluster) -> Program:
         graph = planned.graphs[number]
         tasks = _charged_equations(graph)
         last = [task for task in tasks if task.phase != "U"][-1]
-        for task, numbers in tasks.items():
-            runs = 1 if task.phase == "S" else planned.step.num_micro_batches
-            bodies[task.name] = model.operations(numbers, runs, accumulates=task == last)
         if planned.partition.is_whole_step:
+            operations = model.operations(tasks[WHOLE_STEP_TASK], accumulates=True)
+            bodies[WHOLE_STEP_TASK.name] = tuple(op for _, op in operations)
             memory.add_task(WHOLE_STEP_TASK, _memory_use(model.peak_memory()))
+            op_levels[WHOLE_STEP_TASK.name] = model.levels([number for number, _ in operations])
             continue
+        for task, numbers in tasks.items():
+            operations = model.operations(
+                numbers, planned.step.num_micro_batches, accumulates=task == last
+            )
+            bodies[task.name] = tuple(op for _, op in operations)
         for function in lower_stage(planned, number, stage.mesh.abstract(), donated):
             temporaries = model.temporaries([n for n, _ in graph.tasks[function.task]])
             reused = sum(map(planned.values[number].device_bytes, function.reused))
             used = MemoryUse(outputs=reused, aliased=reused, temporaries=sum(temporaries.values()))
             memory.add_task(function.task, used, temporaries)
     levels = memory.levels(program)
-    return replace(program, bodies=bodies, memory=memory.peaks(levels), levels=levels)
+    return replace(
+        program,
+        bodies=bodies,
+        memory=memory.peaks(levels),
+        levels=levels,
+        op_levels=op_levels,
+    )
 
 
 def _charged_equations(graph: StageGraph) -> dict[Task, list[int]]:
@@ -113,8 +126,8 @@ class _StageModel:
 
     def operations(
         self, numbers: Iterable[int], runs: int = 1, accumulates: bool = False
-    ) -> OpList:
-        """Return the operations of one run of a task.
+    ) -> list[tuple[int, Op]]:
+        """Return the operations of one run of a task, each with the number of its equation.
 
         Args:
             numbers: numbers of its equations.
@@ -122,14 +135,33 @@ class _StageModel:
             accumulates: whether the task also adds the results of its microbatch to the sums.
         """
         ops = [
-            op for n in numbers for op in self._ops(n, runs if n in self._in_microbatches else 1)
+            (n, op)
+            for n in numbers
+            for op in self._ops(n, runs if n in self._in_microbatches else 1)
         ]
         for number in self._marks if accumulates else ():
-            seconds = self._seconds[number].compute / runs
-            ops.append(
-                Kernel(f"accumulate #{number}", "memory", 0.0, 0.0, seconds=seconds, phase="update")
-            )
-        return tuple(ops)
+            name, seconds = f"accumulate #{number}", self._seconds[number].compute / runs
+            kernel = Kernel(name, "memory", 0.0, 0.0, seconds=seconds, phase="update")
+            ops.append((number, kernel))
+        return sorted(ops, key=lambda numbered: numbered[0])
+
+    def levels(self, numbers: Sequence[int]) -> tuple[Level, ...]:
+        """Return the bytes on one device by role while each operation runs.
+
+        An equation without an operation takes no time; its memory counts with the next operation,
+        or with the last one.
+
+        Args:
+            numbers: the number of the equation of each operation, in ascending order.
+        """
+        points = self._memory.levels(self._choices.selected)
+        levels = []
+        next_point = 0
+        for position, number in enumerate(numbers):
+            start = min(next_point, number)
+            next_point = number + 1 if position < len(numbers) - 1 else len(points)
+            levels.append(_rounded(fullest(points[start:next_point])))
+        return tuple(levels)
 
     def peak_memory(self) -> dict[Role, int]:
         """Return the bytes on one device at its peak, by role."""

@@ -28,7 +28,7 @@ from autopar.sharding.reshard_hoisting import passes_moves
 from autopar.sharding.selection_problem import CapacityConstraint
 from autopar.sharding.step_decisions import Decisions
 from autopar.xla_fusion import is_relaid, is_view, lifetimes, readings
-from simulator.live_ranges import LiveRange, live_bytes, roles_at_peak
+from simulator.live_ranges import LiveRange, levels_by_point, live_bytes, roles_at_peak
 from simulator.memory import Role
 
 
@@ -91,17 +91,25 @@ class StepMemory:
             among: the program points to consider; by default all.
             without: values that do not count.
         """
+        return roles_at_peak(self._live_ranges(choice, without), self.num_points, among)
+
+    def levels(self, choice: Sequence[int]) -> list[dict[Role, float]]:
+        """Return the bytes on one device by role at each program point under a choice."""
+        return levels_by_point(self._live_ranges(choice), self.num_points)
+
+    def _live_ranges(
+        self, choice: Sequence[int], without: Collection[Var] = ()
+    ) -> Iterator[LiveRange]:
+        """Yield all memory under a choice, except that of the values `without`."""
         roles = ValueRoles(self.step, self.decisions.roles)
-        ranges = []
         for life in self.lifetimes:
             if life.var is not None and life.var in without:
                 continue
             role = life.role if life.var is None else roles.of(life.var, life.end)
             assert role is not None
-            size = life.sizes[choice[life.decision]]
-            ranges.append(LiveRange(life.start, life.end, size, role))
-        ranges += [LiveRange(*copy, "communication") for copy in self._copies(choice)]
-        return roles_at_peak(ranges, self.num_points, among=among)
+            yield LiveRange(life.start, life.end, life.sizes[choice[life.decision]], role)
+        for copy in self._copies(choice):
+            yield LiveRange(*copy, "communication")
 
     def _copies(self, choice: Sequence[int]) -> Iterator[tuple[int, int, float]]:
         """Yield the first point, last point and bytes of each resharded copy.

@@ -149,7 +149,8 @@ class _Engine:
         dispatched = streams.host
         match instruction:
             case Run():
-                streams.play_body(program.body(instruction))
+                op_levels = program.op_levels.get(instruction.task, ()) if program.levels else ()
+                streams.play_task(program.body(instruction), op_levels)
             case Send():
                 self._send(streams, instruction)
             case Recv(value, source, gather):

@@ -5,6 +5,7 @@ levels of memory, and loops whose iterations are skipped once they repeat each o
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isclose
@@ -64,6 +65,7 @@ class RecordedStreams(MeshStreams[float]):
         self.levels: list[tuple[float, Level]] = []
         self._costs = costs
         self._num_instructions = 0
+        self._task_levels: list[tuple[float, Level]] = []
         self._groups: dict[Groups, Groups] = {}
         self.link = cache(costs.link)
 
@@ -84,8 +86,26 @@ class RecordedStreams(MeshStreams[float]):
         if self.host > start:
             self._record(name, "host", start, self.host, "dispatch")
 
+    def play_task(self, body: OpList, levels: Sequence[Level] = ()) -> None:
+        """Run a task, and record its memory over time.
+
+        Args:
+            body: its ops.
+            levels: the memory while each op runs; by default the task has the one level that
+                `record_levels` records.
+
+        Raises:
+            ValueError: the task waits for a collective that is not running.
+        """
+        if not levels:
+            self.play_body(body)
+        for op, level in zip(body, levels, strict=False):
+            if not self._task_levels or self._task_levels[-1][1] != level:
+                self._task_levels.append((self.compute, level))
+            self.play_body((op,))
+
     def play_body(self, body: OpList) -> None:
-        """Run a task.
+        """Run ops one after the other.
 
         Raises:
             ValueError: the task waits for a collective that is not running.
@@ -160,11 +180,14 @@ class RecordedStreams(MeshStreams[float]):
 
         Args:
             start: when the instruction starts.
-            levels: memory during and after each instruction of the mesh.
+            levels: memory during and after each instruction of the mesh. An instruction whose
+                memory is known for each of its ops has these levels instead.
         """
         during, after = levels[self._num_instructions]
-        self.levels += [(start, during), (self.compute, after)]
+        self.levels += self._task_levels or [(start, during)]
+        self.levels.append((self.compute, after))
         self._num_instructions += 1
+        self._task_levels = []
 
     def idle_until(
         self, time: float, name: str, category: Category, awaited: Collective | None = None

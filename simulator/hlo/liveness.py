@@ -1,19 +1,20 @@
-"""Liveness of buffers in scheduled HLO: the roles of a program's temporary memory at its peak.
+"""Liveness of buffers in scheduled HLO: a program's temporary memory over time, by role.
 
 A buffer is live from the instruction that writes it first to the last one that reads it. The total
 of peak memory comes from XLA's buffer assignment, which packs buffers; this module only divides it
-among roles.
+among roles and instructions.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from simulator.hlo.op_list import branches
 from simulator.hlo.provenance import instruction_pass
 from simulator.hlo.text import Array, Computation, Instruction, Module, errors_about, read_module
-from simulator.live_ranges import LiveRange, Pass, role_of_value, roles_at_peak
-from simulator.memory import Role
+from simulator.live_ranges import LiveRange, Pass, fullest, levels_by_point, role_of_value
+from simulator.memory import Role, sum_roles
+from simulator.work import Collective, Done, Kernel, Loop, OpList, Start
 
 _ALIASES = frozenset(
     ("bitcast", "opt-barrier", "add-dependency", "domain", "while", "get-tuple-element", "tuple")
@@ -64,6 +65,10 @@ class _Buffer:
         return role_of_value(self.writers, self.readers)
 
 
+type TemporaryMemory = Mapping[str, Mapping[Role, float]]
+"""Bytes by role while an instruction runs, without arguments and results, by its name."""
+
+
 def memory_roles_at_peak(text: str) -> dict[Role, float]:
     """Return the bytes by role at peak memory, without arguments and results.
 
@@ -73,17 +78,57 @@ def memory_roles_at_peak(text: str) -> dict[Role, float]:
     Raises:
         HloError: the text is no module.
     """
+    return dict(fullest(temporary_memory(text).values()))
+
+
+def temporary_memory(text: str) -> TemporaryMemory:
+    """Return the bytes by role while each instruction runs, without arguments and results.
+
+    Args:
+        text: the text of a module, as `compiled.as_text()` of JAX returns it.
+
+    Returns:
+        The bytes by the name of the instruction, in the order of the schedule. Instructions of
+        loops, calls and branches are among them, with the bytes that are live around them. Bytes of
+        an instruction that launches a computation are those of its peak.
+
+    Raises:
+        HloError: the text is no module.
+    """
     module = read_module(text)
-    return _roles_at_peak(module, module.entry)
+    return _temporary_memory(module, module.entry)
 
 
-def _roles_at_peak(module: Module, computation: Computation) -> dict[Role, float]:
-    """Return the bytes by role at the peak of a computation, without arguments and results."""
+def op_temporaries(ops: OpList, memory: TemporaryMemory) -> list[Mapping[Role, float]]:
+    """Return the bytes by role while each op of a module runs, without arguments and results.
+
+    Args:
+        ops: the ops of the module, as `parse_hlo` returns them.
+        memory: its memory by instruction, as `temporary_memory` returns it.
+
+    Returns:
+        The bytes of each op; for a loop, those of its fullest op.
+    """
+    levels: list[Mapping[Role, float]] = []
+    level: Mapping[Role, float] = {}
+    for op in ops:
+        match op:
+            case Kernel(name) | Start(Collective(name)):
+                level = memory.get(name, level)
+            case Loop(_, body):
+                level = fullest(op_temporaries(body, memory)) or level
+            case Done():
+                pass
+        levels.append(level)
+    return levels
+
+
+def _temporary_memory(module: Module, computation: Computation) -> TemporaryMemory:
     scan = _Scan(module, computation)
     for number, instruction in enumerate(computation.instructions):
         with errors_about(instruction):
             scan.visit(number, instruction)
-    return scan.peak()
+    return scan.memory()
 
 
 type _Values = list[tuple[_Buffer, ...]]
@@ -95,8 +140,8 @@ class _Scan:
 
     Attributes:
         _reductions: results and operands of collectives that complete a value.
-        _inner: bytes by role at the peak of the computations that an instruction launches, by its
-            number.
+        _inner: memory of the computation with the highest peak of those that an instruction
+            launches, by its number.
     """
 
     def __init__(self, module: Module, computation: Computation) -> None:
@@ -105,7 +150,7 @@ class _Scan:
         self._buffers: list[_Buffer] = []
         self._values: dict[str, tuple[_Buffer, ...]] = {}
         self._reductions: list[tuple[tuple[_Buffer, ...], _Values]] = []
-        self._inner: dict[int, dict[Role, float]] = {}
+        self._inner: dict[int, TemporaryMemory] = {}
 
     def visit(self, number: int, instruction: Instruction) -> None:
         """Follow the buffers through the next instruction of the schedule."""
@@ -124,13 +169,14 @@ class _Scan:
         if instruction.opcode.startswith(_REDUCTIONS):
             self._reductions.append((result, operands))
         inner = [
-            _roles_at_peak(self._module, called) for called in _launched(self._module, instruction)
+            _temporary_memory(self._module, called)
+            for called in _launched(self._module, instruction)
         ]
-        self._inner[number] = max(inner, key=lambda roles: sum(roles.values()), default={})
+        self._inner[number] = max(inner, key=_peak, default={})
         self._values[instruction.name] = result
 
-    def peak(self) -> dict[Role, float]:
-        """Return the bytes by role at the peak, after the last instruction was visited."""
+    def memory(self) -> TemporaryMemory:
+        """Return the bytes by role and instruction, after the last instruction was visited."""
         for buffer in self._values[self._computation.root]:
             buffer.external = True
         for result, operands in reversed(self._reductions):
@@ -142,7 +188,18 @@ class _Scan:
             for buffer in self._buffers
             if not buffer.external and buffer.num_bytes
         )
-        return roles_at_peak(ranges, len(self._computation.instructions), self._inner)
+        levels = levels_by_point(ranges, len(self._computation.instructions))
+        memory: dict[str, Mapping[Role, float]] = {}
+        for number, (instruction, level) in enumerate(
+            zip(self._computation.instructions, levels, strict=True)
+        ):
+            inner = {
+                name: sum_roles(inner_level, level)
+                for name, inner_level in self._inner[number].items()
+            }
+            memory[instruction.name] = fullest(inner.values()) or level
+            memory.update(inner)
+        return memory
 
     def _new_buffers(
         self, number: int, instruction: Instruction, operands: _Values, origin: Pass
@@ -154,6 +211,10 @@ class _Scan:
             buffer.external = instruction.opcode in ("parameter", "constant")
         self._buffers += new
         return _in_place(instruction, operands, new)
+
+
+def _peak(memory: TemporaryMemory) -> float:
+    return sum(fullest(memory.values()).values())
 
 
 def _flat(values: _Values) -> list[_Buffer]:

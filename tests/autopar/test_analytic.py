@@ -79,6 +79,33 @@ def test_time_and_memory_are_those_of_the_plan(name):
     assert all(sum(use.roles.values()) == use.total for use in timeline.memory)
 
 
+@pytest.mark.parametrize(
+    ("name", "fidelity"),
+    [
+        ("shard", "analytic"),
+        pytest.param("accumulated", "analytic", marks=pytest.mark.slow),
+        pytest.param("shard", "compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_memory_of_one_program_rises_in_the_forward_and_falls_in_the_backward_pass(name, fidelity):
+    timeline = predicted(name, fidelity)
+    [levels], [use] = timeline.levels, timeline.memory
+    times = [second for second, _ in levels]
+    assert times == sorted(times)
+    assert times[0] == 0
+    assert times[-1] <= timeline.makespan
+    totals = [sum(level.values()) for _, level in levels]
+    assert max(totals) == use.total
+    assert levels[totals.index(max(totals))][1] == use.roles
+    saved = [level.get("activations", 0) for _, level in levels]
+    peak = saved.index(max(saved))
+    assert len({*saved[:peak]}) > 5
+    assert len({*saved[peak:]}) > 5
+    for role in ("parameters", "optimizer"):
+        assert {level[role] for _, level in levels} == {use.roles[role]}
+    assert saved[-1] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "accumulated", "zero_bubble_h1"])
 def test_time_memory_and_flops_agree_with_compilation(name):

@@ -3,7 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.live_ranges import LiveRange, live_bytes, role_of_value, roles_at_peak
+from simulator.live_ranges import (
+    LiveRange,
+    fullest,
+    levels_by_point,
+    live_bytes,
+    role_of_value,
+    roles_at_peak,
+)
 
 ROLES = ("parameters", "activations", "temporaries")
 POINTS = 6
@@ -33,13 +40,8 @@ def test_live_bytes_and_roles_equal_those_of_a_walk_over_points(ranges: list[Liv
     totals = [sum(sizes.values()) for sizes in sizes_by_walking(ranges)]
     assert list(live_bytes((live[:3] for live in ranges), POINTS)) == totals
     assert roles_at_peak(ranges, POINTS) == sizes_by_walking(ranges)[totals.index(max(totals))]
-
-
-@given(st.lists(live_ranges()), st.integers(0, POINTS - 1), st.integers(0, 99))
-def test_a_called_program_adds_its_peak_at_its_point(ranges, point, inner) -> None:
-    ranges_with_call = [*ranges, LiveRange(point, point, inner, "temporaries")]
-    called = {point: {"temporaries": inner}}
-    assert roles_at_peak(ranges, POINTS, called) == roles_at_peak(ranges_with_call, POINTS)
+    assert levels_by_point(ranges, POINTS) == sizes_by_walking(ranges)
+    assert fullest(levels_by_point(ranges, POINTS)) == roles_at_peak(ranges, POINTS)
 
 
 def test_the_peak_is_among_the_given_points() -> None:

@@ -1,6 +1,7 @@
 """Liveness at peak: a program's bytes by role, counted by hand (an `f32[4]` has 16)."""
 
-from simulator.hlo import memory_roles_at_peak
+from simulator.hlo import memory_roles_at_peak, parse_hlo
+from simulator.hlo.liveness import op_temporaries, temporary_memory
 from simulator.memory import Role
 from tests.simulator.test_hlo import ADD, DATA, module
 
@@ -99,6 +100,32 @@ def test_a_loop_has_its_carry_and_the_values_of_one_iteration() -> None:
     ) == {"gradients": 16 + 16, "activations": 24}
 
 
-def test_compiled_programs_have_roles() -> None:
+def test_each_op_has_the_memory_of_its_instruction_and_a_loop_of_its_fullest() -> None:
+    loop = LOOP.replace("FORWARD", FORWARD).replace("BACKWARD", BACKWARD).replace("UPDATE", UPDATE)
+    text = module(
+        "%p = f32[4]{0} parameter(0)",
+        "%z = f32[4]{0} negate(%p)",
+        "%i = (f32[4]{0}, f32[4]{0}) tuple(%p, %z)",
+        "%w = (f32[4]{0}, f32[4]{0}) while(%i), condition=%condition, body=%body, "
+        'metadata={op_name="jit(f)/while"}, backend_config={"known_trip_count":{"n":"3"}}',
+        "%sum = f32[4]{0} get-tuple-element(%w), index=1",
+        "%a = f32[8]{0} pad(%sum)",
+        "%s = f32[8]{0} all-reduce-start(%a), replica_groups={}, to_apply=%add",
+        "%d = f32[8]{0} all-reduce-done(%s)",
+        "ROOT %r = f32[4]{0} slice(%d)",
+        computations=ADD + loop,
+    )
+    totals = [
+        sum(level.values()) for level in op_temporaries(parse_hlo(text), temporary_memory(text))
+    ]
+    # z; the loop, with its carry z, t and g; a beside the sum; the start and the end of s; r is a
+    # result
+    assert totals == [16, 56, 48, 64, 64, 32]
+
+
+def test_compiled_programs_have_roles_and_their_peak_is_while_an_op_runs() -> None:
     for path in DATA.glob("*.hlo.txt"):
-        assert sum(memory_roles_at_peak(path.read_text()).values()) > 0
+        text = path.read_text()
+        peak = sum(memory_roles_at_peak(text).values())
+        levels = op_temporaries(parse_hlo(text), temporary_memory(text))
+        assert max(sum(level.values()) for level in levels) == peak > 0

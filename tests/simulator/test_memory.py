@@ -31,6 +31,21 @@ def test_parts_that_exceed_the_total_shrink_in_proportion() -> None:
     }
 
 
+@given(PARTS, PARTS, st.integers(0, 10**9))
+def test_before_the_peak_all_parts_change_but_what_the_estimates_lack(peak, before, total: int):
+    lacking = apportion(peak, total, "temporaries").get("temporaries", 0)
+    apportioned = apportion(before, total, "temporaries", peak)
+    shrink = min(1.0, total / (sum(peak.values()) or 1.0))
+    assert apportioned == {
+        role: size
+        for role, size in {
+            **{role: int(shrink * size) for role, size in before.items()},
+            "temporaries": lacking,
+        }.items()
+        if size
+    }
+
+
 def test_roles_sum_up_to_the_bytes_of_the_compiler() -> None:
     use = MemoryUse(arguments=10, outputs=7, aliased=6, temporaries=4)
     use_with_roles = with_roles(use, {"parameters": 6, "optimizer": 3}, {"activations": 3})
