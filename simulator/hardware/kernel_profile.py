@@ -21,12 +21,14 @@ class Passes(Description):
 class FusedAttention(Description):
     """Fractions of the peak that fused attention reaches on long causal sequences.
 
-    `flash2`: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128. `flash`: about
-    0.6 of that, as in the same paper; the exact values are fitted to two rows of llm-foundry's
+    `flash2`: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128. `flash1`: the
+    first FlashAttention, in the same figures. `flash`: the same algorithm in Triton, about 0.6 of
+    `flash2`, as in the same paper; the exact values are fitted to two rows of llm-foundry's
     table with long sequences, 125m at 32768 tokens on A100 and 1b at 65536 on H100. The values of
     V100, which are the default, and of B200 are guesses in proportion.
     """
 
+    flash1: Passes = Passes(forward=0.25, backward=0.20)
     flash: Passes = Passes(forward=0.25, backward=0.20)
     flash2: Passes = Passes(forward=0.25, backward=0.20)
 

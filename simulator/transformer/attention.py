@@ -5,6 +5,11 @@ element; a mask of dropout is a byte.
 """
 
 from simulator.transformer.layer_kinds import Mixer
+from simulator.transformer.composed_kernels import (
+    composed_passes,
+    rotated_elements,
+    score_elements,
+)
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     COLLECTIVE_LAUNCHES,
@@ -73,7 +78,12 @@ def _elementwise(
     forward, backward = residual_passes(
         model, execution, machine, heads + rotation, heads + 3 * columns
     )
-    return forward + PassCost(kernels=1), backward
+    norm = composed_passes("norm", execution.stream(model), execution, machine)
+    rotary = composed_passes("rotary", rotated_elements(model, execution), execution, machine)
+    return (
+        forward + PassCost(kernels=1) + norm[0] + rotary[0],
+        backward + norm[1] + rotary[1],
+    )
 
 
 def _core(
@@ -119,7 +129,11 @@ def _core(
         + 2 * context
         + machine.memory_seconds((3.0 * w + saved) * heads * s * s, 2 if model.dropout else 1)
     )
-    return PassCost(forward, 4, 0.0, flops), PassCost(backward, 6, 0.0, 2 * flops)
+    softmax = composed_passes("softmax", score_elements(model, execution), execution, machine)
+    return (
+        PassCost(forward, 4, 0.0, flops) + softmax[0],
+        PassCost(backward, 6, 0.0, 2 * flops) + softmax[1],
+    )
 
 
 def _sequence_exchange(model: Transformer, execution: Execution, machine: Machine) -> PassCost:

@@ -1,6 +1,6 @@
 """Passes over a layer, the embedding and the loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from simulator.transformer.attention import attention_passes
@@ -77,7 +77,7 @@ def head_passes(
     tokens = execution.tokens(model)
     columns = -(-model.vocab // execution.tensor)
     gemms = machine.gemms
-    logits = tokens * columns
+    logits = tokens * (model.vocab if execution.gathered_logits else columns)
     flops = 2.0 * tokens * columns * model.hidden
     # bytes per logit and kernels, of each pass. Unfused: f32 logits, their maximum, difference,
     # exponential, sum and quotient; the gradient scaled and cast back. Fused: two reads, one write
@@ -97,15 +97,20 @@ def head_passes(
     stream = 2.0 * tokens * model.hidden
     ring = machine.network.ring(execution.tensor)
     kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
-    return (
-        PassCost(forward + machine.memory_seconds(4 * tokens * model.hidden, 1), 9, 0.0, flops),
-        PassCost(
-            backward + machine.memory_seconds(6 * tokens * model.hidden, 2),
-            8,
-            machine.network.seconds(kind, stream, ring),
-            2 * flops,
-        ),
+    gathered = (
+        machine.network.seconds("all_gather", 2.0 * logits, ring)
+        if execution.gathered_logits
+        else 0.0
     )
+    forward += machine.memory_seconds(4 * tokens * model.hidden, 1)
+    backward += machine.memory_seconds(6 * tokens * model.hidden, 2)
+    passes = (
+        PassCost(forward, 9, gathered, flops),
+        PassCost(backward, 8, machine.network.seconds(kind, stream, ring), 2 * flops),
+    )
+    if execution.recompute == "full" and execution.recompute_head:
+        return passes[0], passes[1] + replace(passes[0], flops=0.0)
+    return passes
 
 
 def prediction_passes(

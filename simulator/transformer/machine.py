@@ -12,6 +12,7 @@ from simulator.costs.kernel_model import KernelModel
 from simulator.engine.stream_rules import added_seconds
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
+from simulator.hardware.kernel_profile import Passes
 from simulator.hardware.topology import Ring
 
 
@@ -81,10 +82,10 @@ class Machine:
         """Seconds from the end of a kernel to the start of the next."""
         return self.cluster.device.kernel_launch_us * 1e-6
 
-    def flash(self, generation: Literal["flash", "flash2"]) -> tuple[float, float]:
+    def flash(self, generation: Literal["flash1", "flash", "flash2"]) -> tuple[float, float]:
         """Return the FLOP/s of fused attention, forward and backward."""
         attention = self.cluster.device.kernels.attention
-        reached = attention.flash if generation == "flash" else attention.flash2
+        reached: Passes = getattr(attention, generation)
         return self.gemms.peak * reached.forward, self.gemms.peak * reached.backward
 
     def slowest_of(self, devices: int) -> float:

@@ -1,5 +1,6 @@
 """Passes over a dense MLP."""
 
+from simulator.transformer.composed_kernels import composed_passes
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     PartPasses,
@@ -26,6 +27,10 @@ def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> Pa
         (2 * read_and_written - 1 + (1 if model.biases else 0)) * inner,
     )
     collectives = tensor_collectives(up, down, model, execution, machine)
+    norm = composed_passes("norm", execution.stream(model), execution, machine)
+    elements = inner / w if model.gated else 0.0
+    activation = composed_passes("activation", elements, execution, machine)
     return PartPasses(
-        elementwise[0] + linear[0] + collectives[0], elementwise[1] + linear[1] + collectives[1]
+        elementwise[0] + norm[0] + activation[0] + linear[0] + collectives[0],
+        elementwise[1] + norm[1] + activation[1] + linear[1] + collectives[1],
     )

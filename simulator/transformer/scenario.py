@@ -22,7 +22,8 @@ from simulator.transformer.layer_kinds import (
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "f16", "f8"]
-Attention = Literal["naive", "flash", "flash2"]
+ComposedOperation = Literal["norm", "rotary", "activation", "softmax"]
+Attention = Literal["naive", "flash1", "flash", "flash2"]
 
 
 class Transformer(Description):
@@ -44,8 +45,8 @@ class Transformer(Description):
         learned_positions: whether positions are parameters.
         biases: whether linear layers and norms have biases.
         dropout: whether attention and the residual stream have dropout.
-        attention: "naive" writes the scores to memory; "flash" and the faster "flash2" do not, and
-            skip the masked half.
+        attention: "naive" writes the scores to memory; "flash1", "flash" (in Triton) and the faster
+            "flash2" do not, and skip the masked half.
         precision: type of the matrix products; with "f8" only linear layers have 8 bits, the rest
             bf16.
         window: tokens that a query attends to in layers with a sliding window; by default no layer
@@ -427,6 +428,11 @@ class Execution(Description):
             `gradient_bytes` by default.
         optimizer_bytes: bytes of optimizer state per parameter, including a master copy.
         fused_loss: whether the loss is one kernel, which writes only the gradient of the logits.
+        gathered_logits: whether each device of a tensor group computes the loss from all logits,
+            which it gathers, instead of from its part of the vocabulary.
+        recompute_head: whether full recomputation also repeats the output embedding.
+        composed: operations of several elementwise kernels instead of one fused kernel: "norm",
+            "rotary", "activation" (of gated MLPs), "softmax" (of naive attention).
         overlap_gradients: whether the communication of gradients overlaps with the backward pass,
             and gathers of parameters with the forward pass.
         overlap_tensor: which collectives over the tensor axis overlap with matrix products: "none",
@@ -461,6 +467,9 @@ class Execution(Description):
     communicated_gradient_bytes: Literal[2, 4] | None = None
     optimizer_bytes: PositiveInt = 12
     fused_loss: bool = False
+    gathered_logits: bool = False
+    recompute_head: bool = False
+    composed: Annotated[tuple[ComposedOperation, ...], BeforeValidator(_tuple)] = ()
     overlap_gradients: bool = False
     overlap_tensor: Literal["none", "backward", "all"] = "none"
     overlap_sends: bool = False

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from simulator.transformer.experts import Routing
 from simulator.transformer.layer_kinds import DECODER_LAYER, LayerKind
+from simulator.transformer.composed_kernels import composed_saved, score_elements
 from simulator.transformer.scenario import Execution, Transformer
 from simulator.transformer.stages import DeviceLayers, device_layers
 
@@ -235,8 +236,9 @@ def _saved_outside_scores(model: Transformer, execution: Execution, kind: LayerK
     stream = execution.stream(model)
     mask = 1 if model.dropout else 0
     saved = 0.0
+    norm = composed_saved("norm", stream, execution)
     if kind.mixer is not None:  # input of the norm and of the product after it; mask of dropout
-        saved += (4 + mask) * stream
+        saved += (4 + mask) * stream + norm
     if kind.mixer == "mamba":
         mamba = model.mamba_section
         # outputs of the projection and of the convolution, the scan's output, its gated norm
@@ -251,11 +253,13 @@ def _saved_outside_scores(model: Transformer, execution: Execution, kind: LayerK
             divided += 4.0 * tokens * model.heads  # row sums of the softmax
         saved += divided / t
     if kind.mlp is not None:
-        saved += (4 + mask) * stream
+        saved += (4 + mask) * stream + norm
     # inputs of the activation function and of the second product
     inner = (2 if not model.gated else 3) * 2.0
     if kind.mlp == "dense":
         saved += inner * tokens * model.ffn_width / t
+        if model.gated:
+            saved += composed_saved("activation", tokens * model.ffn_width / t, execution)
     elif kind.mlp == "experts":
         experts, routing = model.experts_section, Routing.of(model, execution)
         saved += inner * tokens * experts.shared_ffn / t
@@ -270,4 +274,5 @@ def _saved_scores(model: Transformer, execution: Execution, kind: LayerKind) -> 
     if model.attention != "naive" or kind.mixer not in ("attention", "window"):
         return 0.0
     scores = execution.microbatch * model.heads * model.seq**2 / execution.tensor
-    return (5.0 if model.dropout else 2.0) * scores
+    composed = composed_saved("softmax", score_elements(model, execution), execution)
+    return (5.0 if model.dropout else 2.0) * scores + composed

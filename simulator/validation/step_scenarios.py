@@ -76,7 +76,19 @@ SOFTWARE: Mapping[str, Software] = {
         "flash2",
         {"overlap_gradients": True, "gradient_bytes": 2, "communicated_gradient_bytes": 2},
     ),
-    "aleph alpha": Software(EAGER, "flash2", {}),
+    # github.com/Aleph-Alpha/scaling: gradients in bf16 and summed in f32, the loss on gathered
+    # logits, activation and rotary positions of PyTorch's elementwise kernels
+    "aleph alpha": Software(
+        EAGER,
+        "flash2",
+        {
+            "gradient_bytes": 2,
+            "communicated_gradient_bytes": 4,
+            "gathered_logits": True,
+            "recompute_head": True,
+            "composed": ("rotary", "activation"),
+        },
+    ),
     "oneflow": Software(EAGER, "naive", {"scatter_sends": True}),
     "pax": Software(
         JITTED,
@@ -109,14 +121,14 @@ _CLUSTERS = {
 _PRECISIONS = {"bf16": "bf16", "fp16": "f16", "f16": "f16", "fp8": "f8", "fp8 hybrid": "f8"}
 _PRECISIONS |= {"mxfp8": "f8", "": "bf16"}
 
-_ATTENTION = {
-    "torch": "naive",
-    "fused": "naive",
-    "flash_attentionv1.0.8": "flash",
-    "flash_attention2": "flash2",
-    "flash_attention2 + RMS kernel": "flash2",
+_KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "torch": ("naive", ("softmax", "norm")),
+    "fused": ("naive", ("norm",)),
+    "flash_attentionv1.0.8": ("flash1", ("norm",)),
+    "flash_attention2": ("flash2", ("norm",)),
+    "flash_attention2 + RMS kernel": ("flash2", ()),
 }
-"""Implementations of attention by the kernels of a row."""
+"""The implementation of attention, and composed operations, by the kernels of a row."""
 
 _RECOMPUTE = {"": "none", "none": "none", "selective": "selective", "full": "full"}
 
@@ -189,7 +201,7 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
         "learned_positions": gpt,
         "biases": gpt,
         "dropout": gpt and software.attention == "naive",
-        "attention": _look_up(row, "kernel", _ATTENTION) if row.kernel else software.attention,
+        "attention": _look_up(row, "kernel", _KERNELS)[0] if row.kernel else software.attention,
         "precision": _look_up(row, "precision", _PRECISIONS),
     }
     return validate(Transformer, fields, "model")
@@ -202,8 +214,12 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
         sequence_parallel = notes.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = software.execution.get("overlap_tensor") == "all"
+    composed = software.execution.get("composed", ())
+    if row.kernel:
+        composed = (*composed, *_look_up(row, "kernel", _KERNELS)[1])
     return {
         **software.execution,
+        "composed": composed,
         "tensor": row.tp,
         "context": row.cp,
         "data": row.replicas,

@@ -1,0 +1,101 @@
+"""Operations composed of elementwise kernels: traffic, launches and saved bytes by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from simulator.hardware.cluster import Cluster
+from simulator.transformer import Execution, Machine, Transformer, memory_of, predict
+from simulator.transformer.composed_kernels import COMPOSED, composed_passes
+from simulator.transformer.layer import head_passes, layer_passes
+from simulator.transformer.scenario import ComposedOperation
+
+LLAMA = Transformer(
+    layers=4,
+    hidden=4096,
+    heads=32,
+    ffn=11008,
+    seq=2048,
+    vocab=128000,
+    gated=True,
+    tied=False,
+    learned_positions=False,
+    biases=False,
+    dropout=False,
+)
+FUSED = Execution(tensor=2, global_batch=4, microbatch=2)
+SCORES = 2 * 16 * 2048**2
+STREAM = 2 * 2048 * 4096
+
+
+def a100() -> Machine:
+    return Machine(Cluster.load("dgx_a100_80"))
+
+
+@pytest.mark.parametrize(
+    ("operation", "elements", "count", "saved"),
+    [
+        ("norm", STREAM, 2, 2 * 6 * STREAM),
+        ("rotary", STREAM, 1, 0),
+        ("activation", 2 * 2048 * 11008 / 2, 1, 2 * 2 * 2048 * 11008 / 2),
+        ("softmax", SCORES, 1, 4 * SCORES),
+    ],
+)
+def test_a_composed_operation_adds_its_traffic_launches_and_saved_bytes(
+    operation: ComposedOperation, elements: float, count: int, saved: float
+) -> None:
+    machine = a100()
+    composed = FUSED.model_copy(update={"composed": (operation,)})
+    fused = layer_passes(LLAMA, FUSED, machine)
+    slower = layer_passes(LLAMA, composed, machine)
+    kernels = COMPOSED[operation]
+    added = machine.memory_seconds(kernels.forward_bytes * elements, kernels.forward_kernels)
+    assert slower.forward.compute - fused.forward.compute == pytest.approx(count * added)
+    assert slower.forward.kernels - fused.forward.kernels == count * kernels.forward_kernels
+    added = machine.memory_seconds(kernels.backward_bytes * elements, kernels.backward_kernels)
+    assert slower.backward.compute - fused.backward.compute == pytest.approx(count * added)
+    bytes_added = memory_of(LLAMA, composed).activations - memory_of(LLAMA, FUSED).activations
+    assert bytes_added == pytest.approx(LLAMA.layers * saved)
+    assert composed_passes(operation, elements, FUSED, machine)[0].compute == 0
+
+
+def test_gathered_logits_cost_the_whole_vocabulary_and_an_all_gather() -> None:
+    machine = a100()
+    divided = head_passes(LLAMA, FUSED, machine)
+    gathered = head_passes(LLAMA, FUSED.model_copy(update={"gathered_logits": True}), machine)
+    tokens = 2 * 2048
+    whole = machine.memory_seconds(38.0 * tokens * 128000, 7)
+    half = machine.memory_seconds(38.0 * tokens * 64000, 7)
+    assert gathered[0].compute - divided[0].compute == pytest.approx(whole - half)
+    ring = machine.network.ring(2)
+    moved = machine.network.seconds("all_gather", 2.0 * tokens * 128000, ring)
+    assert gathered[0].communication == pytest.approx(moved)
+
+
+def test_the_recomputed_head_is_a_further_forward_pass() -> None:
+    machine = a100()
+    full = FUSED.model_copy(update={"recompute": "full"})
+    forward, backward = head_passes(LLAMA, full, machine)
+    again = full.model_copy(update={"recompute_head": True})
+    assert head_passes(LLAMA, again, machine) == (
+        forward,
+        backward + replace(forward, flops=0.0),
+    )
+    without = FUSED.model_copy(update={"recompute_head": True})
+    assert head_passes(LLAMA, without, machine) == head_passes(LLAMA, FUSED, machine)
+
+
+def test_flash_attention_gets_faster_with_its_generation() -> None:
+    machine = a100()
+    seconds = [
+        predict(LLAMA.model_copy(update={"attention": attention}), FUSED, machine).seconds
+        for attention in ("naive", "flash1", "flash", "flash2")
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_a_list_of_operations_in_a_file_is_read_and_an_unknown_one_refused() -> None:
+    fields = {"global_batch": 1, "composed": ["norm", "rotary"]}
+    assert Execution.model_validate(fields).composed == ("norm", "rotary")
+    with pytest.raises(ValueError, match="composed"):
+        Execution.model_validate(fields | {"composed": ["norms"]})
