@@ -19,6 +19,10 @@ class Backend:
             scenarios read it.
         regathers: whether parameters sharded over the data axis are gathered once more for remat.
             Only scenarios read it.
+        fused_casts: whether casts to 8 bits are part of the norm or the activation before a
+            product, and those of weights are made once per step. Only scenarios read it.
+        tensor_contention: factor by which products and the tensor collectives that overlap with
+            them slow each other; that of the link by default. Only scenarios read it.
         instruction_us: microseconds of the host for an instruction of a program: the issue of a
             task, a send or a receive.
     """
@@ -29,6 +33,8 @@ class Backend:
     update_bytes: float
     max_nics: int | None = None
     regathers: bool = False
+    fused_casts: bool = False
+    tensor_contention: float | None = None
     instruction_us: float = 0.0
 
 
@@ -38,6 +44,14 @@ EAGER = Backend("eager", kernel_us=54.4, step_us=5.1e3, update_bytes=60.0, instr
 `python -m simulator.validation.fit_backends` fits both times of the host to 40 rows of vTrain's
 single-node table. The issue of an instruction is assumed to cost as much as a launch.
 """
+
+MEGATRON_CORE = replace(
+    EAGER, name="megatron-core", update_bytes=40.0, fused_casts=True, tensor_contention=1.1
+)
+"""Megatron-Core with Transformer Engine: casts to 8 bits are fused, and collectives over the tensor
+axis are copies by DMA engines (userbuffers), which share only memory bandwidth with the products
+that they overlap with. Apex's fused optimizer reads gradient and three states in f32 and writes
+the states and the parameter; clipping reads the gradient twice."""
 
 ZERO_2021 = replace(EAGER, name="zero-2021", max_nics=1, regathers=True)
 """The first ZeRO-3 of DeepSpeed: an all_gather is one ring, through one NIC of each host."""
@@ -53,7 +67,7 @@ kernel. Both were measured with empty kernels on an RTX 5070 Ti (github.com/ahre
 `JITTED`. The gap between kernels on the device is unchanged."""
 
 BACKENDS: Mapping[str, Backend] = {
-    backend.name: backend for backend in (EAGER, JITTED, CUDA_GRAPH, ZERO_2021)
+    backend.name: backend for backend in (EAGER, MEGATRON_CORE, JITTED, CUDA_GRAPH, ZERO_2021)
 }
 
 

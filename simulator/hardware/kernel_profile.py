@@ -1,7 +1,7 @@
 """Kernel profiles: how close to the peaks of a device its kernels come."""
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
@@ -9,6 +9,9 @@ from simulator.hardware.description import Description, Fraction
 from simulator.hardware.dtypes import check_dtypes
 
 PROFILES = Path(__file__).parent / "profiles" / "kernels"
+
+
+FusedAttentionKind = Literal["flash1", "flash", "flash2", "cudnn"]
 
 
 class Passes(Description):
@@ -21,6 +24,9 @@ class Passes(Description):
 class FusedAttention(Description):
     """Fractions of the peak that fused attention reaches on long causal sequences.
 
+    `cudnn`: cuDNN's fused attention, which Transformer Engine and JAX call; that of `flash2` by
+    default. On H100: Shah et al., FlashAttention-3 (arXiv 2407.08608), figures 5 and 6.
+
     `flash2`: Dao, FlashAttention-2 (arXiv 2307.08691), figures for head size 128. `flash1`: the
     first FlashAttention, in the same figures. `flash`: the same algorithm in Triton, about 0.6 of
     `flash2`, as in the same paper; the exact values are fitted to two rows of llm-foundry's
@@ -31,6 +37,7 @@ class FusedAttention(Description):
     flash1: Passes = Passes(forward=0.25, backward=0.20)
     flash: Passes = Passes(forward=0.25, backward=0.20)
     flash2: Passes = Passes(forward=0.25, backward=0.20)
+    cudnn: Passes | None = None
 
 
 class KernelProfile(Description):

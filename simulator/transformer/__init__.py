@@ -14,7 +14,7 @@ Nothing is traced or compiled.
 '16.7 s, 61 GB, MFU 42%'
 """
 
-from simulator.backend import CUDA_GRAPH, EAGER, JITTED, ZERO_2021, Backend
+from simulator.backend import CUDA_GRAPH, EAGER, JITTED, MEGATRON_CORE, ZERO_2021, Backend
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution, Transformer
 from simulator.transformer.step import predict
@@ -24,6 +24,7 @@ __all__ = [
     "CUDA_GRAPH",
     "EAGER",
     "JITTED",
+    "MEGATRON_CORE",
     "ZERO_2021",
     "Backend",
     "Execution",

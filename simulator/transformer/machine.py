@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, sqrt
-from typing import Literal
 
 from simulator.backend import EAGER, Backend
 from simulator.costs.collective_model import CollectiveModel
@@ -12,7 +11,7 @@ from simulator.costs.kernel_model import KernelModel
 from simulator.engine.stream_rules import added_seconds
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
-from simulator.hardware.kernel_profile import Passes
+from simulator.hardware.kernel_profile import FusedAttentionKind, Passes
 from simulator.hardware.topology import Ring
 
 
@@ -60,6 +59,13 @@ class Machine:
         contention = self.network.link(between_hosts).contention_factor
         return added_seconds(moved, compute, contention)
 
+    def tensor_contention(self, between_hosts: bool) -> float:
+        """Return the contention factor of products and tensor collectives that overlap."""
+        factor = self.backend.tensor_contention
+        if factor is None or between_hosts:
+            return self.network.link(between_hosts).contention_factor
+        return factor
+
     def data_ring(self, size: int, stride: int) -> Ring:
         """Return the ring of a data group, through as many NICs as the backend uses."""
         ring = self.network.ring(size, stride)
@@ -82,10 +88,10 @@ class Machine:
         """Seconds from the end of a kernel to the start of the next."""
         return self.cluster.device.kernel_launch_us * 1e-6
 
-    def flash(self, generation: Literal["flash1", "flash", "flash2"]) -> tuple[float, float]:
+    def flash(self, generation: FusedAttentionKind) -> tuple[float, float]:
         """Return the FLOP/s of fused attention, forward and backward."""
         attention = self.cluster.device.kernels.attention
-        reached: Passes = getattr(attention, generation)
+        reached: Passes = getattr(attention, generation) or attention.flash2
         return self.gemms.peak * reached.forward, self.gemms.peak * reached.backward
 
     def slowest_of(self, devices: int) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simulator.costs.gemm import GemmModel
+from simulator.engine.stream_rules import added_seconds
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution, Transformer
 
@@ -88,13 +89,37 @@ def linear_passes(
         for out, inner in shapes
     )
     count = len(shapes)
-    if model.precision == "f8":  # casts, with a transposed copy, of what each product reads
-        cast = sum(4.0 * tokens * inner + 4.0 * out * inner for out, inner in shapes)
-        forward += machine.memory_seconds(cast, 2 * count)
-        backward += machine.memory_seconds(sum(4.0 * tokens * out for out, _ in shapes), count)
+    if model.precision == "f8":
+        casts = _cast_passes(shapes, tokens, execution, machine)
+        forward, backward = forward + casts[0], backward + casts[1]
     backward += sum(accumulation_seconds(out * inner, execution, machine) for out, inner in shapes)
     flops = sum(2.0 * tokens * out * inner for out, inner in shapes)
     return PassCost(forward, count, 0.0, flops), PassCost(backward, 2 * count, 0.0, 2 * flops)
+
+
+def _cast_passes(
+    shapes: Sequence[Shape], tokens: int, execution: Execution, machine: Machine
+) -> tuple[float, float]:
+    """Return the seconds of casts, with a transposed copy, of what 8-bit products read.
+
+    A cast reads 2 bytes per element and writes it twice. Fused into the kernel that computes the
+    operand, it writes as many bytes as that kernel would without it, and adds nothing.
+    """
+    count = len(shapes)
+    weights = sum(4.0 * out * inner for out, inner in shapes)
+    gradients = sum(4.0 * tokens * out for out, _ in shapes)
+    if machine.backend.fused_casts:
+        # the last product before the residual sum has an operand and a gradient without such a
+        # kernel; weights are cast with the first microbatch
+        out, inner = shapes[-1]
+        weights /= execution.microbatches
+        forward = machine.memory_seconds(4.0 * tokens * inner + weights, count + 1)
+        return forward, machine.memory_seconds(4.0 * tokens * out, 1)
+    inputs = sum(4.0 * tokens * inner for _, inner in shapes)
+    return (
+        machine.memory_seconds(inputs + weights, 2 * count),
+        machine.memory_seconds(gradients, count),
+    )
 
 
 def products_of(model: Transformer, machine: Machine) -> GemmModel:
@@ -185,9 +210,8 @@ def overlapped(
     total = sum(moved for moved, _ in pairs)
     if not overlap:
         return PassCost(kernels=launches, communication=total)
-    exposed = sum(
-        machine.exposed_seconds(moved, compute, between_hosts) for moved, compute in pairs
-    )
+    contention = machine.tensor_contention(between_hosts)
+    exposed = sum(added_seconds(moved, compute, contention) for moved, compute in pairs)
     return PassCost(kernels=launches, communication=exposed, hidden=total - exposed)
 
 

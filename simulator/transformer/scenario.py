@@ -19,11 +19,12 @@ from simulator.transformer.layer_kinds import (
     Mixer,
     Mlp,
 )
+from simulator.hardware.kernel_profile import FusedAttentionKind
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "f16", "f8"]
 ComposedOperation = Literal["norm", "rotary", "activation", "softmax"]
-Attention = Literal["naive", "flash1", "flash", "flash2"]
+Attention = Literal["naive"] | FusedAttentionKind
 
 
 class Transformer(Description):
@@ -45,8 +46,8 @@ class Transformer(Description):
         learned_positions: whether positions are parameters.
         biases: whether linear layers and norms have biases.
         dropout: whether attention and the residual stream have dropout.
-        attention: "naive" writes the scores to memory; "flash1", "flash" (in Triton) and the faster
-            "flash2" do not, and skip the masked half.
+        attention: "naive" writes the scores to memory; "flash1", "flash" (in Triton) the faster
+            "flash2", and "cudnn" do not, and skip the masked half.
         precision: type of the matrix products; with "f8" only linear layers have 8 bits, the rest
             bf16.
         window: tokens that a query attends to in layers with a sliding window; by default no layer

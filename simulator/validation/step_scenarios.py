@@ -12,7 +12,16 @@ from typing import Any
 
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import validate
-from simulator.transformer import EAGER, JITTED, Backend, Execution, Machine, Transformer, predict
+from simulator.transformer import (
+    EAGER,
+    JITTED,
+    MEGATRON_CORE,
+    Backend,
+    Execution,
+    Machine,
+    Transformer,
+    predict,
+)
 from simulator.validation.step_notes import Notes, notes_of
 from simulator.validation.step_rows import StepRow, StepRowError
 
@@ -48,8 +57,8 @@ class Software:
 
 
 _MEGATRON_CORE = Software(
-    EAGER,
-    "flash2",
+    MEGATRON_CORE,
+    "cudnn",
     {
         "overlap_gradients": True,
         "overlap_sends": True,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from simulator.hardware.cluster import Cluster
-from simulator.transformer import Execution, Machine, Transformer, memory_of, predict
+from simulator.transformer import EAGER, Execution, Machine, Transformer, memory_of, predict
 from simulator.transformer.composed_kernels import COMPOSED, composed_passes
 from simulator.transformer.layer import head_passes, layer_passes
 from simulator.transformer.scenario import ComposedOperation
@@ -92,6 +92,43 @@ def test_flash_attention_gets_faster_with_its_generation() -> None:
         for attention in ("naive", "flash1", "flash", "flash2")
     ]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_fused_casts_to_8_bits_are_those_of_the_last_product_and_of_weights_once_a_step() -> None:
+    model = LLAMA.model_copy(update={"precision": "f8"})
+    cluster = Cluster.load("dgx_h100")
+    execution = Execution(tensor=1, global_batch=8, microbatch=1)
+    plain = layer_passes(model, execution, Machine(cluster))
+    fused = layer_passes(model, execution, Machine(cluster, replace(EAGER, fused_casts=True)))
+    machine = Machine(cluster)
+    h, tokens = 4096, 2048
+    parts = (((3 * h, h), (h, h)), ((2 * 11008, h), (h, 11008)))
+    for pass_name, whole, remaining in (
+        (
+            "forward",
+            [(sum(4.0 * tokens * i + 4.0 * o * i for o, i in part), 4) for part in parts],
+            [
+                (4.0 * tokens * part[-1][1] + sum(4.0 * o * i for o, i in part) / 8, 3)
+                for part in parts
+            ],
+        ),
+        (
+            "backward",
+            [(sum(4.0 * tokens * o for o, _ in part), 2) for part in parts],
+            [(4.0 * tokens * part[-1][0], 1) for part in parts],
+        ),
+    ):
+        saved = sum(machine.memory_seconds(*cast) for cast in whole)
+        saved -= sum(machine.memory_seconds(*cast) for cast in remaining)
+        difference = getattr(plain, pass_name).compute - getattr(fused, pass_name).compute
+        assert difference == pytest.approx(saved)
+
+
+def test_the_contention_of_a_backend_replaces_that_of_links_within_a_host() -> None:
+    machine = Machine(Cluster.load("dgx_h100").with_size(2), replace(EAGER, tensor_contention=1.2))
+    assert machine.tensor_contention(False) == 1.2
+    assert machine.tensor_contention(True) == pytest.approx(1.47)
+    assert Machine(machine.cluster).tensor_contention(False) == pytest.approx(1.47)
 
 
 def test_a_list_of_operations_in_a_file_is_read_and_an_unknown_one_refused() -> None:
