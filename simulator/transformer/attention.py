@@ -19,6 +19,7 @@ from simulator.transformer.pass_cost import (
     residual_passes,
     tensor_collectives,
 )
+from simulator.transformer.ring_attention import ring_passes
 from simulator.transformer.scenario import Execution, Transformer
 
 
@@ -32,9 +33,9 @@ def attention_passes(
     core = _core(model, execution, machine, mixer)
     elementwise = _elementwise(model, execution, machine)
     collectives = tensor_collectives(columns, rows, model, execution, machine)
-    exchange = _sequence_exchange(model, execution, machine)
-    forward = core[0] + elementwise[0] + linear[0] + collectives[0] + exchange
-    backward = core[1] + elementwise[1] + linear[1] + collectives[1] + exchange
+    exchange = _context_passes(model, execution, machine, core)
+    forward = core[0] + elementwise[0] + linear[0] + collectives[0] + exchange[0]
+    backward = core[1] + elementwise[1] + linear[1] + collectives[1] + exchange[1]
     return PartPasses(forward, backward, core[0] if model.attention == "naive" else PassCost())
 
 
@@ -90,7 +91,7 @@ def _core(
     model: Transformer, execution: Execution, machine: Machine, mixer: Mixer
 ) -> tuple[PassCost, PassCost]:
     """Return the passes of the core of attention, between the projections."""
-    heads = model.heads // (execution.tensor * execution.context) * execution.microbatch
+    heads = model.heads * execution.microbatch / (execution.tensor * execution.context)
     size, value = model.query_size, model.value_size
     s, w = model.seq, 2
     if model.attention != "naive":
@@ -116,8 +117,8 @@ def _core(
         )
     gemms = machine.gemms
     flops = 2.0 * heads * s * s * (size + value)
-    scores = gemms.seconds(s, s, size, heads)
-    context = gemms.seconds(s, value, s, heads)
+    scores = gemms.seconds(s, s, size, round(heads))
+    context = gemms.seconds(s, value, s, round(heads))
     saved = (2 * w + 1) if model.dropout else 0
     forward = (
         scores
@@ -136,13 +137,20 @@ def _core(
     )
 
 
-def _sequence_exchange(model: Transformer, execution: Execution, machine: Machine) -> PassCost:
-    """Return the exchange of heads for tokens around attention, which needs complete sequences.
-
-    The context axis divides sequences.
-    """
+def _context_passes(
+    model: Transformer, execution: Execution, machine: Machine, core: tuple[PassCost, PassCost]
+) -> tuple[PassCost, PassCost]:
+    """Return what both passes of attention add where the context axis divides sequences."""
     if execution.context == 1:
-        return PassCost()
+        return PassCost(), PassCost()
+    if execution.context_exchange == "ring":
+        return ring_passes(model, execution, machine, core)
+    exchange = _sequence_exchange(model, execution, machine)
+    return exchange, exchange
+
+
+def _sequence_exchange(model: Transformer, execution: Execution, machine: Machine) -> PassCost:
+    """Return the exchange of heads for tokens around attention, which needs complete sequences."""
     ring = machine.network.ring(execution.context, execution.tensor)
     tokens = execution.tokens(model)
     queries, outputs = model.heads * model.query_size, model.attention_width

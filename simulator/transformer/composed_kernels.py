@@ -88,8 +88,8 @@ def rotated_elements(model: Transformer, execution: Execution) -> float:
     """Return the elements of queries and keys on one device, which rotary positions change."""
     if model.learned_positions:
         return 0.0
-    values = model.qkv_width - model.attention_width
-    return execution.tokens(model) * (model.qkv_width - values / 2) / execution.tensor
+    rotated = (model.heads + model.key_heads) * model.query_size
+    return execution.tokens(model) * rotated / execution.tensor
 
 
 def score_elements(model: Transformer, execution: Execution) -> float:

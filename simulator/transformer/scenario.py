@@ -395,8 +395,10 @@ class Execution(Description):
     Attributes:
         tensor: degree of tensor parallelism; devices are numbered along tensor (innermost),
             context, data, pipeline.
-        context: degree of context parallelism, which divides sequences and exchanges heads for
-            tokens around attention (Jacobs et al., arXiv 2309.14509).
+        context: degree of context parallelism, which divides sequences.
+        context_exchange: how attention sees complete sequences: "all_to_all" exchanges heads for
+            tokens around it (Jacobs et al., arXiv 2309.14509), "ring" passes keys and values from
+            device to device during it (Liu et al., arXiv 2310.01889).
         data: degree of data parallelism.
         pipeline: degree of pipeline parallelism.
         expert: degree of expert parallelism: devices over which the experts of a layer are divided.
@@ -448,6 +450,7 @@ class Execution(Description):
 
     tensor: PositiveInt = 1
     context: PositiveInt = 1
+    context_exchange: Literal["all_to_all", "ring"] = "all_to_all"
     data: PositiveInt = 1
     pipeline: PositiveInt = 1
     expert: PositiveInt = 1
@@ -560,7 +563,8 @@ class Execution(Description):
                 f"which is {model.seq}"
             )
         self._check_experts(model)
-        if model.seq % self.context or model.heads % (self.tensor * self.context):
+        heads_by = self.tensor * (1 if self.context_exchange == "ring" else self.context)
+        if model.seq % self.context or model.heads % heads_by:
             raise ValueError(
                 f"context: given {self.context}, expected a divisor of seq, which is {model.seq}, "
                 f"that together with tensor divides heads, which is {model.heads}"

@@ -65,6 +65,7 @@ _MEGATRON_CORE = Software(
         "overlap_tensor": "all",
         "communicated_gradient_bytes": 2,
         "fused_loss": True,
+        "context_exchange": "ring",
     },
 )
 """Megatron-Core with Transformer Engine and the distributed optimizer, as NeMo and Megatron-Bridge
