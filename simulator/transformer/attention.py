@@ -4,12 +4,12 @@ Elementwise traffic is that of Megatron-LM's fused kernels. In formulas `w` is t
 element; a mask of dropout is a byte.
 """
 
-from simulator.transformer.layer_kinds import Mixer
 from simulator.transformer.composed_kernels import (
     composed_passes,
     rotated_elements,
     score_elements,
 )
+from simulator.transformer.layer_kinds import Mixer
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     COLLECTIVE_LAUNCHES,

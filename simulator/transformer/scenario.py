@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt, model_validator
 
 from simulator.hardware.description import Description
+from simulator.hardware.kernel_profile import FusedAttentionKind
 from simulator.transformer.layer_kinds import (
     DECODER_LAYER,
     PATTERN,
@@ -19,7 +20,6 @@ from simulator.transformer.layer_kinds import (
     Mixer,
     Mlp,
 )
-from simulator.hardware.kernel_profile import FusedAttentionKind
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "f16", "f8"]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from simulator.transformer.composed_kernels import composed_saved, score_elements
 from simulator.transformer.experts import Routing
 from simulator.transformer.layer_kinds import DECODER_LAYER, LayerKind
-from simulator.transformer.composed_kernels import composed_saved, score_elements
 from simulator.transformer.scenario import Execution, Transformer
 from simulator.transformer.stages import DeviceLayers, device_layers
 

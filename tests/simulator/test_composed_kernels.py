@@ -8,6 +8,8 @@ from simulator.hardware.cluster import Cluster
 from simulator.transformer import EAGER, Execution, Machine, Transformer, memory_of, predict
 from simulator.transformer.composed_kernels import COMPOSED, composed_passes
 from simulator.transformer.layer import head_passes, layer_passes
+from simulator.transformer.pass_cost import PassCost
+from simulator.transformer.ring_attention import ring_passes
 from simulator.transformer.scenario import ComposedOperation
 
 LLAMA = Transformer(
@@ -129,6 +131,29 @@ def test_the_contention_of_a_backend_replaces_that_of_links_within_a_host() -> N
     assert machine.tensor_contention(False) == 1.2
     assert machine.tensor_contention(True) == pytest.approx(1.47)
     assert Machine(machine.cluster).tensor_contention(False) == pytest.approx(1.47)
+
+
+def test_a_ring_adds_sends_that_attention_does_not_hide_and_kernels_that_join_results() -> None:
+    machine = Machine(Cluster.load("dgx_h100"))
+    model = LLAMA.model_copy(update={"attention": "flash2", "kv_heads": 8, "seq": 8192})
+    execution = Execution(context=4, data=2, global_batch=2, context_exchange="ring")
+    core = (PassCost(compute=4e-3), PassCost(compute=8e-3))
+    forward, backward = ring_passes(model, execution, machine, core)
+    tokens, steps = 8192 // 4, 3
+    send = machine.network.send_seconds(2.0 * tokens * 2 * 8 * 128, 1)
+    assert send < 1e-3  # hidden by a step of attention, up to contention
+    assert forward.communication == pytest.approx(steps * 0.47 * send)
+    assert forward.communication + forward.hidden == pytest.approx(steps * send)
+    back = machine.network.send_seconds(4.0 * tokens * 2 * 8 * 128, 1)
+    assert backward.communication == pytest.approx(steps * 0.47 * back)
+    joins = machine.memory_seconds(steps * 10.0 * tokens * 4096, steps)
+    assert forward.compute == pytest.approx(joins)
+    # heads need not divide over the ring, and exchanged heads must
+    many = execution.model_copy(update={"context": 8, "data": 1})
+    predict(model.model_copy(update={"heads": 4, "kv_heads": 4}), many, machine)
+    exchanged = many.model_copy(update={"context_exchange": "all_to_all"})
+    with pytest.raises(ValueError, match="divides heads"):
+        predict(model.model_copy(update={"heads": 4, "kv_heads": 4}), exchanged, machine)
 
 
 def test_a_list_of_operations_in_a_file_is_read_and_an_unknown_one_refused() -> None:
