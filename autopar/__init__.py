@@ -18,7 +18,7 @@ else in the process.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autopar._plugins import silence_idle_plugin
+from autopar._plugins import assume_cudnn, silence_idle_plugin
 
 silence_idle_plugin()
 
@@ -162,6 +162,7 @@ __all__ = [
     "Verify",
     "Zero2Parallel",
     "Zero3Parallel",
+    "assume_cudnn",
     "automatic_layer_construction",
     "automatic_remat",
     "build",

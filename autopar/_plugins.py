@@ -1,8 +1,9 @@
 """XLA's CUDA 12 plugin as a compiler for absent GPUs, and disabled as a backend without GPUs.
 
 The wheel `jax-cuda12-pjrt`, which the extra `autopar[compile]` installs, contains the compiler. JAX
-starts every such wheel as a backend, which prints a traceback on a machine without a GPU. All
-private names of JAX that autopar uses are in this module (seen in 0.11.2).
+starts every such wheel as a backend, which prints a traceback on a machine without a GPU. JAX also
+refuses to trace calls of cuDNN without a GPU, which `assume_cudnn` allows. All private names of JAX
+that autopar uses are in this module (seen in 0.11.2).
 """
 
 import functools
@@ -12,7 +13,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from threading import Lock
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 Device = Any
@@ -20,6 +22,7 @@ Device = Any
 
 _PLUGIN = "jax_plugins.xla_cuda12"
 _NEEDED = {_PLUGIN: "jax-cuda12-pjrt", "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12"}
+_CUDNN_VERSION = 91100  # 9.11, the first for Blackwell Ultra
 # the last one is a GPU under WSL
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
@@ -42,6 +45,64 @@ def backends_started() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+@contextmanager
+def assume_cudnn() -> Iterator[None]:
+    """Let JAX trace calls of cuDNN while the block runs, on a machine without a GPU.
+
+    `jax.nn.dot_product_attention(..., implementation="cudnn")` looks for cuDNN when it is traced,
+    and raises "cuDNN is not detected" without it. Inside the block it finds a recent cuDNN and
+    GPU. Planning and predicting do this by themselves; use the block where your own code traces
+    the model, as `jax.eval_shape(model.init, ...)` does. Where JAX finds cuDNN, the block changes
+    nothing.
+
+    Example:
+        >>> with autopar.assume_cudnn():
+        ...     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    """
+    _cudnn.enter()
+    try:
+        yield
+    finally:
+        _cudnn.leave()
+
+
+class _AssumedCudnn:
+    """Replaces what JAX asks about cuDNN while some thread is in a block of `assume_cudnn`."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._blocks = 0
+        self._originals: dict[str, Any] = {}
+
+    def enter(self) -> None:
+        """Replace the questions on entering the first block, if JAX has not found cuDNN."""
+        from jax._src.cudnn import fused_attention_stablehlo as attention
+
+        assumed = {
+            "cuda_versions": SimpleNamespace(cudnn_get_version=lambda: _CUDNN_VERSION),
+            "check_compute_capability": lambda capability: True,
+            "is_cuda_compute_capability_equal": lambda capability: False,
+        }
+        with self._lock:
+            if not self._blocks and attention.cuda_versions is None:
+                self._originals = {name: getattr(attention, name) for name in assumed}
+                vars(attention).update(assumed)
+            self._blocks += 1
+
+    def leave(self) -> None:
+        """Restore the questions on leaving the last block."""
+        from jax._src.cudnn import fused_attention_stablehlo as attention
+
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                vars(attention).update(self._originals)
+                self._originals = {}
+
+
+_cudnn = _AssumedCudnn()
 
 
 @functools.cache
@@ -89,7 +150,27 @@ def _compiler() -> object:
     with _no_stderr():
         api = xla_client.load_pjrt_plugin_dynamically("autopar_target", str(library))
         xla_client.initialize_pjrt_plugin("autopar_target")
+    _partition_custom_calls(api)
     return api
+
+
+def _partition_custom_calls(api: object) -> None:
+    """Let the compiler call the rules of `jax.experimental.custom_partitioning`.
+
+    JAX gives them to the plugins that it starts as backends. Without them the compiler replicates
+    such calls on all devices, and compiles none of their bodies.
+    """
+    from jax._src import custom_partitioning
+    from jaxlib import xla_client
+
+    xla_client.register_custom_call_partitioner(
+        custom_partitioning._CUSTOM_PARTITIONING_CALL_NAME,
+        custom_partitioning._custom_partitioning_propagate_user_sharding,
+        custom_partitioning._custom_partitioning_partition,
+        custom_partitioning._custom_partitioning_infer_sharding_from_operands,
+        can_side_effecting_have_replicated_sharding=True,
+        c_api=api,
+    )
 
 
 def _plugin() -> ModuleType:

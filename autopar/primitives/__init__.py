@@ -15,6 +15,7 @@ from autopar.ir.spec import LogicalMesh, Spec, local_shape
 from autopar.primitives import (
     collectives,
     contractions,
+    fused_attention,
     index,
     library_markers,
     linalg,
@@ -49,6 +50,7 @@ __all__ = [
 FAMILIES = {
     "collectives": collectives.RECORDS,
     "contractions": contractions.RECORDS,
+    "fused_attention": fused_attention.RECORDS,
     "index": index.RECORDS,
     "library_markers": library_markers.RECORDS,
     "linalg": linalg.RECORDS,

@@ -11,6 +11,7 @@ import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar._cpython import builds_graphs
+from autopar._plugins import assume_cudnn
 from autopar.ir.array_cuts import Cut, CutTree
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
@@ -347,9 +348,10 @@ def _traced_jaxpr(
     """Return the jaxpr of `fun`, the key paths of its outputs, and their tree."""
     try:
         # JAX caches traces by function. A new function keeps traces with other layers apart.
-        jaxpr, result = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(
-            *jax.tree.unflatten(in_tree, avals)
-        )
+        with assume_cudnn():
+            jaxpr, result = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(
+                *jax.tree.unflatten(in_tree, avals)
+            )
     except jax.errors.JAXTypeError as error:
         raise TraceError(
             f"{_name(fun)} can't be traced: {str(error).splitlines()[0]}\n"

@@ -4,17 +4,11 @@ XLA:GPU compiles `jax.nn.dot_product_attention(..., implementation="cudnn")` to 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
+from simulator.attention_flops import attention_flops
 from simulator.hlo.text import Computation, Instruction
 from simulator.hlo.traffic import call_bytes
 from simulator.work import Kernel
-
-_PRODUCTS = {"attention": 2, "attention backward": 5}
-"""Matrix products per kind of kernel.
-
-Forward: the scores, and the sum of values. Backward: the scores again, and two gradients of either.
-"""
 
 
 def is_attention_call(target: str) -> bool:
@@ -36,7 +30,8 @@ def attention_call(computation: Computation, call: Instruction, target: str) -> 
     Raises:
         HloError: its configuration lacks the numbers.
     """
-    query = computation.operands(call, least=3)[0].array
+    least = 5 if "Backward" in target else 3
+    query = computation.operands(call, least=least)[0].array
     config = call.backend_config().get("cudnn_fmha_backend_config")
     shape = config.get("intermediate_tensor_shape") if isinstance(config, Mapping) else None
     if (
@@ -49,25 +44,17 @@ def attention_call(computation: Computation, call: Instruction, target: str) -> 
             "cudnn_fmha_backend_config that JAX writes"
         )
     batch, heads, queries, keys = map(int, shape["dimensions"])
-    size = query.size / max(1, batch * heads * queries)  # elements of a head
-    kind = "attention backward" if "Backward" in target else "attention"
-    pairs = batch * heads * _pairs(queries, keys, config)
+    backward = "Backward" in target
+    operands = computation.operands(call)
+    output = operands[4].array if backward else call.array  # the backward pass reads its gradient
+    rows = max(1, batch * heads * queries)
+    is_causal = "CAUSAL" in str(config.get("mask_type"))
+    window = int(config.get("sliding_window_length") or keys) if is_causal else 0
+    sizes = query.size / rows, output.size / rows
     return Kernel(
         call.name,
-        kind,
-        2.0 * _PRODUCTS[kind] * size * pairs,
+        "attention backward" if backward else "attention",
+        attention_flops(batch * heads, queries, keys, sizes, backward, window),
         call_bytes(computation, call),
         query.dtype,
     )
-
-
-def _pairs(queries: int, keys: int, config: Mapping[str, Any]) -> int:
-    """Return the number of unmasked pairs of a query and a key.
-
-    With a causal mask query i sees keys 0 to i, or the last of them within a sliding window.
-    """
-    if "CAUSAL" not in str(config.get("mask_type")):
-        return queries * keys
-    window = min(keys, int(config.get("sliding_window_length") or keys))
-    first = min(queries, window)  # queries that see less than a complete window
-    return first * (first + 1) // 2 + (queries - first) * window

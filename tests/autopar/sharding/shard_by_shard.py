@@ -79,8 +79,16 @@ def check(eqn: JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh) -> int:
     return check_all([(eqn, operands)], mesh)[0]
 
 
-def check_all(cases: Sequence[tuple[JaxprEqn, Sequence[Any]]], mesh: LogicalMesh) -> list[int]:
-    """Check equations with the values of their operands as `check` does, in a single program."""
+def check_all(
+    cases: Sequence[tuple[JaxprEqn, Sequence[Any]]], mesh: LogicalMesh, tolerance: float = 1e-5
+) -> list[int]:
+    """Check equations with the values of their operands as `check` does, in a single program.
+
+    Args:
+        cases: the equations and their operands.
+        mesh: the mesh.
+        tolerance: relative and absolute error that results may have.
+    """
     factors = [op_factors(eqn) for eqn, _ in cases]
     options = [candidates(eqn, op, mesh) for (eqn, _), op in zip(cases, factors, strict=True)]
 
@@ -108,7 +116,7 @@ def check_all(cases: Sequence[tuple[JaxprEqn, Sequence[Any]]], mesh: LogicalMesh
         for option, arrays in zip(of_eqn, of_options, strict=True):
             message = f"{eqn.primitive.name} {eqn.params} with {op} on {mesh.shape} under {option}"
             for array, value in zip(arrays, expected, strict=True):
-                np.testing.assert_allclose(array, value, rtol=1e-5, atol=1e-5, err_msg=message)
+                np.testing.assert_allclose(array, value, tolerance, tolerance, err_msg=message)
     return [len(of_eqn) for of_eqn in options]
 
 
