@@ -86,9 +86,9 @@ class _AssumedCudnn:
             "is_cuda_compute_capability_equal": lambda capability: False,
         }
         with self._lock:
-            if not self._blocks and attention.cuda_versions is None:
-                self._originals = {name: getattr(attention, name) for name in assumed}
-                vars(attention).update(assumed)
+            if not self._blocks and attention.__dict__["cuda_versions"] is None:
+                self._originals = {name: attention.__dict__[name] for name in assumed}
+                attention.__dict__.update(assumed)
             self._blocks += 1
 
     def leave(self) -> None:
@@ -98,7 +98,7 @@ class _AssumedCudnn:
         with self._lock:
             self._blocks -= 1
             if not self._blocks:
-                vars(attention).update(self._originals)
+                attention.__dict__.update(self._originals)
                 self._originals = {}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import typer
 
+from autopar._plugins import assume_cudnn
 from autopar.checks import short_repr
 from autopar.methods import PlanningMethod
 from autopar.plan import PlanError
@@ -70,7 +71,8 @@ class UserStep:
     def check_runs(self) -> None:
         """Raise a usage error if the step itself raises when JAX traces it."""
         try:
-            jax.eval_shape(self.fun, *self.args)
+            with assume_cudnn():
+                jax.eval_shape(self.fun, *self.args)
         except Exception as error:
             raise typer.BadParameter(
                 _raised(f"the step of {self.place}", error, self.file)
@@ -117,7 +119,7 @@ def load_step(place: str) -> UserStep:
     _check_needs_nothing(place, make)
     file = str(getattr(module, "__file__", None) or "")
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), assume_cudnn():
             made = make()
     except (Exception, SystemExit) as error:
         raise typer.BadParameter(_raised(place, error, file)) from error
@@ -184,7 +186,7 @@ def _module(name: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), assume_cudnn():
             return _from_path(path) if from_path else import_module(name)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name

@@ -18,6 +18,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p, copy_p, jit_p, remat_p
 
+from autopar._plugins import assume_cudnn
 from autopar.directives.nnx_scopes import MARK
 from autopar.ir.graph import Atom, aval_of, needed
 
@@ -149,7 +150,8 @@ def trace_model(
         root: The scope around the whole model, if there is one: the class name of a linen module.
         param_path: A function from the key path of a parameter to its name.
     """
-    jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(params, *args)
+    with assume_cudnn():
+        jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(params, *args)
     builder = _Builder(root)
     invars = [Var(var.aval) for var in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars, "", ())
@@ -187,7 +189,8 @@ def trace_in_scope(
         taken: Names of existing nodes, which new nodes do not get.
     """
     avals = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in inputs]
-    jaxpr = jax.make_jaxpr(lambda *values: list(map(copy_p.bind, fun(*values))))(*avals)
+    with assume_cudnn():
+        jaxpr = jax.make_jaxpr(lambda *values: list(map(copy_p.bind, fun(*values))))(*avals)
     builder = _Builder(None, taken)
     outvars = builder.inline(jaxpr, inputs, path, ())
     return builder.nodes, outvars, builder.constants

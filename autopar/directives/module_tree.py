@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
+from autopar._plugins import assume_cudnn
 from autopar.directives.definitions import Directive, DirectiveError, describe
 from autopar.directives.model_graph import ModelGraph, within
 
@@ -56,7 +57,7 @@ def classes_of(fun: Callable[..., Any], params: Any, args: Sequence[Any]) -> dic
             classes.setdefault("/".join(context.module.path), type(context.module))
         return next_fun(*args, **kwargs)
 
-    with nn.intercept_methods(watch):
+    with assume_cudnn(), nn.intercept_methods(watch):
         # JAX may have cached a trace of `fun`; a new function is traced again.
         jax.eval_shape(lambda *inputs: fun(*inputs), params, *args)
     return classes

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.extend.core import Jaxpr, Var
 
+from autopar._plugins import assume_cudnn
 from autopar.directives.definitions import DirectiveError
 from autopar.directives.value_layouts import BODY_PARAM
 from autopar.tracing.trace import abstract
@@ -86,9 +87,10 @@ def _changed(graphdef: Any, state: Any, args: Sequence[Any]) -> list[str]:
         after = _raw(merged)
         return before, {path: after[path] for path in before}
 
-    jaxpr, (paths, _) = jax.make_jaxpr(states, return_shape=True)(
-        *jax.tree.map(abstract, (state, *args))
-    )
+    with assume_cudnn():
+        jaxpr, (paths, _) = jax.make_jaxpr(states, return_shape=True)(
+            *jax.tree.map(abstract, (state, *args))
+        )
     outvars = _unwrapped_outvars(jaxpr)
     pairs = zip(sorted(paths), outvars[: len(paths)], outvars[len(paths) :], strict=True)
     return [path for path, before, after in pairs if before is not after]

@@ -19,6 +19,7 @@ from autopar.planning.method_planning import any_cluster
 from autopar.planning.plan_step import planned_step
 from autopar.prediction.analytic import analytic_program
 from autopar.primitives import kernel_of
+from autopar.primitives.fused_attention import check_capability
 from autopar.primitives.ragged_products import products_per_row
 from autopar.progress import progress_part
 from autopar.tracing.arguments import (
@@ -146,6 +147,7 @@ def compile_step(
     Raises:
         PlanError: the plan is for another step; or it leaves decisions to XLA, and `fidelity` is
             "analytic".
+        ClusterError: the step calls cuDNN's fused attention, which the GPUs of the cluster lack.
         ImportError: `fidelity` is "compiled", and `autopar[compile]` is not installed.
         OptionError: an option has a type or a value that is not allowed.
     """
@@ -168,6 +170,9 @@ def program_of(
     donate_argnums = checked("donate_argnums", donate_argnums, AUTO_ARGNUMS)
     step = planned.step
     planned_step = as_planned(planned)
+    for number, stage in enumerate(planned_step.plan.stages):
+        pool = cluster.pools[cluster.pool_of(stage.devices)]
+        check_capability(planned_step.graphs[number].step.jaxpr.eqns, pool.device)
     if fidelity == "analytic":
         program = analytic_program(planned_step, cluster)
     else:

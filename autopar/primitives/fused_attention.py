@@ -6,19 +6,21 @@ first query and key, which a part of the queries would shift. The backward pass 
 the gradients of keys and values, but not that of queries, so it keeps them whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from jax.extend.core import JaxprEqn
 
 from autopar.ir.array_sizes import hlo_dtype
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import aval_of, source_line
 from autopar.primitives.equation_work import Shapes
 from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
 from autopar.primitives.registry import PrimitiveRecord
 from autopar.primitives.rule_helpers import shape_of
 from simulator.attention_flops import attention_flops
+from simulator.hardware.cluster import Device
+from simulator.hardware.description import ClusterError
 from simulator.work import Kernel
 
 _FORWARD = "dot_product_attention_fwd_wrapper"
@@ -119,16 +121,28 @@ def _kernel(eqn: JaxprEqn, operands: Shapes, _: Shapes, moved_bytes: float) -> K
     return Kernel(eqn.primitive.name.removesuffix("_wrapper"), kind, flops, moved_bytes, dtype)
 
 
-def needed_capability(eqn: JaxprEqn) -> tuple[int, int] | None:
-    """Return the least compute capability of a GPU that runs an equation's fused attention.
+def check_capability(eqns: Iterable[JaxprEqn], device: Device) -> None:
+    """Check that a GPU runs the fused attention of equations, by the conditions of JAX.
 
-    These are the conditions of JAX, which it checks where there is a GPU.
+    JAX checks them itself where there is a GPU.
 
-    Returns:
-        Major and minor number; None for other equations.
+    Raises:
+        ClusterError: its compute capability is too low.
     """
-    if eqn.primitive.name not in RECORDS:
-        return None
+    present = device.compute_capability
+    if present is None:
+        return
+    for eqn in eqns:
+        if eqn.primitive.name in RECORDS and present < (needed := _needed_capability(eqn)):
+            query = _Sizes.of(eqn, shape_of(eqn.invars[0]))
+            raise ClusterError(
+                f"{source_line(eqn)} calls cuDNN's fused attention with heads of {query.size}"
+                f" elements, which needs compute capability {needed[0]}.{needed[1]};"
+                f" {device.name} has {present[0]}.{present[1]}. Use implementation='xla'"
+            )
+
+
+def _needed_capability(eqn: JaxprEqn) -> tuple[int, int]:
     query, _, value = (_Sizes.of(eqn, shape_of(atom)) for atom in eqn.invars[:3])
     is_packed = len(shape_of(eqn.invars[6])) > 1
     return (9, 0) if query.size > 128 or query.size != value.size or is_packed else (8, 0)

@@ -98,6 +98,13 @@ class Device(Description):
         """Bytes that a step may use."""
         return round((self.memory_gb - self.reserve_gb) * 1e9)
 
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Major and minor number of a GPU's compute capability; None if `xla_target` lacks it."""
+        info = (self.xla_target or {}).get("gpu_device_info", {})
+        numbers = info.get("cuda_compute_capability")
+        return numbers and (numbers.get("major", 0), numbers.get("minor", 0))
+
     def xla_target_config(self) -> str:
         """Return `xla_target` as the text proto that XLA's deviceless compilation takes.
 

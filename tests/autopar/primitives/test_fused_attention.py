@@ -1,5 +1,6 @@
 """cuDNN's fused attention is planned as attention: by sequence, by head, and by query."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import autopar
 from autopar.ir.flatten import flatten
 from autopar.ir.spec import LogicalMesh
 from autopar.primitives import kernel_of, op_factors
-from autopar.primitives.fused_attention import needed_capability
+from autopar.primitives.fused_attention import check_capability
 from autopar.testing import assert_allclose
+from simulator import ClusterError, Kernel, load_cluster
 from tests.autopar.primitives.cudnn_reference import attend, gradients
 from tests.autopar.primitives.test_pallas_kernels import attention_arguments, sharded_dims
 from tests.autopar.sharding.equation_cases import ints
@@ -127,26 +129,72 @@ def test_the_kernel_of_the_backward_pass_has_five_products():
     assert (kernel.kind, kernel.flops) == ("attention backward", 10 * SIZE * pairs)
 
 
-@pytest.mark.parametrize(("size", "needed"), [(128, (8, 0)), (256, (9, 0))])
-def test_large_heads_need_a_hopper_gpu(size, needed):
+@pytest.mark.parametrize(
+    ("size", "cluster", "message"),
+    [
+        (
+            128,
+            "p3.16xlarge",
+            "heads of 128 elements, which needs compute capability 8.0; Tesla V100",
+        ),
+        (128, "dgx_a100_80", ""),
+        (
+            256,
+            "dgx_a100_80",
+            "heads of 256 elements, which needs compute capability 9.0; NVIDIA A100",
+        ),
+        (256, "dgx_h100", ""),
+        (256, "cpu-hosts", ""),
+    ],
+)
+def test_attention_that_a_gpu_lacks_is_refused(size, cluster, message):
     array = jax.ShapeDtypeStruct((1, 8, 1, size), jnp.bfloat16)
-    (eqn,) = [
-        eqn
-        for eqn in flatten(jax.make_jaxpr(attend)(array, array, array)).eqns
-        if eqn.primitive.name == FORWARD
-    ]
-    assert needed_capability(eqn) == needed
+    eqns = flatten(jax.make_jaxpr(attend)(array, array, array)).eqns
+    device = load_cluster(cluster).pools[0].device
+    with pytest.raises(ClusterError, match=message) if message else nullcontext():
+        check_capability(eqns, device)
+
+
+def cudnn_step(params: Any, batch: Any) -> Any:
+    def loss(params: Any) -> Any:
+        q, k, v = (batch @ params[key] for key in "qkv")
+        return jnp.sum(jax.nn.dot_product_attention(q, k, v, implementation="cudnn") ** 2)
+
+    grads = jax.grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - g, params, grads)
+
+
+CUDNN_ARGUMENTS = (
+    {key: jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for key in "qkv"},
+    jax.ShapeDtypeStruct((8, 128, 4, 64), jnp.bfloat16),
+)
+
+
+def test_a_step_with_cudnn_compiles_for_a_cluster_with_the_kernels_of_the_planner():
+    plan = autopar.plan_step(cudnn_step, CUDNN_ARGUMENTS, cluster="dgx_h100")
+    kinds = []
+    for fidelity in ("analytic", "compiled"):
+        program = autopar.compile_step(
+            cudnn_step, CUDNN_ARGUMENTS, plan, "dgx_h100", fidelity=fidelity
+        )
+        (body,) = program.bodies.values()
+        kernels = [op for op in body if isinstance(op, Kernel) and "attention" in op.kind]
+        kinds.append([(op.kind, op.flops, op.bytes) for op in kernels])
+    pairs = (8 // 8) * 4 * 128 * 128
+    assert [flops for _, flops, _ in kinds[1]] == [4 * 64 * pairs, 10 * 64 * pairs]
+    assert kinds[0] == kinds[1]
+
+
+def test_a_step_with_cudnn_is_refused_for_a_gpu_that_lacks_it():
+    plan = autopar.plan_step(cudnn_step, CUDNN_ARGUMENTS, cluster="p3.16xlarge")
+    with pytest.raises(ClusterError, match=r"test_fused_attention.py.*Use implementation='xla'"):
+        autopar.predict(cudnn_step, CUDNN_ARGUMENTS, plan, "p3.16xlarge", fidelity="analytic")
 
 
 def test_tracing_cudnn_leaves_jax_as_it_was():
-    def step(params: Any, batch: Any) -> Any:
-        q, k, v = batch
-        return params, jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-
-    args = (jnp.zeros(()), arrays())
-    autopar.plan_step(step, args, cluster="dgx_h100")
+    autopar.plan_step(cudnn_step, CUDNN_ARGUMENTS, cluster="dgx_h100")
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):
-        jax.eval_shape(step, *args)
+        jax.eval_shape(cudnn_step, *CUDNN_ARGUMENTS)
 
 
 def test_an_inner_block_leaves_cudnn_to_the_outer_one():
