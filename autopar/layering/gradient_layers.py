@@ -17,7 +17,12 @@ from autopar.ir.array_sizes import value_bytes
 from autopar.ir.control_flow import MARKERS, OPENING, repeats
 from autopar.ir.equation_groups import Unit, has_backward, units
 from autopar.ir.graph import is_backward, source_line
-from autopar.layering.layer_clustering import NoLayersError, cluster_layers, received_bytes
+from autopar.layering.layer_clustering import (
+    NoLayersError,
+    after_heavy,
+    cluster_layers,
+    received_bytes,
+)
 from autopar.layering.layers import AutoLayerOption, LayerError, in_layer, layer_of
 from autopar.layering.scan_layers import LAYERS_IN_LOOPS
 from autopar.primitives import kernel_of
@@ -107,7 +112,8 @@ def _cluster(jaxpr: Jaxpr, forward: Sequence[Unit], option: AutoLayerOption) -> 
         if readers[var]
     ]
     received = received_bytes(len(forward), values)
-    layers = cluster_layers(work, received, option.layer_num, option.eps)
+    light = None if _loops(forward) else after_heavy(flops > 0, values)
+    layers = cluster_layers(work, received, option.layer_num, option.eps, light=light)
     return np.searchsorted(layers.stops, np.arange(len(forward)), side="right").tolist()
 
 
@@ -129,9 +135,13 @@ def _last_readers(forward: Iterable[Unit], layers: Iterable[int]) -> dict[Var, i
     return last
 
 
+def _loops(groups: Iterable[Unit]) -> list[Unit]:
+    return [unit for unit in groups if unit.eqns[0][1].primitive in OPENING]
+
+
 def _reasons(groups: Sequence[Unit], forward: Sequence[Unit]) -> str:
     """Return why a forward pass has too few layers, for an error; "" if nothing stands out."""
-    loops = [unit for unit in groups if unit.eqns[0][1].primitive in OPENING]
+    loops = _loops(groups)
     with_gradients = [
         source_line(unit.eqns[0][1])
         for unit in loops

@@ -22,6 +22,12 @@ earlier ones. All arrays may share memory.
 """
 
 
+_KINDS = (
+    "heavy equations (matrix products, convolutions and loops with these)",
+    "equations, which are heavy (matrix products, convolutions) or depend on these",
+)
+
+
 class NoLayersError(ValueError):
     """The equations can't be divided into the given number of layers of similar work."""
 
@@ -45,6 +51,7 @@ def cluster_layers(
     num_layers: int,
     eps: float = 0.6,
     heavy: np.ndarray | None = None,
+    light: np.ndarray | None = None,
 ) -> Layers:
     """Divide equations into `num_layers` layers.
 
@@ -55,15 +62,18 @@ def cluster_layers(
         eps: A layer does at most 1 + eps times the average work. A layer with the least number of
             heavy equations may do more, because it can't be smaller.
         heavy: Which equations are heavy, [equations]; by default those with FLOP.
+        light: Which equations count as heavy, too, if there are more layers than heavy ones.
 
     Raises:
         NoLayersError: There are too few heavy equations, or work is too uneven for `eps`.
     """
     heavy = flops > 0 if heavy is None else heavy.astype(bool)
+    if light is not None and num_layers > heavy.sum():
+        heavy = heavy | light
     if not 1 <= num_layers <= heavy.sum():
         raise NoLayersError(
-            f"{num_layers} layers asked of {heavy.sum()} heavy equations; use 1 to"
-            f" {heavy.sum()} layers"
+            f"{num_layers} layers asked of {heavy.sum()} {_KINDS[light is not None]}; use 1 to"
+            f" {heavy.sum()} layers, and no more stages than layers"
         )
     windows = _Windows.of(np.asarray(flops, float), heavy, num_layers, eps)
 
@@ -97,17 +107,33 @@ def cluster_layers(
     return Layers(stops, bottleneck)
 
 
-def received_bytes(
-    num_equations: int, values: Sequence[tuple[int, float, Sequence[int]]]
-) -> Received:
+type SizedValue = tuple[int, float, Sequence[int]]
+"""(equation that computes it, bytes, equations that use it in order)."""
+
+
+def after_heavy(heavy: np.ndarray, values: Iterable[SizedValue]) -> np.ndarray:
+    """Return which equations depend on the result of a heavy one, [equations].
+
+    Args:
+        heavy: Which equations are heavy, [equations].
+        values: The values that equations pass on, in the order of the equations that compute them.
+    """
+    reached = heavy.astype(bool)
+    for producer, _, users in values:
+        if reached[producer]:
+            reached[list(users)] = True
+    return reached
+
+
+def received_bytes(num_equations: int, values: Sequence[SizedValue]) -> Received:
     """Return the function of the bytes that layers receive.
 
     A layer receives a value once, no matter how often it uses it.
 
     Args:
         num_equations: The number of equations.
-        values: Each value as (equation that computes it, bytes, equations that use it in order).
-            Parameters and other inputs of the step are not included.
+        values: The values that equations pass on. Parameters and other inputs of the step are not
+            included.
     """
     used_by: list[list[int]] = [[] for _ in range(num_equations)]
     for value, (_, _, users) in enumerate(values):

@@ -27,7 +27,12 @@ from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, eqns_of_call, is_backward, read, source_line
-from autopar.layering.layer_clustering import NoLayersError, cluster_layers, received_bytes
+from autopar.layering.layer_clustering import (
+    NoLayersError,
+    after_heavy,
+    cluster_layers,
+    received_bytes,
+)
 from autopar.layering.scan_layers import Iterations, recomputed_scans, seeds_of, uncut_loops
 from autopar.layering.stack_cutting import cut_stacks
 from autopar.primitives import kernel_of
@@ -82,7 +87,8 @@ class AutoLayerOption:
     """Layers of similar work with as little data between them as possible (Alpa, OSDI'22, eq. 6).
 
     Attributes:
-        layer_num: The number of layers.
+        layer_num: The number of layers. If it is larger than the number of matrix products and
+            convolutions, some layers have none.
         remat_layer: Whether the backward pass recomputes each layer. With "auto", PipeshardParallel
             takes what it predicts to be faster.
         eps: The work of a layer is at most 1 + eps times the average.
@@ -115,11 +121,14 @@ class AutoLayerOption:
         debug_info = jaxpr.debug_info.with_unknown_names()
         flops = np.array(iterations.spread([_flops(eqn, debug_info) for eqn in jaxpr.eqns]))
         work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
-        received = received_bytes(iterations.total, iterations.values())
+        values = iterations.values()
+        received = received_bytes(iterations.total, values)
+        loops = uncut_loops(jaxpr, iterations.scans)
+        light = None if loops else after_heavy(flops > 0, values)
         try:
-            layers = cluster_layers(work, received, self.layer_num, self.eps)
+            layers = cluster_layers(work, received, self.layer_num, self.eps, light=light)
         except NoLayersError as error:
-            raise NoLayersError(f"{error}{uncut_loops(jaxpr, iterations.scans)}") from None
+            raise NoLayersError(f"{error}{loops}") from None
         return np.searchsorted(layers.stops, np.arange(iterations.total), side="right").tolist()
 
 
@@ -531,3 +540,15 @@ def num_layers(jaxpr: Jaxpr) -> int:
     """Return the number of layers that a traced step has; 0 if it has none."""
     layers = (layer_of(eqn) for eqn in jaxpr.eqns)
     return max((layer[0] for layer in layers if layer is not None), default=-1) + 1
+
+
+def has_light_layers(jaxpr: Jaxpr) -> bool:
+    """Return whether a layer of a traced step has no matrix product or convolution."""
+    heavy = {
+        layer[0]
+        for eqn in jaxpr.eqns
+        if (layer := layer_of(eqn)) is not None
+        if eqn.outvars and eqn.primitive not in MARKERS
+        if kernel_of(eqn).kind in ("gemm", "conv")
+    }
+    return len(heavy) < num_layers(jaxpr)

@@ -14,10 +14,8 @@ from autopar.ir.array_cuts import Cut
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, aval_of, source_line
+from autopar.layering.layer_clustering import SizedValue
 from autopar.layering.stack_cutting import roots, scan_operands
-
-type SizedValue = tuple[int, float, tuple[int, ...]]
-"""(equation that computes it, bytes, equations that use it), as `received_bytes` takes it."""
 
 
 def layer_scans(jaxpr: Jaxpr, weights: Collection[Var]) -> frozenset[int]:

@@ -13,7 +13,13 @@ from autopar.devices import Device, logical_mesh
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import AutoLayerOption, LayerError, LayerOption, num_layers
+from autopar.layering.layers import (
+    AutoLayerOption,
+    LayerError,
+    LayerOption,
+    has_light_layers,
+    num_layers,
+)
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
 from autopar.pipeline.pipeline_schedules import has_backward
@@ -228,15 +234,16 @@ class _PipelinePlanning:
         )
 
     def layers_of_step(self, num_micro_batches: int) -> LayerOption | None:
-        """Return None if decorators make layers, else the first option that the step allows."""
+        """Return None if decorators make layers, else the first option with no light layer."""
         if num_layers(self.trace(num_micro_batches, None).jaxpr):
             return None
         for option in _AUTO_LAYERS[:-1]:
             try:
-                self.trace(num_micro_batches, option)
+                step = self.trace(num_micro_batches, option)
             except (LayerError, NoLayersError):
                 continue
-            return option
+            if not has_light_layers(step.jaxpr):
+                return option
         return _AUTO_LAYERS[-1]
 
     def plan_whole_step(self, num_micro_batches: int, mesh: LogicalMesh) -> tuple[StepGraph, Plan]:

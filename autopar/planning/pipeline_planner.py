@@ -12,6 +12,7 @@ from jax.extend.core import Var
 from autopar._cpython import builds_graphs
 from autopar.devices import Device, logical_mesh
 from autopar.ir.array_sizes import value_bytes
+from autopar.ir.control_flow import MARKERS
 from autopar.ir.step_graph import StepGraph
 from autopar.layering.layers import num_layers
 from autopar.microbatch.exactness import exactness_of
@@ -39,6 +40,7 @@ from autopar.planning.stage_construction import (
 )
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.step_planner import coverage_warnings, stage_of
+from autopar.primitives import kernel_of
 from autopar.progress import progress_part
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
@@ -181,7 +183,11 @@ class PipelinePlanner:
             gap=max(gaps, default=None),
             planning_seconds=time.perf_counter() - start,
             **asdict(exactness_of(self.step)),
-            warnings=(*warnings, *coverage_warnings(self.step)),
+            warnings=(
+                *warnings,
+                *_light_stage_warnings(pipeline.graphs),
+                *coverage_warnings(self.step),
+            ),
         )
 
     def _meshes_of_stages(self, schedule: PipelineSchedule, num_meshes: int) -> list[int]:
@@ -336,6 +342,28 @@ def _uncounted(found: Iterator[ConstructedStages]) -> Iterator[ConstructedStages
 
 def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:
     return replace(options, batch_axis="x") if space == "data_parallel_only" else options
+
+
+def _light_stage_warnings(graphs: Sequence[StageGraph]) -> tuple[str, ...]:
+    """Return a warning if stages have no matrix product or convolution before the update."""
+    light = [number for number, graph in enumerate(graphs) if not _has_product(graph)]
+    if not light or len(light) == len(graphs):
+        return ()
+    listed = ", ".join(map(str, light))
+    return (
+        f"stages without a matrix product or convolution: {listed} of {len(graphs)}; their devices"
+        " do little, so fewer layers and stages are faster",
+    )
+
+
+def _has_product(graph: StageGraph) -> bool:
+    return any(
+        kernel_of(eqn).kind in ("gemm", "conv")
+        for task, eqns in graph.tasks.items()
+        if task.phase != "U"
+        for _, eqn in eqns
+        if eqn.outvars and eqn.primitive not in MARKERS
+    )
 
 
 def _plan_stage(graph: StageGraph, assignment: Assignment, solved: SolvedStage) -> Stage:

@@ -1,6 +1,7 @@
 """Steps that take gradients with JAX's own functions are divided into layers after the fact."""
 
 from collections import Counter
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -144,3 +145,23 @@ def test_a_loop_in_one_layer_is_named_in_the_refusal():
     planned = autopar.parallelize(step, method=pipeline())
     with pytest.raises(NoLayersError, match=r"the loop at .*test_gradient_layers.* jax.lax.scan"):
         planned(weights, BATCH)
+
+
+@pytest.mark.parametrize("value_and_grad", [jax.value_and_grad, autopar.value_and_grad])
+def test_stages_without_a_product_equal_one_device_and_are_named_in_a_warning(value_and_grad):
+    def step(weights, batch):
+        def loss(weights):
+            return (jnp.sin(jnp.tanh(batch["x"] @ weights)) ** 2).mean()
+
+        value, grads = value_and_grad(loss)(weights)
+        return weights - 0.1 * grads, value
+
+    weights = RNG.standard_normal((WIDTH, WIDTH)).astype(np.float32)
+    method = autopar.PipeshardParallel(3, 2, layer_option=autopar.AutoLayerOption(3))
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    result: Any = parallel(weights, BATCH)
+    assert_allclose(result, jax.jit(step)(weights, BATCH), rtol=1e-5, atol=1e-6)
+    executable = parallel.get_last_executable()
+    assert executable is not None
+    (warning,) = executable.plan.warnings
+    assert "stages without a matrix product or convolution: 1, 2 of 3" in warning

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autopar.layering.layer_clustering import (
     MIN_HEAVY,
     NoLayersError,
+    after_heavy,
     cluster_layers,
     received_bytes,
 )
@@ -116,5 +117,17 @@ def test_a_stack_of_blocks_is_cut_between_blocks():
 
 
 def test_more_layers_than_heavy_equations_are_refused():
-    with pytest.raises(NoLayersError, match="3 layers asked of 2 heavy equations; use 1 to 2"):
+    with pytest.raises(NoLayersError, match=r"3 layers asked of 2 heavy .*; use 1 to 2"):
         cluster_layers(np.array([1.0, 0.0, 1.0]), received_bytes(3, []), 3)
+
+
+def test_equations_that_depend_on_heavy_ones_are_layers_if_there_are_too_few_of_these():
+    flops = np.array([0.0, 1.0, 0.0, 0.0, 1.0])
+    values = [(0, 1.0, [1]), (1, 1.0, [2]), (2, 1.0, [3]), (3, 1.0, [4])]
+    light = after_heavy(flops > 0, values)
+    assert light.tolist() == [False, True, True, True, True]
+    received = received_bytes(5, values)
+    assert cluster_layers(flops, received, 2, light=light) == cluster_layers(flops, received, 2)
+    assert cluster_layers(flops, received, 4, light=light).stops == (2, 3, 4, 5)
+    with pytest.raises(NoLayersError, match=r"5 layers asked of 4 equations, .*; use 1 to 4"):
+        cluster_layers(flops, received, 5, light=light)
