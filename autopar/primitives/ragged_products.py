@@ -291,6 +291,7 @@ grouped_dot_p = Primitive("grouped_dot")
 Its parameters are those of `ragged_dot_general`, and the number of groups. A row is zero in the
 result, and no part of a sum, if its group is none of them.
 """
+grouped_dot_p.def_impl(_whole_product)
 grouped_dot_p.def_abstract_eval(
     lambda *avals, **params: ShapedArray(
         (shape := jax.eval_shape(partial(_whole_product, **params), *avals)).shape, shape.dtype

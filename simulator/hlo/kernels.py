@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from simulator.hlo.fused_attention import attention_call, is_attention_call
+from simulator.hlo.cudnn_calls import attention_call, is_attention_call
 from simulator.hlo.matrix import (
     conv_call,
     conv_flops,

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from simulator.transformer.attention import attention_passes
+from simulator.transformer.attention_passes import attention_passes
 from simulator.transformer.experts import expert_passes
 from simulator.transformer.layer_kinds import DECODER_LAYER, LayerKind
 from simulator.transformer.machine import Machine
 from simulator.transformer.mamba import mamba_passes
-from simulator.transformer.mlp import mlp_passes
+from simulator.transformer.mlp_passes import mlp_passes
 from simulator.transformer.pass_cost import (
     PartPasses,
     PassCost,

@@ -549,7 +549,7 @@ PLAN = ("plan", "--cluster", "dgx_h100")
         (("llm", "folder"), "Is a directory"),
         (("llm", "nowhere.yaml"), "No such file"),
         (("llm", SCENARIO, "--backend", "fast"), "'fast'"),
-        (("validate", "--data", "nowhere"), "nowhere: is no folder"),
+        (("validate", "--data", "nowhere"), "nowhere: is neither a file nor a folder"),
         (("validate", "--data", "folder"), "folder: no rows to compare"),
         (("validate", "--worst", "-1"), "Invalid value for '--worst'"),
         (("validate", "mt-nlg", "--output", "plan.json"), "it is a file"),

@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from autopar.primitives.ragged_products import grouped_dot_p
+
 type Sizes = Callable[[], int]
 type Built = tuple[Callable[..., Any], tuple[Any, ...]]
 type Case = Callable[[Sizes], Built]
@@ -81,6 +83,28 @@ def _ragged_gradient(size: Sizes) -> Built:
     """Return the gradient with respect to the weights, whose contracted dim is ragged."""
     fun, (x, y) = _ragged(size)
     return lambda y, out: jax.vjp(lambda y: fun(x, y), y)[1](out), (y, ints(8, y.shape[-1]))
+
+
+def _grouped(*, is_gradient: bool) -> Case:
+    """Return the case of a product of rows in any order, some of them in no group."""
+
+    def case(size: Sizes) -> Built:
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(
+                ((0 if is_gradient else 1,), (0 if is_gradient else 1,)),
+                ((), ()),
+            ),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[] if is_gradient else [0],
+        )
+        params = {"ragged_dot_dimension_numbers": numbers, "num_groups": 4}
+        params |= {"precision": None, "preferred_element_type": np.dtype(np.float32)}
+        group = np.array([2, 0, 3, 0, 4, 2, 0, 3], np.int32)
+        k, n = size(), size()
+        rhs = ints(8, n) if is_gradient else ints(4, k, n)
+        return lambda *operands: grouped_dot_p.bind(*operands, **params), (ints(8, k), rhs, group)
+
+    return case
 
 
 def _ragged_batches(size: Sizes) -> Built:
@@ -330,6 +354,8 @@ CASES: dict[str, Case] = {
     "ragged_dot_general": _ragged,
     "ragged_dot_general: gradient": _ragged_gradient,
     "ragged_dot_general: batches": _ragged_batches,
+    "grouped_dot": _grouped(is_gradient=False),
+    "grouped_dot: gradient": _grouped(is_gradient=True),
     "conv_general_dilated": _conv(),
     "conv_general_dilated: strides": _conv(window_strides=(2, 1)),
     "conv_general_dilated: dilation": _conv(rhs_dilation=(2, 2)),
