@@ -178,7 +178,9 @@ def _recipes(found: Passes, nodes: Mapping[Var, int]) -> dict[int, Recipe]:
                 added.setdefault(product, []).append(u)
     for product, parts in added.items():
         for part in parts if product in recipes else ():
-            recipes[product] = recipes[product].with_parts(recipes[part])
+            joined = recipes[product].with_parts(recipes[part])
+            # An epilogue reads its product, also through what is not stored, such as a reshape.
+            recipes[product] = Recipe(joined.units, joined.sources - {product})
     return recipes
 
 

@@ -153,3 +153,26 @@ def test_pipelines_keep_what_the_step_says():
         autopar.PipeshardParallel(remat="auto")
     with pytest.raises(autopar.OptionError, match="remat is 'all'"):
         autopar.ShardParallel(remat="all")  # pyright: ignore[reportArgumentType]
+
+
+def reshaping_step(params, batch):
+    def loss(params):
+        x = batch
+        for weight in params:
+            rows = jnp.sin(x.reshape(-1, WIDTH))
+            x = jnp.tanh(x + (rows @ weight).reshape(x.shape))
+        return jnp.mean(x**2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def test_a_product_that_its_epilogue_reads_reshaped_is_computed_again():
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * DEPTH
+    args = params, jax.ShapeDtypeStruct((64, 64, WIDTH), jnp.float32)
+
+    def planned(budget):
+        method = autopar.DataParallel((2,), memory_budget=budget, remat="auto")
+        return autopar.plan_step(reshaping_step, args, method=method, cluster="cpu-virtual")
+
+    free = planned(None).predicted_bytes
+    assert planned(0.8 * 1.13 * free).recomputed
