@@ -24,6 +24,9 @@ silence_idle_plugin()
 
 from autopar import manual, report, testing, util
 from autopar.api import ParallelizedFunction, init, parallelize, shutdown
+from autopar.capacity.fit_result import Fit, NeverFitsError, RefusedSize
+from autopar.capacity.largest_fit import fit
+from autopar.capacity.memory_savings import MemorySaving, MemorySavings, savings
 from autopar.checkpoint import (
     CheckpointError,
     Saving,
@@ -126,6 +129,7 @@ __all__ = [
     "DistributedArray",
     "Executable",
     "FirstStepError",
+    "Fit",
     "FollowLayerOption",
     "FollowParallel",
     "HostLostError",
@@ -138,9 +142,12 @@ __all__ = [
     "ManualShardParallel",
     "ManualStageOption",
     "MemoryBudgetError",
+    "MemorySaving",
+    "MemorySavings",
     "MeshDriverDataLoader",
     "MicrobatchError",
     "MissingRuleError",
+    "NeverFitsError",
     "NoStagesError",
     "OptionError",
     "ParallelizedFunction",
@@ -149,6 +156,7 @@ __all__ = [
     "PlanError",
     "PlanMethod",
     "PlanningMethod",
+    "RefusedSize",
     "Saving",
     "ShardParallel",
     "ShardingError",
@@ -171,6 +179,7 @@ __all__ = [
     "compile_step",
     "create_schedule",
     "directives",
+    "fit",
     "get_3d_parallel_method",
     "get_last_dp_result",
     "get_last_search_result",
@@ -191,6 +200,7 @@ __all__ = [
     "report",
     "restore_checkpoint",
     "save_checkpoint",
+    "savings",
     "shared_traces",
     "shutdown",
     "simulate",

@@ -63,6 +63,7 @@ LAYERS = (
         "autopar.analysis",
         "autopar.planning",
         "autopar.prediction",
+        "autopar.capacity",
         "autopar.report",
     ),
     *("autopar.runtime", "autopar.checkpoint", "autopar.hosts"),

@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FAST = ("README.md", "docs/guides/what-if.md", "docs/concepts/simulator.md")
 """Pages whose scripts take seconds; the others start several processes or compile many programs."""
 
-STEP_COMMAND = "^autopar ((?:new|plan|show|predict|diff|explain|compare|report) .*)"
+STEP_COMMAND = "^autopar ((?:new|plan|show|predict|diff|explain|compare|report|fit|savings) .*)"
 """Commands about steps; `simulator/test_documented_commands.py` runs the simulator's."""
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)

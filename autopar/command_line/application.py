@@ -7,12 +7,13 @@ import typer
 
 from autopar.command_line.compare_command import compare
 from autopar.command_line.explain_command import explain
+from autopar.command_line.fit_command import fit, savings
 from autopar.command_line.hardware_commands import calibrate, clusters
 from autopar.command_line.new_command import new
 from autopar.command_line.plan_commands import diff, plan, predict, show
 from autopar.command_line.report_command import report
 from simulator.cli.error_lines import Debug, OneLineErrors
-from simulator.cli.hardware_file_commands import fit, schema
+from simulator.cli.hardware_file_commands import fit_profiles, schema
 from simulator.cli.prediction_commands import llm, simulate
 from simulator.cli.validate_command import validate
 
@@ -46,8 +47,8 @@ def options(
 
 
 for command in (
-    *(new, plan, show, predict, diff, explain, compare, report),
+    *(new, plan, show, predict, diff, explain, compare, report, fit, savings),
     *(simulate, llm, validate),
-    *(clusters, schema, calibrate, fit),
+    *(clusters, schema, calibrate, fit_profiles),
 ):
     app.command()(command)

@@ -1,9 +1,10 @@
 """The planning methods of `--method`, and planning with them."""
 
+from dataclasses import replace
 from enum import StrEnum
-from math import prod
 from typing import Any
 
+from autopar.capacity.automatic_method import automatic_method, mesh_of_hosts
 from autopar.command_line.user_step import UserStep
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import LayerError
@@ -20,7 +21,6 @@ from autopar.plan import Plan
 from autopar.planning.plan_step import plan_step
 from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.selection_problem import InfeasibleError
-from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
 
@@ -84,23 +84,24 @@ def plan_with(
             one.
     """
     if name is MethodName.AUTO and step.method is not None:
-        return _plan(step, step.method, cluster)
-    if name in _WHOLE_STEP or cluster.num_devices == 1:
-        method = _WHOLE_STEP.get(name, ShardParallel)(num_micro_batches=micro_batches or 1)
-        return _plan(step, method, cluster)
-    method = PipeshardParallel(
-        num_micro_batches=micro_batches or "auto",
-        layer_option="auto",
-        stage_option="auto",
-        pipeline_schedule="auto" if name is MethodName.AUTO else "1f1b",
-    )
-    return _plan(step, method, cluster)
-
-
-def _plan(step: UserStep, method: PlanningMethod, cluster: AnyCluster) -> Plan:
+        method = step.method
+    else:
+        method = method_of_name(name, cluster, micro_batches)
     options: dict[str, Any] = step.batch_options
-    is_pipeline = isinstance(method, PipeshardParallel)
-    if isinstance(cluster, Cluster) and method.devices is None and not is_pipeline:
-        shape = (cluster.hosts, cluster.devices_per_host)
-        options["mesh_shape"] = shape if cluster.hosts > 1 else (prod(shape),)
-    return plan_step(step.fun, step.args, method=method, cluster=cluster, **options)
+    shape = mesh_of_hosts(method, cluster)
+    return plan_step(
+        step.fun, step.args, method=method, cluster=cluster, mesh_shape=shape, **options
+    )
+
+
+def method_of_name(
+    name: MethodName, cluster: AnyCluster, micro_batches: int | None
+) -> PlanningMethod:
+    """Return a method by its name; see `plan_with`."""
+    if name in _WHOLE_STEP or cluster.num_devices == 1:
+        return _WHOLE_STEP.get(name, ShardParallel)(num_micro_batches=micro_batches or 1)
+    method = automatic_method(cluster, micro_batches)
+    if name is MethodName.AUTO:
+        return method
+    assert isinstance(method, PipeshardParallel)
+    return replace(method, pipeline_schedule="1f1b")

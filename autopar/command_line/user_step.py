@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -17,20 +18,14 @@ import jax
 import typer
 
 from autopar._plugins import assume_cudnn
-from autopar.checks import short_repr
+from autopar.capacity.sized_steps import checked_step
 from autopar.methods import PlanningMethod
 from autopar.plan import PlanError
 from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.tracing.trace import TraceError
-from simulator.cli.error_lines import NegativeAnswer
+from simulator.cli.error_lines import NegativeAnswer, usage_errors
 from simulator.files import one_line
-
-OPTIONS = ("batch_argnums", "donate_argnums", "tokens", "method")
-"""The options that FUNCTION may return after step and arguments.
-
-`method` is the planning method of `--method auto`; the others are options of `autopar.predict`.
-"""
 
 _EXAMPLE = "MODULE:FUNCTION, such as my_step:make_step; `autopar new my_step.py` writes one"
 
@@ -44,7 +39,7 @@ class UserStep:
         file: the file of the module; "" if it has none.
         fun: the step.
         args: its arguments, arrays or ShapeDtypeStructs.
-        options: options by name, some of `OPTIONS`.
+        options: options by name, some of `STEP_OPTIONS`.
     """
 
     place: str
@@ -109,33 +104,83 @@ def load_step(place: str) -> UserStep:
         typer.BadParameter: there is no such module or function, it raises, or it returns something
             else.
     """
+    function = load_function(place)
+    _check_needs_nothing(place, function.function)
+    function()
+    return function.last
+
+
+@dataclass
+class UserFunction:
+    """A function that makes steps; calling it turns its errors into usage errors.
+
+    Attributes:
+        place: where it comes from, MODULE:FUNCTION.
+        file: the file of the module; "" if it has none.
+        function: the function.
+    """
+
+    place: str
+    file: str
+    function: Callable[..., Any]
+    _last: UserStep | None = None
+
+    def __call__(self, *size: int) -> Any:
+        """Return what the function returns, and keep it as the last step."""
+        try:
+            with redirect_stdout(sys.stderr), assume_cudnn():
+                result = self.function(*size)
+        except (Exception, SystemExit) as error:
+            raise typer.BadParameter(_raised(self.place, error, self.file)) from error
+        with usage_errors():
+            made = checked_step(self.place, result)
+        self._last = UserStep(self.place, self.file, made.fun, made.args, made.options)
+        return result
+
+    @property
+    def last(self) -> UserStep:
+        """The step that was made last."""
+        assert self._last is not None
+        return self._last
+
+    @property
+    def made(self) -> Callable[..., Any]:
+        """A function that calls this one, with the signature of the user's function."""
+
+        @wraps(self.function)
+        def call(*size: Any) -> Any:
+            return self(*size)
+
+        return call
+
+    @contextmanager
+    def usage_errors(self) -> Iterator[None]:
+        """Turn errors of the steps that the function makes into usage errors."""
+        with redirect_stdout(sys.stderr):
+            try:
+                yield
+            except Exception as error:
+                with usage_errors() if self._last is None else self._last.usage_errors():
+                    raise error from error.__cause__
+
+
+def load_function(place: str) -> UserFunction:
+    """Return the function of MODULE:FUNCTION.
+
+    Args:
+        place: a module, or a path that ends in .py, and a function in it.
+
+    Raises:
+        typer.BadParameter: there is no such module or function.
+    """
     module_name, _, function_name = place.rpartition(":")
     if not module_name or not function_name:
         raise typer.BadParameter(f"{place!r}: expected {_EXAMPLE}")
     module = _module(module_name)
-    make = getattr(module, function_name, None)
-    if not callable(make):
+    function = getattr(module, function_name, None)
+    if not callable(function):
         raise typer.BadParameter(_no_function(module_name, module, function_name))
-    _check_needs_nothing(place, make)
-    file = str(getattr(module, "__file__", None) or "")
-    try:
-        with redirect_stdout(sys.stderr), assume_cudnn():
-            made = make()
-    except (Exception, SystemExit) as error:
-        raise typer.BadParameter(_raised(place, error, file)) from error
-    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
-        raise typer.BadParameter(
-            f"{place} returns {short_repr(made)}; expected (step, args) or (step, args, options)"
-        )
-    step, args, *rest = made
-    options = rest[0] if rest else {}
-    if not callable(step) or not isinstance(args, tuple | list):
-        raise typer.BadParameter(
-            f"{place} returns a {type(step).__name__} and a {type(args).__name__}; expected the"
-            " step, which is a function, and a tuple of its arguments"
-        )
-    _check_options(place, options)
-    return UserStep(place, file, getattr(step, "fun", step), tuple(args), options)
+    return UserFunction(place, str(getattr(module, "__file__", None) or ""), function)
 
 
 def _check_needs_nothing(place: str, make: Callable[..., Any]) -> None:
@@ -154,25 +199,6 @@ def _check_needs_nothing(place: str, make: Callable[..., Any]) -> None:
         raise typer.BadParameter(
             f"{place} needs {', '.join(required)}; expected a function without required parameters"
             " that returns (step, args)"
-        )
-
-
-def _check_options(place: str, options: object) -> None:
-    if not isinstance(options, dict):
-        raise typer.BadParameter(
-            f"{place} returns options {short_repr(options)}; expected a dict of some of"
-            f" {', '.join(OPTIONS)}"
-        )
-    if unknown := [name for name in options if name not in OPTIONS]:
-        raise typer.BadParameter(
-            f"{place} returns the option {short_repr(unknown[0])}; expected some of"
-            f" {', '.join(OPTIONS)}"
-        )
-    method = options.get("method")
-    if method is not None and not isinstance(method, PlanningMethod):
-        raise typer.BadParameter(
-            f"{place} returns method {short_repr(method)}; expected a planning method, such as"
-            " autopar.ShardParallel()"
         )
 
 

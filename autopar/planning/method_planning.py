@@ -73,6 +73,8 @@ def plan_by_method(
     args: Sequence[Any],
     batch: Sequence[int],
     target: Target,
+    *,
+    suggests: bool = True,
 ) -> PlannedStep:
     """Trace and plan `fun` with `method`.
 
@@ -82,6 +84,8 @@ def plan_by_method(
         args: its arguments, arrays or ShapeDtypeStructs.
         batch: numbers of the arguments whose arrays have the batch as their first dim.
         target: the hardware to plan for.
+        suggests: whether the error of a step that does not fit says if it would with recomputation,
+            which takes another plan.
 
     Raises:
         MemoryBudgetError, NoStagesError: no plan fits on the devices.
@@ -94,7 +98,7 @@ def plan_by_method(
     try:
         return _plan_whole(method, fun, args, batch, target.mesh, cluster)
     except MemoryBudgetError as error:
-        if method.remat != "auto":
+        if suggests and method.remat != "auto":
             recomputing = replace(method, remat="auto")
             with suppress(InfeasibleError, MicrobatchError):
                 found = _plan_whole(recomputing, fun, args, batch, target.mesh, cluster)

@@ -1,6 +1,6 @@
 """Fits the shipped profiles to the measurements that ship with them.
 
-The command is `autopar fit`.
+The command is `autopar fit-profiles`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from simulator.calibration import shipped_profiles
 from simulator.calibration.fit_profiles import COLUMNS, fit_collective_profile
-from simulator.calibration.shipped_profiles import fit_profiles, write_profile
+from simulator.calibration.shipped_profiles import write_profile
 from simulator.cli.common_options import Json, print_json, print_written
 from simulator.cli.error_lines import usage_errors
 from simulator.files import check_writable, read_table
@@ -30,7 +31,7 @@ def schema(
     print_json(SCHEMAS[kind]())
 
 
-def fit(
+def fit_profiles(
     measurements: Annotated[
         Path | None,
         typer.Argument(
@@ -72,7 +73,7 @@ def fit(
 
 def _fit_shipped_profiles(as_json: bool) -> None:
     paths = []
-    for path, profile in fit_profiles():
+    for path, profile in shipped_profiles.fit_profiles():
         write_profile(path, profile)
         paths.append(f"{path.parent.name}/{path.name}")
         if not as_json:

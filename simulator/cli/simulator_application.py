@@ -3,7 +3,7 @@
 import typer
 
 from simulator.cli.error_lines import OneLineErrors, with_debug
-from simulator.cli.hardware_file_commands import fit, schema
+from simulator.cli.hardware_file_commands import fit_profiles, schema
 from simulator.cli.prediction_commands import llm, simulate
 from simulator.cli.validate_command import validate
 
@@ -14,5 +14,5 @@ app = typer.Typer(
     help="Predict training steps on clusters that need not exist on this machine.",
 )
 app.callback()(with_debug)
-for command in (simulate, llm, validate, schema, fit):
+for command in (simulate, llm, validate, schema, fit_profiles):
     app.command()(command)

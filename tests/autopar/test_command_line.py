@@ -16,7 +16,7 @@ import simulator.transformer
 from autopar.command_line import app
 from autopar.command_line.named_methods import MethodName, plan_with
 from autopar.command_line.planning_progress import planning_progress
-from autopar.command_line.user_step import load_step
+from autopar.command_line.user_step import load_function, load_step
 from autopar.progress import log_progress, progress_listener
 from simulator.cli.progress_bars import estimated_seconds
 from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
@@ -84,6 +84,12 @@ def prints():
     return [noisy, shapes()]
 
 def needs_arguments(width, depth=2, *rest, **options):
+    return step, shapes()
+
+def of_batch(size):
+    return step, (shapes()[0], jax.ShapeDtypeStruct((size, 64), jnp.float32))
+
+def needs_depth(width, depth):
     return step, shapes()
 
 def exits():
@@ -354,7 +360,7 @@ def test_collectives_are_fitted(tmp_path):
     table = tmp_path / "rows.csv"
     rows = [f"toy,all_reduce,{n},{b},{b / 100 + n}" for n in (2, 4) for b in (1e3, 1e5, 1e7)]
     table.write_text("\n".join(["gpu,kind,size,bytes,us", *rows]))
-    (error,) = values("fit", table, "-o", tmp_path / "links.yaml")
+    (error,) = values("fit-profiles", table, "-o", tmp_path / "links.yaml")
     assert error["kind"] == "all_reduce"
     assert (tmp_path / "links.yaml").exists()
 
@@ -366,6 +372,36 @@ def test_the_simulator_alone_has_its_subcommands_without_jax():
     commands = {command.callback for command in app.registered_commands}
     alone = {command.callback for command in simulator.cli.app.registered_commands}
     assert alone <= commands
+
+
+FIT = ("fit", "steps_of_a_user:of_batch", "--cluster", "dgx_h100", "--method", "data")
+
+
+def test_the_largest_batch_is_that_of_the_api(folder, tmp_path):
+    options = ["--largest", "batch", "--memory-budget", "2e6", "--no-confirm"]
+    found = values(*FIT, *options, "-o", tmp_path / "fit.json")
+    expected = autopar.fit(
+        load_function("steps_of_a_user:of_batch").made,
+        "dgx_h100",
+        largest="batch",
+        method=autopar.DataParallel(memory_budget=2e6),
+        confirm=False,
+    )
+    assert expected.refused is not None
+    assert found["size"] == expected.size
+    assert found["refused"]["size"] == expected.refused.size == expected.size + 8
+    assert autopar.Plan.load(tmp_path / "fit.json").stages == expected.plan.stages
+    names = {name for name in dir(expected) if not name.startswith("_")} - {"plan"}
+    assert set(found) == names | {"predicted_bytes", "predicted_seconds"}
+
+
+def test_savings_of_a_step_that_cannot_fit_are_a_negative_answer(folder):
+    options = ["--cluster", "h200", "--method", "data", "--memory-budget", "1e4"]
+    found = values("savings", STEP, *options, code=1)
+    assert not found["fits"]
+    assert found["num_bytes"] > found["budget"] == 1e4
+    assert set(found["alone"][0]) == {"change", "num_bytes", "saved_bytes", "seconds", "fits"}
+    assert "in order, until it fits:" in run("savings", STEP, *options, code=1).stdout
 
 
 def test_json_has_the_names_of_the_python_api(folder):
@@ -471,7 +507,7 @@ def test_every_subcommand_that_prints_values_prints_json():
     others = {"new", "schema", "report"}
     for command in app.registered_commands:
         assert command.callback is not None
-        name = command.callback.__name__
+        name = command.callback.__name__.replace("_", "-")
         assert ("--json" in run(name, "--help").stdout) == (name not in others)
 
 
@@ -553,8 +589,14 @@ PLAN = ("plan", "--cluster", "dgx_h100")
         (("validate", "--data", "folder"), "folder: no rows to compare"),
         (("validate", "--worst", "-1"), "Invalid value for '--worst'"),
         (("validate", "mt-nlg", "--output", "plan.json"), "it is a file"),
-        (("fit", "folder"), "Is a directory"),
-        (("fit", "empty.json", "-o", "links.yaml"), "empty.json: is not CSV"),
+        ((*FIT,), "neither of largest and fewest are given"),
+        ((*FIT, "--largest", "width"), "'width' is not one of 'batch', 'sequence', 'layers'"),
+        (
+            ("fit", "steps_of_a_user:needs_depth", "--cluster", "h200", "--largest", "layers"),
+            "takes (width, depth), expected a function of the size",
+        ),
+        (("fit-profiles", "folder"), "Is a directory"),
+        (("fit-profiles", "empty.json", "-o", "links.yaml"), "empty.json: is not CSV"),
         (("calibrate", "mine.yaml", "--budget", "0"), "Invalid value for '--budget'"),
         (("new", "plan.json"), "expected the name of a Python module"),
         (("new", "broken.py"), "broken.py exists"),
@@ -588,7 +630,7 @@ PLAN = ("plan", "--cluster", "dgx_h100")
         (("llm", SCENARIO, "--cluster", "dgx"), "unknown cluster 'dgx'"),
         (("validate", "nothing"), "unknown set 'nothing'; expected some of"),
         (("schema", "rack"), "unknown kind of file 'rack'; expected one of"),
-        (("fit", "exits.py", "-o", "nowhere/x.yaml"), "can't be written"),
+        (("fit-profiles", "exits.py", "-o", "nowhere/x.yaml"), "can't be written"),
         (("calibrate", "mine.yam"), "expected a path that ends in .yaml"),
         (("new", "my-step.py"), "expected the name of a Python module"),
         (("new", "nowhere/my_step.py"), "can't be written"),

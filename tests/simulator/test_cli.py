@@ -124,7 +124,7 @@ def test_a_profile_is_fitted_to_a_table_of_measurements(tmp_path: Path) -> None:
     header, *rows = (DATA / "collectives.csv").read_text().splitlines()
     h200 = [row for row in rows if "H200" in row]
     (tmp_path / "mine.csv").write_text("\n".join([header, *h200]))
-    errors = run("fit", tmp_path / "mine.csv", "--output", tmp_path / "mine.yaml")
+    errors = run("fit-profiles", tmp_path / "mine.csv", "--output", tmp_path / "mine.yaml")
     assert "held_out_error" in errors
     profile = yaml.safe_load((tmp_path / "mine.yaml").read_text())
     assert profile["gpu"] == h200[0].split(",")[0]
@@ -158,4 +158,4 @@ def test_a_table_without_enough_valid_measurements_is_refused(
     tmp_path: Path, table: str, message: str
 ) -> None:
     (tmp_path / "mine.csv").write_text(table)
-    assert message in run("fit", tmp_path / "mine.csv", code=2)
+    assert message in run("fit-profiles", tmp_path / "mine.csv", code=2)

@@ -23,7 +23,7 @@ from simulator.work import Collective, Done, Gemm, Kernel, Start
 ROOT = Path(simulator.__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COMMAND = re.compile(
-    r"^autopar ((?:simulate|llm|validate|schema|fit)\b.*?)(?: +#.*)?$", re.MULTILINE
+    r"^autopar ((?:simulate|llm|validate|schema|fit-profiles)\b.*?)(?: +#.*)?$", re.MULTILINE
 )
 COMMANDS = sorted({command for page in PAGES for command in COMMAND.findall(page.read_text())})
 
@@ -46,7 +46,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "\n".join([header, *(row for row in rows if "H200" in row)])
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(simulator.cli.hardware_file_commands, "fit_profiles", lambda: ())
+    monkeypatch.setattr(simulator.calibration.shipped_profiles, "fit_profiles", lambda: ())
     monkeypatch.setattr(simulator.cli.validate_command, "PUBLISHED_SETS", PUBLISHED_SETS[:1])
     return tmp_path
 
@@ -63,7 +63,7 @@ def test_every_subcommand_is_documented() -> None:
         "llm",
         "validate",
         "schema",
-        "fit",
+        "fit-profiles",
     }
 
 

@@ -151,7 +151,7 @@ def test_a_profile_or_report_that_can_not_be_written_is_refused(tmp_path: Path) 
     ]
     (tmp_path / "rows.csv").write_text("\n".join(rows))
     for arguments in (
-        ["fit", str(tmp_path / "rows.csv"), "--output", str(tmp_path / "nowhere/x.yaml")],
+        ["fit-profiles", str(tmp_path / "rows.csv"), "--output", str(tmp_path / "nowhere/x.yaml")],
         ["validate", "korthikanti-figure1", "--output", str(tmp_path / "file")],
     ):
         result = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
@@ -175,6 +175,8 @@ def test_a_table_of_collectives_with_wrong_numbers_is_refused(
     rows: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.csv").write_text(f"gpu,kind,size,bytes,us\n{rows}\n")
-    result = CliRunner().invoke(app, ["fit", str(tmp_path / "rows.csv")], env={"COLUMNS": "300"})
+    result = CliRunner().invoke(
+        app, ["fit-profiles", str(tmp_path / "rows.csv")], env={"COLUMNS": "300"}
+    )
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
