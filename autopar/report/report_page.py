@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, get_args
 
 from autopar.lowering.planned import PlannedStep
 from autopar.plan import Plan
@@ -22,6 +22,7 @@ from simulator.engine.breakdown import prediction_of
 from simulator.engine.simulation import simulate
 from simulator.files import write_text
 from simulator.hardware.heterogeneous import AnyCluster
+from simulator.memory import Role
 
 _PACKAGES = ("autopar", "jax", "jaxlib")
 
@@ -134,7 +135,12 @@ def _headings(data: Mapping[str, Any]) -> dict[str, Any]:
         "title": title,
         "summary": _summary(plans),
         "part_names": [name for name in dict.fromkeys(parts) if name in is_used],
-        "memory_roles": list(dict.fromkeys(role for p in plans for role in p["memory"])),
+        "memory_roles": [
+            *(role for role in get_args(Role) if any(role in p["memory"] for p in plans)),
+            *dict.fromkeys(
+                part for p in plans for part in p["memory"] if part not in get_args(Role)
+            ),
+        ],
         "num_warnings": sum(len(p["warnings"]) for p in plans),
     }
 

@@ -6,7 +6,7 @@ microseconds.
 
 from collections.abc import Iterable, Mapping
 from heapq import nlargest
-from typing import Any
+from typing import Any, get_args
 
 from simulator.engine.perfetto import chrome_trace
 from simulator.engine.timeline import Timeline
@@ -115,7 +115,8 @@ def memory_rows(timeline: Timeline, cluster: AnyCluster) -> list[dict[str, Any]]
     """
     rows = []
     for mesh, levels in enumerate(timeline.levels):
-        roles: list[Role] = list(dict.fromkeys(role for _, level in levels for role in level))
+        used = {role for _, level in levels for role in level}
+        roles: list[Role] = [role for role in get_args(Role) if role in used]
         pool = cluster.pools[cluster.pool_of(timeline.meshes[mesh])]
         rows.append(
             {

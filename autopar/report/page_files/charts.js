@@ -115,7 +115,7 @@ charts.rooflines = (holder) => {
     const rates = [...points.map((k) => k.flops / k.seconds), ...roofs.flatMap((r) => r.peaks.map(([, peak]) => peak))];
     const around = (values, low, high) => [Math.min(...values) / low, Math.max(...values) * high];
     const xRange = around(intensities, 4, 4);
-    const yRange = around(rates, 2, 2);
+    const yRange = around(rates, 2, 8);
     responsive(figure, (width) => {
       const chart = frame(width, 300, {
         log: true, x: xRange, y: yRange, xName: "FLOP per byte", yName: "FLOP/s", label: `Roofline: ${points.length} kinds of kernels`,
@@ -132,7 +132,7 @@ charts.rooflines = (holder) => {
             points: [[xRange[0], xRange[0] * roof.bandwidth], [ridge, peak], [xRange[1], peak]].map(([a, b]) => `${x(a)},${y(b)}`).join(" "),
             fill: "none", style: "stroke:var(--text);stroke-width:1.5",
           }));
-          root.append(svg("text", { class: "strong", x: x(xRange[1]) - 4, y: y(peak) - 5, "text-anchor": "end", text: `${roof.name} ${name}` }));
+          root.append(svg("text", { class: "strong", x: x(xRange[1]) - 4, y: y(peak) - 15, "text-anchor": "end", text: `${roof.name} ${name}` }));
         }
       }
       const largest = Math.max(...points.map((k) => k.seconds * k.launches));

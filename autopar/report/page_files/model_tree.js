@@ -47,15 +47,15 @@
     [...new Set(values.map((value) => value.kind).filter(Boolean))].join("; ");
   const stageText = (values) => [...new Set(values.map((value) => value.stage))].join(", ");
   const deviceBytes = (values) => Math.max(0, ...values.map((value) => value.device_bytes));
-  const staged = plans.some((plan) => plan.plan.stages.length > 1);
+  const staged = plans.map((plan) => plan.plan.stages.length > 1);
 
   function cells(leaf) {
     const texts = leaf.values.map(specText);
     const differs = new Set(texts).size > 1;
-    return leaf.values.flatMap((values) => [
+    return leaf.values.flatMap((values, column) => [
       el("td", { class: `mono${differs ? " differs" : ""}`, text: specText(values) || "–" }),
       el("td", { text: kindText(values) }),
-      ...(staged ? [el("td", { text: stageText(values) })] : []),
+      ...(staged[column] ? [el("td", { text: stageText(values) })] : []),
       el("td", { class: "number", text: values.length ? bytes(deviceBytes(values)) : "–" }),
     ]);
   }
@@ -76,7 +76,7 @@
     toggle.setAttribute("aria-label", `Parameters of ${node.path}`);
     const row = el("tr", { class: "group" },
       indented(depth, toggle, el("span", { text: node.name })),
-      el("td", { class: "muted", text: `${count(leaves.length)} arrays` }),
+      el("td", { class: "muted", text: leaves.length === 1 ? "1 array" : `${count(leaves.length)} arrays` }),
       ...plans.flatMap((plan, column) => {
         const values = leaves.flatMap((leaf) => leaf.values[column]);
         const specs = new Set(values.map((value) => value.spec));
@@ -84,7 +84,7 @@
         return [
           el("td", { class: "muted", text: specs.size === 1 ? [...specs][0] : `${specs.size} specs` }),
           el("td", { class: "muted", text: [...new Set(values.map((v) => v.kind).filter(Boolean))].slice(0, 3).join("; ") }),
-          ...(staged ? [el("td", { text: stageText(values) })] : []),
+          ...(staged[column] ? [el("td", { text: stageText(values) })] : []),
           el("td", { class: "number", text: bytes(total) }),
         ];
       }));
@@ -155,10 +155,10 @@
   if (!plans.length) {
     holder.append(el("p", { class: "muted", text: "This step was predicted without a plan." }));
   } else {
-    const heads = plans.flatMap((plan) => [
+    const heads = plans.flatMap((plan, column) => [
       el("th", { scope: "col", text: plans.length > 1 ? `spec, ${plan.name}` : "spec" }),
       el("th", { scope: "col", text: "parallelism" }),
-      ...(staged ? [el("th", { scope: "col", text: "stage" })] : []),
+      ...(staged[column] ? [el("th", { scope: "col", text: "stage" })] : []),
       el("th", { scope: "col", class: "number", text: "per device" }),
     ]);
     holder.append(
