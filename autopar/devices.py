@@ -52,6 +52,9 @@ _CLUSTER_OF_KIND = {
     "A100": "dgx_a100_80",
     "H100": "dgx_h100",
     "H200": "dgx_h200",
+    "A800": "a800_roce",
+    "GB300": "gb300_nvl72",
+    "B300": "dgx_b300",
     "GB200": "gb200_nvl72",
     "B200": "dgx_b200",
 }

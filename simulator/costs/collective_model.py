@@ -53,7 +53,14 @@ class CollectiveModel:
 
         All devices of the cluster form such groups at the same time.
         """
-        return strided_ring(self.cluster, size, stride)
+        key = size, stride
+        if key not in self._known_rings:
+            self._known_rings[key] = strided_ring(self.cluster, size, stride)
+        return self._known_rings[key]
+
+    @cached_property
+    def _known_rings(self) -> dict[tuple[int, int], Ring]:
+        return {}
 
     def link(self, far: bool) -> Link:
         """Return the link within a host, or between hosts if `far`."""

@@ -36,7 +36,17 @@ _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _STEP = 32  # elements of the inner dimension that a core multiplies in one step
 _PACE = 4  # exponent of the norm that joins the times that bound a tile
 _THROTTLING_SECONDS = 3e-3  # of full load, after which half of the throttling is reached
-_WIDTHS = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1}
+_WIDTHS = {
+    "f64": 8,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "f4e2m1fn": 0.5,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class GemmModel:
     core: float
     cores: int
     bandwidth: float
-    width: int
+    width: float
     launch: float
     tile: float
     step: float
@@ -172,7 +182,7 @@ class GemmModel:
         )
 
 
-def width_of(dtype: str) -> int:
+def width_of(dtype: str) -> float:
     """Return the bytes of an element of an HLO dtype."""
     return _WIDTHS.get(dtype, 2)
 

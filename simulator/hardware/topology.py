@@ -7,9 +7,9 @@ that use a NIC at the same time share it. `simulator.costs.collective_model` com
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 
 from simulator.hardware.cluster import Cluster
-from simulator.hardware.description import ClusterError
 from simulator.work import CollectiveKind, Groups
 
 
@@ -85,27 +85,20 @@ def find_routes(cluster: Cluster, kind: CollectiveKind, groups: Groups) -> Route
 def strided_ring(cluster: Cluster, size: int, stride: int) -> Ring:
     """Return the ring that `find_routes` finds for all groups of `size` devices with a stride.
 
-    The closed form costs the same for every number of devices.
+    The closed form costs the same for every number of devices. Where groups don't fill hosts
+    evenly, as 64 devices in hosts of 72, it is the ring of the group with the fewest NICs.
 
     Args:
         cluster: the cluster with the devices.
         size: devices of each group.
         stride: difference between the ids of neighbours in a group.
-
-    Raises:
-        ClusterError: groups don't fill hosts evenly: sizes and strides have to divide the devices
-            of a host or be multiples of their number.
     """
     local = cluster.devices_per_host
-    if size * stride <= local:
+    if size * stride <= local and local % (size * stride) == 0:
         return _at_ports(cluster, Ring(size, 1, size, cluster.nics_per_host * size / local), stride)
     per_host = max(1, local // stride)
     if (local % stride and stride % local) or size % per_host:
-        raise ClusterError(
-            f"groups of {size} devices that are {stride} apart don't fill hosts of {local} devices "
-            "evenly; choose degrees of parallelism that divide the devices of a host or are "
-            "multiples of it"
-        )
+        return _uneven_ring(cluster, size, stride)
     ring = Ring(size, size // per_host, per_host, cluster.nics_per_host * per_host / local)
     host_stride = max(1, stride // local)
     pod = cluster.hosts_per_switch or cluster.hosts
@@ -114,6 +107,33 @@ def strided_ring(cluster: Cluster, size: int, stride: int) -> Ring:
         per_pod = per_host * max(1, min(ring.hosts, pod // host_stride))
         ring = replace(ring, oversubscription=cluster.oversubscription, per_pod=per_pod)
     return _at_ports(cluster, ring, stride)
+
+
+_MOST_DEVICES = 4608
+"""Devices whose groups `_uneven_ring` looks at, unless one group has more."""
+
+
+def _uneven_ring(cluster: Cluster, size: int, stride: int) -> Ring:
+    """Return the ring with the fewest NICs among groups that don't fill hosts evenly.
+
+    Their places in hosts recur after the least common multiple of a group's span and a host.
+    """
+    span = size * stride
+    blocks = lcm(span, cluster.devices_per_host) // span
+    blocks = max(1, min(blocks, cluster.num_devices // span, _MOST_DEVICES // span))
+    groups = tuple(
+        tuple(range(block * span + offset, (block + 1) * span, stride))
+        for block in range(blocks)
+        for offset in range(stride)
+    )
+    rings = _rings(_large_enough(cluster, blocks * span), groups)
+    return min(rings, key=lambda ring: (ring.nics / ring.oversubscription, -ring.hosts))
+
+
+def _large_enough(cluster: Cluster, devices: int) -> Cluster:
+    if devices <= cluster.num_devices:
+        return cluster
+    return cluster.with_size(-(-devices // cluster.devices_per_host))
 
 
 def _at_ports(cluster: Cluster, ring: Ring, stride: int) -> Ring:

@@ -91,9 +91,12 @@ def _core(
     model: Transformer, execution: Execution, machine: Machine, mixer: Mixer
 ) -> tuple[PassCost, PassCost]:
     """Return the passes of the core of attention, between the projections."""
+    # heads that see whole sequences, whichever way the context axis divides the work
     heads = model.heads * execution.microbatch / (execution.tensor * execution.context)
     size, value = model.query_size, model.value_size
     s, w = model.seq, 2
+    if execution.context_exchange != "all_to_all" and not execution.balanced_context:
+        heads *= 2 * execution.context / (execution.context + 1)
     if model.attention != "naive":
         flops = 2.0 * heads * s * model.visible_keys(mixer) * (size + value)
         causal_flops = flops / 2
@@ -117,8 +120,8 @@ def _core(
         )
     gemms = machine.gemms
     flops = 2.0 * heads * s * s * (size + value)
-    scores = gemms.seconds(s, s, size, round(heads))
-    context = gemms.seconds(s, value, s, round(heads))
+    scores = gemms.seconds(s, s, size, max(1, round(heads)))
+    context = gemms.seconds(s, value, s, max(1, round(heads)))
     saved = (2 * w + 1) if model.dropout else 0
     forward = (
         scores
@@ -143,13 +146,17 @@ def _context_passes(
     """Return what both passes of attention add where the context axis divides sequences."""
     if execution.context == 1:
         return PassCost(), PassCost()
-    if execution.context_exchange == "ring":
-        return ring_passes(model, execution, machine, core)
-    exchange = _sequence_exchange(model, execution, machine)
-    return exchange, exchange
+    match execution.context_exchange:
+        case "ring":
+            return ring_passes(model, execution, machine, core)
+        case "all_to_all":
+            exchange = _exchange_of_heads(model, execution, machine)
+            return exchange, exchange
+        case "all_gather":
+            return _gathers_of_keys(model, execution, machine)
 
 
-def _sequence_exchange(model: Transformer, execution: Execution, machine: Machine) -> PassCost:
+def _exchange_of_heads(model: Transformer, execution: Execution, machine: Machine) -> PassCost:
     """Return the exchange of heads for tokens around attention, which needs complete sequences."""
     ring = machine.network.ring(execution.context, execution.tensor)
     tokens = execution.tokens(model)
@@ -162,3 +169,19 @@ def _sequence_exchange(model: Transformer, execution: Execution, machine: Machin
     moved = 2.0 * tokens * (model.qkv_width + outputs) / execution.tensor
     # packed before and unpacked after, each read and written
     return PassCost(machine.memory_seconds(4 * moved, 8), 4 * (1 + COLLECTIVE_LAUNCHES), seconds)
+
+
+def _gathers_of_keys(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return gathers of keys and values before both passes, and the sum of their gradients."""
+    network = machine.network
+    ring = network.ring(execution.context, execution.tensor)
+    width = model.key_heads * (model.query_size + model.value_size)
+    gathered_bytes = 2.0 * execution.tokens(model) * execution.context * width / execution.tensor
+    gather = network.seconds("all_gather", gathered_bytes, ring)
+    scatter = network.seconds("reduce_scatter", gathered_bytes, ring)
+    return (
+        PassCost(kernels=COLLECTIVE_LAUNCHES, communication=gather),
+        PassCost(kernels=2 * COLLECTIVE_LAUNCHES, communication=gather + scatter),
+    )

@@ -16,10 +16,10 @@ from simulator.transformer.pass_cost import (
     PassCost,
     accumulation_seconds,
     linear_passes,
-    products_of,
     residual_passes,
     tensor_collectives,
 )
+from simulator.transformer.precision import RECIPES
 from simulator.transformer.scenario import Execution, Transformer
 
 _ROUTER_KERNELS = 6
@@ -137,17 +137,18 @@ def _grouped(
     rows, groups = max(1, round(routing.rows / routing.experts)), routing.experts
     up = (2 if model.gated else 1) * routing.inner
     shapes = ((up, routing.width), (routing.width, routing.inner))
-    gemms = products_of(model, machine)
+    gemms = machine.linear_products(model.precision)
     forward = sum(gemms.seconds(rows, out, inner, groups) for out, inner in shapes)
     backward = sum(
         gemms.seconds(rows, inner, out, groups) + gemms.seconds(out, inner, rows, groups)
         for out, inner in shapes
     )
     elements = groups * sum(out * inner for out, inner in shapes)
-    if model.precision == "f8":
+    if cast_bytes := RECIPES[model.precision].cast_bytes:
         read = routing.rows * sum(inner for _, inner in shapes) + elements
-        forward += machine.memory_seconds(4.0 * read, 4)
-        backward += machine.memory_seconds(4.0 * routing.rows * sum(out for out, _ in shapes), 2)
+        written = routing.rows * sum(out for out, _ in shapes)
+        forward += machine.memory_seconds(cast_bytes * read, 4)
+        backward += machine.memory_seconds(cast_bytes * written, 2)
     backward += accumulation_seconds(elements, execution, machine)
     flops = 2.0 * rows * elements
     return PassCost(forward, 2, 0.0, flops), PassCost(backward, 4, 0.0, 2 * flops)

@@ -1,7 +1,6 @@
 """Kinds of layers, and the sizes of experts, of latent attention and of Mamba."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -11,8 +10,7 @@ Mixer = Literal["attention", "window", "mamba"]
 Mlp = Literal["dense", "experts"]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKind:
+class LayerKind(NamedTuple):
     """What a layer consists of.
 
     Attributes:

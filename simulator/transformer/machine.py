@@ -13,6 +13,7 @@ from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.hardware.kernel_profile import FusedAttentionKind, Passes
 from simulator.hardware.topology import Ring
+from simulator.transformer.precision import RECIPES, Precision
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,18 @@ class Machine:
         max_nics = self.backend.max_nics
         return ring if max_nics is None else replace(ring, nics=min(ring.nics, max_nics))
 
-    @cached_property
-    def linear_f8(self) -> GemmModel:
-        """Costs of 8-bit matrix products; a `ClusterError` if the device has none."""
+    def linear_products(self, precision: Precision) -> GemmModel:
+        """Return the costs of the products of linear layers; a `ClusterError` if there are none."""
+        dtype = RECIPES[precision].dtype
+        if dtype is None:
+            return self.gemms
         device = self.cluster.device
-        if "f8e4m3fn" not in device.peak_tflop_per_s:
+        if dtype not in device.peak_tflop_per_s:
             raise ClusterError(
-                f"precision f8: {device.name!r} has no f8e4m3fn among its peaks, which are "
+                f"precision {precision}: {device.name!r} has no {dtype} among its peaks, which are "
                 f"{', '.join(device.peak_tflop_per_s)}"
             )
-        return self.kernels.products("f8e4m3fn")
+        return self.kernels.products(dtype)
 
     @cached_property
     def launch_seconds(self) -> float:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.costs.gemm import GemmModel
 from simulator.engine.stream_rules import added_seconds
 from simulator.transformer.machine import Machine
+from simulator.transformer.precision import RECIPES
 from simulator.transformer.scenario import Execution, Transformer
 
 COLLECTIVE_LAUNCHES = 2
@@ -82,15 +82,15 @@ def linear_passes(
     tokens = execution.tokens(model)
     if divided and execution.sequence_parallel:
         tokens = -(-tokens // execution.tensor)
-    gemms = products_of(model, machine)
+    gemms = machine.linear_products(model.precision)
     forward = sum(gemms.seconds(tokens, out, inner) for out, inner in shapes)
     backward = sum(
         gemms.seconds(tokens, inner, out) + gemms.seconds(out, inner, tokens)
         for out, inner in shapes
     )
     count = len(shapes)
-    if model.precision == "f8":
-        casts = _cast_passes(shapes, tokens, execution, machine)
+    if RECIPES[model.precision].dtype is not None:
+        casts = _cast_passes(shapes, tokens, model, execution, machine)
         forward, backward = forward + casts[0], backward + casts[1]
     backward += sum(accumulation_seconds(out * inner, execution, machine) for out, inner in shapes)
     flops = sum(2.0 * tokens * out * inner for out, inner in shapes)
@@ -98,33 +98,32 @@ def linear_passes(
 
 
 def _cast_passes(
-    shapes: Sequence[Shape], tokens: int, execution: Execution, machine: Machine
+    shapes: Sequence[Shape],
+    tokens: int,
+    model: Transformer,
+    execution: Execution,
+    machine: Machine,
 ) -> tuple[float, float]:
-    """Return the seconds of casts, with a transposed copy, of what 8-bit products read.
+    """Return the seconds of casts, with a transposed copy, of what products of few bits read.
 
-    A cast reads 2 bytes per element and writes it twice. Fused into the kernel that computes the
-    operand, it writes as many bytes as that kernel would without it, and adds nothing.
+    Fused into the kernel that computes the operand, a cast adds nothing: it writes no more bytes
+    than that kernel would without it.
     """
-    count = len(shapes)
-    weights = sum(4.0 * out * inner for out, inner in shapes)
-    gradients = sum(4.0 * tokens * out for out, _ in shapes)
+    count, cast = len(shapes), RECIPES[model.precision].cast_bytes
+    weights = cast * sum(out * inner for out, inner in shapes)
     if machine.backend.fused_casts:
         # the last product before the residual sum has an operand and a gradient without such a
         # kernel; weights are cast with the first microbatch
         out, inner = shapes[-1]
         weights /= execution.microbatches
-        forward = machine.memory_seconds(4.0 * tokens * inner + weights, count + 1)
-        return forward, machine.memory_seconds(4.0 * tokens * out, 1)
-    inputs = sum(4.0 * tokens * inner for _, inner in shapes)
+        forward = machine.memory_seconds(cast * tokens * inner + weights, count + 1)
+        return forward, machine.memory_seconds(cast * tokens * out, 1)
+    inputs = cast * sum(tokens * inner for _, inner in shapes)
+    gradients = cast * sum(tokens * out for out, _ in shapes)
     return (
         machine.memory_seconds(inputs + weights, 2 * count),
         machine.memory_seconds(gradients, count),
     )
-
-
-def products_of(model: Transformer, machine: Machine) -> GemmModel:
-    """Return the costs of the products of linear layers in the precision of a model."""
-    return machine.linear_f8 if model.precision == "f8" else machine.gemms
 
 
 def accumulation_seconds(elements: float, execution: Execution, machine: Machine) -> float:

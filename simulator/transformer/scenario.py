@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt, model_validator
 
@@ -20,9 +20,9 @@ from simulator.transformer.layer_kinds import (
     Mixer,
     Mlp,
 )
+from simulator.transformer.precision import Precision
 
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["bf16", "f16", "f8"]
 ComposedOperation = Literal["norm", "rotary", "activation", "softmax"]
 Attention = Literal["naive"] | FusedAttentionKind
 
@@ -48,8 +48,9 @@ class Transformer(Description):
         dropout: whether attention and the residual stream have dropout.
         attention: "naive" writes the scores to memory; "flash1", "flash" (in Triton) the faster
             "flash2", and "cudnn" do not, and skip the masked half.
-        precision: type of the matrix products; with "f8" only linear layers have 8 bits, the rest
-            bf16.
+        precision: type of the products of linear layers: "bf16", "f16", "f8" (a scale per tensor),
+            "f8-block" (a scale per block), "mxfp8", "nvfp4" or "mxfp4"; with 8 or 4 bits, all else
+            is bf16.
         window: tokens that a query attends to in layers with a sliding window; by default no layer
             has one.
         full_attention_every: a layer in so many, the last of each group, attends to all tokens
@@ -171,6 +172,11 @@ class Transformer(Description):
         """The number of layers of each kind."""
         return Counter(self.kinds)
 
+    @cached_property
+    def known_divisions(self) -> dict[Any, Any]:
+        """Layers by device as `simulator.transformer.stages` found them, by what decides them."""
+        return {}
+
     @property
     def key_heads(self) -> int:
         """Heads of keys and values."""
@@ -225,6 +231,15 @@ class Transformer(Description):
 
     def elements(self, kind: LayerKind) -> "Elements":
         """Return the elements of the parameters of a layer."""
+        if kind not in self._known_elements:
+            self._known_elements[kind] = self._count(kind)
+        return self._known_elements[kind]
+
+    @cached_property
+    def _known_elements(self) -> "dict[LayerKind, Elements]":
+        return {}
+
+    def _count(self, kind: LayerKind) -> "Elements":
         matrices, vectors = self._mixer_elements(kind.mixer)
         match kind.mlp:
             case "dense":
@@ -396,9 +411,12 @@ class Execution(Description):
         tensor: degree of tensor parallelism; devices are numbered along tensor (innermost),
             context, data, pipeline.
         context: degree of context parallelism, which divides sequences.
-        context_exchange: how attention sees complete sequences: "all_to_all" exchanges heads for
-            tokens around it (Jacobs et al., arXiv 2309.14509), "ring" passes keys and values from
-            device to device during it (Liu et al., arXiv 2310.01889).
+        context_exchange: how attention gets complete sequences: "all_to_all" exchanges heads for
+            tokens around it (Jacobs et al., arXiv 2309.14509), "ring" passes keys and values on
+            while it computes (Liu et al., arXiv 2310.01889), "all_gather" gathers them before it.
+        balanced_context: whether each device has an early and a late part of the sequence, so that
+            the causal mask leaves all devices equal work; without, the last device has most.
+            Exchanged heads need no balance.
         data: degree of data parallelism.
         pipeline: degree of pipeline parallelism.
         expert: degree of expert parallelism: devices over which the experts of a layer are divided.
@@ -450,7 +468,8 @@ class Execution(Description):
 
     tensor: PositiveInt = 1
     context: PositiveInt = 1
-    context_exchange: Literal["all_to_all", "ring"] = "all_to_all"
+    context_exchange: Literal["all_to_all", "ring", "all_gather"] = "all_to_all"
+    balanced_context: bool = True
     data: PositiveInt = 1
     pipeline: PositiveInt = 1
     expert: PositiveInt = 1
@@ -563,8 +582,9 @@ class Execution(Description):
                 f"which is {model.seq}"
             )
         self._check_experts(model)
-        heads_by = self.tensor * (1 if self.context_exchange == "ring" else self.context)
-        if model.seq % self.context or model.heads % heads_by:
+        exchanges_heads = self.context_exchange == "all_to_all"
+        divided_heads = self.tensor * (self.context if exchanges_heads else 1)
+        if model.seq % self.context or model.heads % divided_heads:
             raise ValueError(
                 f"context: given {self.context}, expected a divisor of seq, which is {model.seq}, "
                 f"that together with tensor divides heads, which is {model.heads}"

@@ -1,5 +1,6 @@
 """The division of layers over the devices of a pipeline."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -66,29 +67,54 @@ def stage_sizes(layers: int, execution: Execution) -> Sequence[int]:
     return sizes
 
 
-def device_layers(model: Transformer, execution: Execution) -> list[DeviceLayers]:
-    """Return the layers of each device of a pipeline; device d has stages d, d + pipeline, ..."""
-    sizes = stage_sizes(model.layers, execution)
-    pipeline = execution.pipeline
-    last = pipeline - 1
-    kinds = model.kinds
-    only = kinds[0] if len(model.kind_counts) == 1 else None
+def device_layers(model: Transformer, execution: Execution) -> tuple[DeviceLayers, ...]:
+    """Return the layers of each device of a pipeline; device d has stages d, d + pipeline, ...
+
+    Raises:
+        ValueError: layers don't divide as `stage_sizes` says.
+    """
+    key = (
+        execution.pipeline,
+        execution.interleave,
+        execution.stage_layers,
+        execution.embedding_as_layer,
+        execution.loss_as_layer,
+    )
+    if key not in model.known_divisions:
+        model.known_divisions[key] = _divided(
+            model.kinds, model.prediction_layers, execution.pipeline, execution
+        )
+    return model.known_divisions[key]
+
+
+def _divided(
+    kinds: Sequence[LayerKind], predictions: int, pipeline: int, execution: Execution
+) -> tuple[DeviceLayers, ...]:
+    """Return the layers of each device.
+
+    Args:
+        kinds: kinds of all layers; those that predict further tokens are the last.
+        predictions: layers that predict further tokens, all of them on the last device.
+        pipeline: number of devices.
+        execution: the execution.
+    """
+    layers = len(kinds) - predictions
+    sizes = stage_sizes(layers, execution)
     ends = list(accumulate(sizes))
-    devices: list[DeviceLayers] = []
+    devices = []
     for device in range(pipeline):
-        predictions = model.prediction_layers if device == last else 0
-        stages = range(device, len(sizes), pipeline)
-        if only is not None:
-            counts = {only: sum(sizes[stage] for stage in stages) + predictions}
-        else:
-            counts: dict[LayerKind, int] = {}
-            places = [
-                kinds[place]
-                for stage in stages
-                for place in range(ends[stage] - sizes[stage], ends[stage])
-            ]
-            for kind in (*places, *kinds[len(kinds) - predictions :]):
-                counts[kind] = counts.get(kind, 0) + 1
-        losses = 1 + predictions if device == last else 0
-        devices.append(DeviceLayers(tuple(counts.items()), device == 0, losses, predictions))
-    return devices
+        counts: Counter[LayerKind] = Counter()
+        for stage in range(device, len(sizes), pipeline):
+            counts.update(kinds[ends[stage] - sizes[stage] : ends[stage]])
+        last = device == pipeline - 1
+        if last:
+            counts.update(kinds[layers:])
+        devices.append(
+            DeviceLayers(
+                tuple(counts.items()),
+                embedding=device == 0,
+                losses=1 + predictions if last else 0,
+                predictions=predictions if last else 0,
+            )
+        )
+    return tuple(devices)

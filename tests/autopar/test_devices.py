@@ -28,6 +28,8 @@ def test_virtual_devices_are_of_one_machine_however_many(count: int) -> None:
         ("NVIDIA H200", "dgx_h200"),
         ("NVIDIA B200", "dgx_b200"),
         ("NVIDIA GB200", "gb200_nvl72"),
+        ("NVIDIA B300", "dgx_b300"),
+        ("NVIDIA GB300", "gb300_nvl72"),
     ],
 )
 def test_gpus_are_recognised_by_their_kind(kind: str, name: str) -> None:

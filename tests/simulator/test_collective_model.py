@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve, fit_switch
 from simulator.calibration.measured_samples import DATA, measured_collectives
 from simulator.costs.collective_model import CollectiveModel
-from simulator.hardware.cluster import Cluster, ClusterError, Link
+from simulator.hardware.cluster import Cluster, Link
 from simulator.hardware.collective_profile import SizeCurve, SwitchCurve, sent_fraction
 from simulator.hardware.topology import Ring, find_routes, strided_ring
 from simulator.work import CollectiveKind
@@ -69,12 +69,29 @@ def test_groups_that_share_nics_divide_their_bandwidth() -> None:
     )
 
 
-def test_groups_that_do_not_fill_hosts_are_refused() -> None:
-    with pytest.raises(
-        ClusterError,
-        match="groups of 8 devices that are 3 apart don't fill hosts of 8 devices evenly",
-    ):
-        strided_ring(a100(3), 8, 3)
+@pytest.mark.parametrize(("size", "stride"), [(8, 3), (3, 1), (6, 4), (16, 3)])
+def test_groups_that_do_not_fill_hosts_take_as_long_as_the_slowest(size: int, stride: int) -> None:
+    cluster = a100(12)
+    span = size * stride
+    groups = tuple(
+        tuple(range(start + offset, start + offset + span, stride))
+        for start in range(0, cluster.num_devices - span + 1, span)
+        for offset in range(stride)
+    )
+    network = CollectiveModel(cluster)
+    slowest = network.collective_seconds(
+        "all_gather", 1e9, find_routes(cluster, "all_gather", groups)
+    )
+    ring = strided_ring(cluster, size, stride)
+    assert network.seconds("all_gather", 1e9, ring) == pytest.approx(slowest, rel=1e-2)
+
+
+def test_a_group_of_64_in_domains_of_72_has_the_nics_of_its_smaller_part() -> None:
+    rack = Cluster.load("gb200_nvl72").with_size(4)
+    # devices 64 to 127: eight in the first rack
+    assert strided_ring(rack, 64, 1) == Ring(64, 2, 56, 8.0)
+    assert strided_ring(rack, 72, 1).hosts == 1
+    assert strided_ring(rack, 8, 1).hosts == 1
 
 
 def test_a_collective_in_one_host_does_not_depend_on_other_hosts() -> None:

@@ -12,6 +12,7 @@ from simulator.transformer import EAGER, Execution, Machine, Transformer, memory
 from simulator.transformer.experts import Routing, dispatch_seconds
 from simulator.transformer.layer import layer_passes
 from simulator.transformer.layer_kinds import LayerKind
+from simulator.transformer.precision import RECIPES
 from simulator.transformer.scenario_files import Scenario
 from simulator.transformer.stages import device_layers, stage_sizes
 from simulator.transformer.training_memory import device_parameters
@@ -331,3 +332,86 @@ def test_layers_that_predict_further_tokens_are_on_the_last_device() -> None:
     machine = h100(8)
     plan = Execution(pipeline=2, global_batch=2)
     assert predict(model, plan, machine).seconds > predict(MOE, plan, machine).seconds
+
+
+@pytest.mark.parametrize("precision", ["f8", "f8-block", "mxfp8", "nvfp4", "mxfp4"])
+def test_fewer_bits_are_faster_and_only_in_linear_layers(precision: str) -> None:
+    machine = Machine(Cluster.load("dgx_b300"), EAGER)
+    plan = Execution(global_batch=4, microbatch=4)
+    few, sixteen = (
+        layer_passes(MOE.model_copy(update={"precision": bits}), plan, machine, LayerKind())
+        for bits in (precision, "bf16")
+    )
+    assert few.forward.compute < sixteen.forward.compute
+    assert few.forward.kernels == sixteen.forward.kernels
+    assert few.forward.flops == sixteen.forward.flops
+
+
+def test_four_bits_need_products_of_four_bits() -> None:
+    model = MOE.model_copy(update={"precision": "nvfp4"})
+    with pytest.raises(ValueError, match=r"precision nvfp4: .* has no f4e2m1fn among its peaks"):
+        predict(model, Execution(global_batch=1), h100(8))
+    assert RECIPES["nvfp4"].cast_bytes == 2 * 2 + 2 * (0.5 + 1 / 16)
+
+
+LONG = MOE.model_copy(update={"experts": None, "seq": 65536, "kv_heads": 4})
+
+
+def context(exchange: str, **fields: object) -> Execution:
+    return Execution.model_validate(
+        {"context": 8, "global_batch": 1, "context_exchange": exchange, **fields}
+    )
+
+
+def test_a_ring_needs_no_heads_to_divide() -> None:
+    few = LONG.model_copy(update={"heads": 4})
+    with pytest.raises(ValueError, match="that together with tensor divides heads"):
+        context("all_to_all").check(few)
+    context("ring").check(few)
+
+
+def test_grouped_heads_shorten_the_exchange_of_keys_and_values() -> None:
+    machine = h100(8)
+    many = LONG.model_copy(update={"kv_heads": 16})
+    for exchange in ("ring", "all_gather"):
+        few_heads, many_heads = (
+            predict(model, context(exchange), machine).communication["tensor"]
+            for model in (LONG, many)
+        )
+        assert few_heads < 0.5 * many_heads
+    assert (
+        predict(LONG, context("ring"), machine).exposed["tensor"]
+        < (predict(LONG, context("all_gather"), machine).exposed["tensor"])
+    )
+
+
+def test_an_unbalanced_causal_mask_makes_the_last_device_slowest() -> None:
+    # The last of c devices has all keys for each of its queries: 2 c / (c + 1) times the mean.
+    machine = h100(8)
+    even, uneven = (
+        layer_passes(LONG, context("ring", balanced_context=balanced), machine).forward.flops
+        for balanced in (True, False)
+    )
+    whole = layer_passes(LONG, Execution(global_batch=1), machine).forward.flops
+    core = 4.0 * 65536**2 * 2048
+    assert even == pytest.approx(whole / 8)
+    assert uneven - even == pytest.approx(core / 8 * (16 / 9 - 1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dgx_b300",
+        "gb300_nvl72",
+        "p6-b200.48xlarge",
+        "grand_teton_roce",
+        "h100_pcie_8",
+        "gh200_quad",
+        "a800_roce",
+    ],
+)
+def test_a_small_model_is_predicted_on_each_kind_of_cluster(name: str) -> None:
+    cluster = Cluster.load(name).with_size(2)
+    plan = Execution(data=cluster.num_devices, global_batch=cluster.num_devices, zero=1)
+    prediction = predict(MOE, plan, Machine(cluster))
+    assert 0.01 < prediction.mfu < 0.8
