@@ -14,6 +14,9 @@ from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution, Transformer
 from simulator.transformer.what_if import READ_BY_PROGRAMS, READ_BY_SCENARIOS, Change, changed
 
+EXAMPLES = Path(__file__).parent / "examples"
+"""Folder of the shipped scenarios."""
+
 
 class Scenario(Description):
     """A model and its execution.

@@ -59,7 +59,8 @@ def stage_sizes(layers: int, execution: Execution) -> Sequence[int]:
         sizes[stage] += 1
     sizes[0] -= embedding
     sizes[-1] -= loss
-    if layers < stages or min(sizes) < 0:
+    ends_may_be_empty = sizes[1:-1] if embedding and loss else sizes
+    if min(sizes) < 0 or 0 in ends_may_be_empty:
         raise ValueError(
             f"{layers} layers are too few for {stages} stages (pipeline * interleave); expected at "
             "least one for each"

@@ -22,6 +22,7 @@ from simulator.transformer import (
     Transformer,
     predict,
 )
+from simulator.validation.step_models import expert_execution, expert_model, has_experts
 from simulator.validation.step_notes import Notes, notes_of
 from simulator.validation.step_rows import StepRow, StepRowError
 
@@ -119,17 +120,19 @@ _CLUSTERS = {
     "A100": "dgx_a100_80",
     "A100-80GB": "dgx_a100_80",
     "A100-40GB": "dgx_a100_40",
-    "A800": "dgx_a100_80",
+    "A800": "a800_roce",
     "H100": "dgx_h100",
     "H200": "dgx_h200",
     "B200": "dgx_b200",
     "GB200": "gb200_nvl72",
+    "GB300": "gb300_nvl72",
+    "B300": "dgx_b300",
     "V100-16GB": "p3.16xlarge",
 }
 """Shipped clusters by the name of the GPU."""
 
 _PRECISIONS = {"bf16": "bf16", "fp16": "f16", "f16": "f16", "fp8": "f8", "fp8 hybrid": "f8"}
-_PRECISIONS |= {"mxfp8": "f8", "": "bf16"}
+_PRECISIONS |= {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "": "bf16"}
 
 _KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "torch": ("naive", ("softmax", "norm")),
@@ -147,10 +150,6 @@ _OTHER_ARCHITECTURES = {
     re.compile(r"^(t5|ul2)"): "an encoder and a decoder",
     re.compile(r"^vit"): "images as inputs",
 }
-_EXPERTS = re.compile(
-    r"mixtral|grok|deepseek|kimi|gpt-oss|gpt_oss|nemotron.?3|-a\d+b|\d+x\d+b|moe|dbrx"
-)
-
 _LINE_RATE = 0.967
 """Part of the line rate of a NIC that rings reach, as on the shipped clusters."""
 
@@ -170,6 +169,9 @@ def scenario_of(row: StepRow) -> StepScenario:
     model = _model(row, notes, software)
     machine = _machine(row, notes, software)
     fields = _execution_fields(row, notes, software)
+    fields |= _uneven_stages(row, model)
+    if model.experts is not None:
+        fields |= expert_execution(row)
     if row.micro_batch is not None:
         micros: Iterable[int] = (row.micro_batch,)
     else:
@@ -192,10 +194,10 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
     for pattern, what in _OTHER_ARCHITECTURES.items():
         if pattern.search(name):
             raise StepRowError(f"column model: {what}; scenarios describe decoders")
-    if notes.experts or row.ep > 1 or _EXPERTS.search(name):
-        raise StepRowError("column model: mixtures of experts are not expressed yet")
     if notes.adapters:
         raise StepRowError("column framework: steps of adapters (LoRA) are not expressed yet")
+    if notes.experts or has_experts(row):
+        return expert_model(row, _look_up(row, "precision", _PRECISIONS))
     hidden, heads = row.required("hidden"), row.required("heads")
     gpt = _GPT.match(name) is not None
     fields = {
@@ -242,6 +244,16 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
     }
 
 
+def _uneven_stages(row: StepRow, model: Transformer) -> dict[str, Any]:
+    """Return the fields of pipelines in which embedding and loss count as layers.
+
+    NVIDIA's recipes do so where the layers don't divide otherwise (Llama 3.1 405B, Qwen3 235B).
+    """
+    stages = row.pp * (row.vp if row.pp > 1 else 1)
+    counted = model.layers % stages > 0 and (model.layers + 2) % stages == 0
+    return {"embedding_as_layer": counted, "loss_as_layer": counted}
+
+
 def _look_up(row: StepRow, column: str, entries: Mapping[str, Any]) -> Any:
     given = getattr(row, column)
     value = entries.get(given, entries.get(given.lower()))
@@ -267,7 +279,10 @@ def _cached_machine(
 ) -> Machine:
     """Return complete hosts of a shipped cluster, with other NICs where the notes say so."""
     cluster = Cluster.load(name)
-    cluster = cluster.with_size(-(-devices // cluster.devices_per_host))
+    local = cluster.devices_per_host
+    if local == 72 and devices > local:
+        local = 64  # as jobs of more than a rack use it
+    cluster = cluster.with_size(-(-devices // local), local)
     if nics is not None and cluster.inter_host is not None:
         update: dict[str, Any] = {"nics_per_host": nics}
         if nic_gbit is not None:

@@ -1,0 +1,138 @@
+"""Models with experts among measured steps: their sizes, and what frameworks do with them.
+
+The sizes are those of the shipped scenarios; a row's own columns take precedence.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from simulator.hardware.description import validate
+from simulator.transformer import Transformer
+from simulator.transformer.scenario_files import EXAMPLES, Scenario
+from simulator.validation.step_rows import StepRow, StepRowError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A public model with experts.
+
+    Attributes:
+        name: expression that its names match, in lower case.
+        example: name of the shipped scenario.
+        model: fields of `Transformer` that differ from the scenario's.
+    """
+
+    name: re.Pattern[str]
+    example: str
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = (
+    Family(re.compile(r"deepseek.?v3"), "deepseek_v3"),
+    Family(re.compile(r"kimi.?k2"), "kimi_k2"),
+    Family(re.compile(r"qwen3.?30b"), "qwen3_30b_a3b"),
+    Family(re.compile(r"qwen3.?235b"), "qwen3_235b_a22b"),
+    Family(re.compile(r"gpt.?oss.?120b"), "gpt_oss_120b"),
+    Family(
+        re.compile(r"gpt.?oss.?20b"),
+        "gpt_oss_120b",
+        {"layers": 24, "experts": {"count": 32, "top_k": 4, "ffn": 2880}},
+    ),
+    Family(re.compile(r"mixtral.?8x7b"), "mixtral_8x7b"),
+    Family(
+        re.compile(r"mixtral.?8x22b"),
+        "mixtral_8x7b",
+        {
+            "layers": 56,
+            "hidden": 6144,
+            "heads": 48,
+            "ffn": 16384,
+            "vocab": 32768,
+            "experts": {"count": 8, "top_k": 2, "ffn": 16384},
+        },
+    ),
+    Family(re.compile(r"grok"), "grok1_314b"),
+    Family(re.compile(r"nemotron.?3.?nano"), "nemotron_3_nano"),
+    Family(re.compile(r"nemotron.?3.?super"), "nemotron_3_super"),
+    Family(re.compile(r"nemotron.?3.?ultra"), "nemotron_3_ultra"),
+)
+
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "seq", "vocab")
+"""Columns that take precedence over the sizes of the scenario."""
+
+
+def has_experts(row: StepRow) -> bool:
+    """Return whether a row is of a model with experts that is known, or has expert parallelism."""
+    return row.ep > 1 or _family(row) is not None
+
+
+def expert_model(row: StepRow, precision: str) -> Transformer:
+    """Return the model of a row with experts.
+
+    Benchmarks of these tables force an even balance of experts, or have a capacity.
+
+    Raises:
+        StepRowError: the model is unknown.
+    """
+    family = _family(row)
+    if family is None:
+        known = ", ".join(sorted({entry.example for entry in FAMILIES}))
+        raise StepRowError(
+            f"column model: given {row.model!r} with experts; sizes of experts are known of {known}"
+        )
+    sizes = dict(family.model)
+    base = _example(family.example)
+    experts = {**base.experts_section.fields(), "imbalance": 1.0, **sizes.pop("experts", {})}
+    given = {name: getattr(row, name) for name in _SIZES if getattr(row, name) is not None}
+    if base.pattern is not None:
+        given.pop("layers", None)
+    if base.latent_attention is not None:
+        given.pop("kv_heads", None)
+    if row.layers is not None and row.layers <= experts["first_dense"]:
+        experts["first_dense"] = 0
+    fields = base.fields() | sizes | given | {"experts": experts, "precision": precision}
+    if not _trains_further_tokens(row):
+        fields["prediction_layers"] = 0
+    return validate(Transformer, fields, "model")
+
+
+def expert_execution(row: StepRow) -> dict[str, Any]:
+    """Return the fields of the execution that experts add.
+
+    Megatron-Bridge's scripts/performance/configs name the dispatcher of each model and GPU: DeepEP
+    or HybridEP, but all_to_all for Qwen3 235B on HGX systems. Experts are whole on a device there;
+    NeMo 2.0 divides them as it divides attention.
+    """
+    devices = row.tp * row.cp * (row.dp or 1)
+    if row.dp is None:
+        devices = row.gpus // row.pp
+    shards = row.tp
+    if row.framework.lower().startswith("megatron-bridge") or devices % (row.ep * row.tp):
+        shards = 1
+    hgx = row.gpu in ("H100", "H200", "B200", "B300")
+    exchanged = "all_to_all" if hgx and "235b" in row.model.lower() else "deduplicated"
+    if row.framework.lower().startswith("nemo/") or row.framework.startswith("NeMo 2"):
+        exchanged = "all_to_all"
+    return {
+        "expert": row.ep,
+        "expert_tensor": shards,
+        "dispatch": exchanged,
+        "sequence_parallel": row.tp > 1,
+    }
+
+
+def _trains_further_tokens(row: StepRow) -> bool:
+    return row.framework.lower().startswith("megatron-bridge")
+
+
+def _family(row: StepRow) -> Family | None:
+    name = row.model.lower()
+    return next((family for family in FAMILIES if family.name.search(name)), None)
+
+
+@cache
+def _example(name: str) -> Transformer:
+    return Scenario.load(EXAMPLES / f"{name}.yaml").model
