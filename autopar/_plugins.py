@@ -142,8 +142,8 @@ def _compiler() -> object:
     if missing := [wheel for module, wheel in _NEEDED.items() if not _installed(module)]:
         raise ImportError(
             f"compiling for absent GPUs needs {' and '.join(missing)}, not installed;"
-            " pip install 'autopar[compile]' (Linux only), or predict with fidelity='analytic',"
-            " which compiles nothing"
+            " pip install 'autopar[compile]' (Linux only), or predict without --compiled or with"
+            " fidelity='analytic', which compiles nothing"
         )
     # a real "cuda" backend keeps its name
     library = Path(_plugin().__file__ or "").with_name("xla_cuda_plugin.so")

@@ -1,6 +1,7 @@
 """The architecture: layers of packages, unique names of modules, public names, documentation."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -128,15 +129,26 @@ def test_module_names_are_unique():
     assert {name for name, count in names.items() if count > 1} == {"__init__", "__main__"}
 
 
-def test_class_names_of_experiments_are_unique():
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_class_names_are_unique_within_a_package(package):
     names = Counter(
         node.name
         for path in FILES
-        if path.relative_to(ROOT).parts[0] == "experiments" and path.parent.name != "tutorials"
+        if path.relative_to(ROOT).parts[0] == package and path.parent.name != "tutorials"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_layout_page_has_every_package_and_only_files_that_exist():
+    page = (ROOT / "docs" / "developing" / "layout.md").read_text()
+    parents = {path.parent for path in FILES if path.relative_to(ROOT).parts[0] != "experiments"}
+    packages = {path.name for path in parents if path.parent.parent == ROOT}
+    assert {name for name in packages if f"`{name}`" not in page} == set()
+    files = [path.as_posix() for path in (*FILES, Path(__file__))]
+    names = re.findall(r"`([\w/]+\.py)`", page)
+    assert [name for name in names if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
 PUBLIC = {

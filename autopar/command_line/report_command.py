@@ -142,6 +142,8 @@ def _alternatives(step: UserStep, report: PlanReport, fidelity: Fidelity) -> Ite
         )
         for name, prediction in predictions.items():
             remark = f"{fidelity} prediction on {prediction.devices} devices"
+            if micro_batches is not None:
+                remark += f" with {micro_batches} microbatch(es)"
             yield Alternative(name, prediction.seconds, prediction.memory.total, remark)
         for name, reason in reasons.items():
             yield Alternative(name, None, None, f"no plan: {reason}")

@@ -152,7 +152,7 @@ def trace_model(
     """
     with assume_cudnn():
         jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(params, *args)
-    builder = _Builder(root)
+    builder = _ModelGraphBuilder(root)
     invars = [Var(var.aval) for var in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars, "", ())
     leaves, in_tree = jax.tree.flatten_with_path((params, *args))
@@ -191,7 +191,7 @@ def trace_in_scope(
     avals = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in inputs]
     with assume_cudnn():
         jaxpr = jax.make_jaxpr(lambda *values: list(map(copy_p.bind, fun(*values))))(*avals)
-    builder = _Builder(None, taken)
+    builder = _ModelGraphBuilder(None, taken)
     outvars = builder.inline(jaxpr, inputs, path, ())
     return builder.nodes, outvars, builder.constants
 
@@ -201,7 +201,7 @@ def _arg_path(path: Any) -> str:
     return f"arg{path[0].idx - 1}/{inner}".removesuffix("/")
 
 
-class _Builder:
+class _ModelGraphBuilder:
     def __init__(self, root: str | None, taken: Sequence[str] = ()) -> None:
         self.root = root
         self.nodes: list[Node] = []

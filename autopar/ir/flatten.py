@@ -57,7 +57,7 @@ def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr
         keeps_remat: whether a differentiated `jax.checkpoint` recomputes. Otherwise it gets no
             barrier outside of loops, so its equations merge with those of the forward pass.
     """
-    builder = _Builder(loops, keeps_remat)
+    builder = _FlatJaxprBuilder(loops, keeps_remat)
     invars = [Var(v.aval) for v in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars)
     eqns = [eqn for _, eqn in needed(enumerate(builder.eqns), outvars)]
@@ -71,7 +71,7 @@ def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr
     )
 
 
-class _Builder:
+class _FlatJaxprBuilder:
     def __init__(self, loops: bool, keeps_remat: bool) -> None:
         self.eqns: list[JaxprEqn] = []
         self._keeps_remat = keeps_remat

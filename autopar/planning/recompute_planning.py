@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
-from autopar.recompute.recompute_candidates import Candidates, candidates
+from autopar.recompute.recompute_candidates import RecomputeCandidates, candidates
 from autopar.recompute.recompute_ilp import cheapest_recomputation, least_memory
 from autopar.recompute.rewriting import recompute
 from autopar.sharding.mesh_costs import MeshCosts
@@ -61,7 +61,7 @@ def shard_recomputing(
         MemoryBudgetError: Nothing that was tried fits.
         MissingRuleError, ShardingError, InfeasibleError, TimeoutError: See `plan_shardings`.
     """
-    search = _Search(step, mesh, model, options, budget)
+    search = _RecomputeSearch(step, mesh, model, options, budget)
     free = search.sharded(step, math.inf)
     if free.peak_bytes <= budget:
         return Recomputing(frozenset(), step, free)
@@ -76,7 +76,7 @@ def shard_recomputing(
     return best
 
 
-class _Search:
+class _RecomputeSearch:
     """The state of a search; see `shard_recomputing` for the arguments.
 
     Attributes:
@@ -156,7 +156,7 @@ class _Search:
             else:
                 return
 
-    def candidates(self, shardings: Shardings) -> Candidates | None:
+    def candidates(self, shardings: Shardings) -> RecomputeCandidates | None:
         """Return the recomputation problem of the traced step under known shardings.
 
         None if they exclude one another in the traced step.

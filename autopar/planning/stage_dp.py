@@ -44,7 +44,7 @@ def construct_stages(problem: StageProblem, limit: float = np.inf) -> StageSolut
     table = CostTable(problem)
     best: _Suffix | None = None
     for in_flight, totals in _memory_profiles(problem):
-        best = _Search(table, in_flight, totals, best.seconds if best else limit).run() or best
+        best = _StageSearch(table, in_flight, totals, best.seconds if best else limit).run() or best
     if best is None:
         pools = ", ".join(
             f"{pool.hosts} x {pool.devices_per_host} devices" for pool in problem.pools
@@ -127,7 +127,7 @@ class _Suffix:
             yield from self.after.stages()
 
 
-class _Search:
+class _StageSearch:
     """A best-first search for stages, for one profile of microbatches in flight."""
 
     def __init__(

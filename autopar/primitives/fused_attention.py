@@ -30,7 +30,7 @@ _HEADS_FIRST = 1  # the value of `layout` for arrays (batch, heads, length, size
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class _OperandSizes:
     """Sizes of an array of queries, keys or values, or of its shard."""
 
     batch: int
@@ -39,7 +39,7 @@ class _Sizes:
     size: int
 
     @classmethod
-    def of(cls, eqn: JaxprEqn, shape: Sequence[int]) -> "_Sizes":
+    def of(cls, eqn: JaxprEqn, shape: Sequence[int]) -> "_OperandSizes":
         batch, length, heads, size = _in_layout(eqn, shape)
         return cls(batch, length, heads, size)
 
@@ -55,7 +55,7 @@ def _in_layout[T](eqn: JaxprEqn, dims: Sequence[T]) -> tuple[T, T, T, T]:
 def _factors(eqn: JaxprEqn) -> OpFactors:
     """Share the batch, the heads of keys, and the queries where they are independent."""
     shapes = [shape_of(atom) for atom in eqn.invars]
-    query, key, value = (_Sizes.of(eqn, shape) for shape in shapes[:3])
+    query, key, value = (_OperandSizes.of(eqn, shape) for shape in shapes[:3])
     bias = shapes[_BIAS]
     build = FactorBuilder()
     # Shards would draw the same random numbers, pages belong to any sequence, and the gradient of
@@ -104,7 +104,7 @@ def _factors(eqn: JaxprEqn) -> OpFactors:
 
 def _kernel(eqn: JaxprEqn, operands: Shapes, _: Shapes, moved_bytes: float) -> Kernel:
     """Return the kernel of the shards; padding counts in full, as lengths are values of a run."""
-    query, key, value = (_Sizes.of(eqn, shape) for shape in operands[:3])
+    query, key, value = (_OperandSizes.of(eqn, shape) for shape in operands[:3])
     backward = eqn.primitive.name == _BACKWARD
     is_causal = "CAUSAL" in eqn.params["mask_type"].name
     window = (eqn.params["sliding_window_length"] or key.length) if is_causal else 0
@@ -134,7 +134,7 @@ def check_capability(eqns: Iterable[JaxprEqn], device: Device) -> None:
         return
     for eqn in eqns:
         if eqn.primitive.name in RECORDS and present < (needed := _needed_capability(eqn)):
-            query = _Sizes.of(eqn, shape_of(eqn.invars[0]))
+            query = _OperandSizes.of(eqn, shape_of(eqn.invars[0]))
             raise ClusterError(
                 f"{source_line(eqn)} calls cuDNN's fused attention with heads of {query.size}"
                 f" elements, which needs compute capability {needed[0]}.{needed[1]};"
@@ -143,7 +143,7 @@ def check_capability(eqns: Iterable[JaxprEqn], device: Device) -> None:
 
 
 def _needed_capability(eqn: JaxprEqn) -> tuple[int, int]:
-    query, _, value = (_Sizes.of(eqn, shape_of(atom)) for atom in eqn.invars[:3])
+    query, _, value = (_OperandSizes.of(eqn, shape_of(atom)) for atom in eqn.invars[:3])
     is_packed = len(shape_of(eqn.invars[6])) > 1
     return (9, 0) if query.size > 128 or query.size != value.size or is_packed else (8, 0)
 

@@ -42,7 +42,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidates:
+class RecomputeCandidates:
     """The recomputation problem of a sharded step.
 
     Attributes:
@@ -86,7 +86,7 @@ class Candidates:
 
 def candidates(
     memory: StepMemory, choice: Sequence[int], eqn_seconds: Sequence[float]
-) -> Candidates:
+) -> RecomputeCandidates:
     """Return the recomputation problem of a step under a choice of shardings.
 
     Args:
@@ -134,7 +134,7 @@ def candidates(
             value = replace(value, late=(uses.first_late[u], max(end for _, _, end in results[u])))
         values.append(value)
     problem = RecomputeProblem(values, np.maximum(base, 0.0))
-    return Candidates(problem, makers, recipes, nodes, found)
+    return RecomputeCandidates(problem, makers, recipes, nodes, found)
 
 
 def _nodes(

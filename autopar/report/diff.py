@@ -71,7 +71,7 @@ def _setting(a: Plan, b: Plan) -> Iterator[str]:
         "layers of stages": (_layers(a), _layers(b)),
         "microbatches": (a.num_micro_batches, b.num_micro_batches),
         "remat": (a.remat, b.remat),
-        "equations computed again": (len(a.recomputed), len(b.recomputed)),
+        "recomputed equations": (len(a.recomputed), len(b.recomputed)),
         "method": (a.method, b.method),
         "cluster": (a.cluster, b.cluster),
         "step": (a.step, b.step),
@@ -114,11 +114,12 @@ def _schedule(plan: Plan) -> str:
 
 
 def _layers(plan: Plan) -> str:
-    return "; ".join(
+    stages = (
         f"{ranges(stage.layers)} on devices {ranges(stage.devices)}"
         for stage in plan.stages
         if stage.layers
     )
+    return "; ".join(stages) or "whole step"
 
 
 def _classes(a: Plan, b: Plan) -> Iterator[str]:

@@ -56,7 +56,7 @@ def enumerate_decisions(
         MissingRuleError: an equation has no sharding rule.
         ShardingError: `options` can't be satisfied, e.g. the batch can't be sharded evenly.
     """
-    builder = _Builder(step, costs, options, deferred)
+    builder = _ProblemBuilder(step, costs, options, deferred)
     builder.add_inputs()
     eqns = step.jaxpr.eqns
     for number, eqn in enumerate(eqns):
@@ -66,7 +66,7 @@ def enumerate_decisions(
     return builder.decisions
 
 
-class _Builder:
+class _ProblemBuilder:
     """Adds inputs, equations and outputs of a step to its decisions.
 
     Attributes:

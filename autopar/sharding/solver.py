@@ -85,10 +85,10 @@ def solve(
         InfeasibleError: every choice has an infinite cost or violates a constraint.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    return _Search(problem, time_limit, tolerance, start, bound, allowed).run()
+    return _SelectionSearch(problem, time_limit, tolerance, start, bound, allowed).run()
 
 
-class _Search:
+class _SelectionSearch:
     """The state of a search: the best choice, and the lower bound of all others.
 
     Attributes:

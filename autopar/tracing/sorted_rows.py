@@ -85,7 +85,7 @@ class _Rows(NamedTuple):
     is_stacked: bool = False
 
 
-class _Sizes(NamedTuple):
+class _GroupSizes(NamedTuple):
     """What is known of the sizes of groups.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Unsorting:
         self.stacked: dict[Var, Known] = {}
         self.unmade: dict[Var, int] = {}
         self.even: dict[Var, frozenset[int]] = {}
-        self.sizes: dict[Var, _Sizes] = {}
+        self.sizes: dict[Var, _GroupSizes] = {}
         self.keys_of_sort: dict[int, Var] = {}
         self.keys = _keys_of_sorts(jaxpr)
         for var in jaxpr.invars:
@@ -347,7 +347,7 @@ class _Unsorting:
         group = keys if indices is None or table.is_column(table.domain) else indices
         shape = ShapedArray((prod(table.rows),), aval_of(group).dtype)
         column = self._compute(eqn, lambda x: x.reshape(-1), self._read(group), shape)
-        self.sizes[eqn.outvars[0]] = _Sizes(keys, column)
+        self.sizes[eqn.outvars[0]] = _GroupSizes(keys, column)
 
     def _add_plain(self, eqn: JaxprEqn) -> None:
         """Add any other equation, which may compute sorted rows one by one, or sum over them."""
@@ -495,7 +495,7 @@ class _Unsorting:
             shape = (length, *aval.shape) if stacks else aval.shape[1:]
             group = Var(ShapedArray(shape, aval.dtype))
             self._emit(eqn, invars=[sizes.group, token], outvars=[group])
-            self.sizes[out] = _Sizes(sizes.keys, group, stacks)
+            self.sizes[out] = _GroupSizes(sizes.keys, group, stacks)
 
 
 def _sort_of(table: RowTable) -> int:
