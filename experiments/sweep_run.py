@@ -74,7 +74,7 @@ class SweepRun:
         expected = self._expected_seconds()
         sweep_progress.begin(total, expected)
         done = total - len(expected)
-        up_to_date = f", {done} are up to date" if done else ""
+        up_to_date = f", {done} up to date" if done else ""
         how_to_stop = "Ctrl-C stops; the same command goes on."
         say(f"{len(expected)} cells to compute{up_to_date}. {how_to_stop}")
 
@@ -108,13 +108,18 @@ class SweepRun:
             ) from None
 
     def _stop(self, number: int, frame: object) -> None:
-        """End the jobs, and Snakemake, which waits for them."""
+        """End the jobs, and Snakemake, which waits for them.
+
+        A second signal kills the jobs that are left. `uv run` may send one, after the terminal.
+        """
         del number, frame
+        is_first = not self.stopped
         self.stopped = True
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                process.terminate()
-        raise KeyboardInterrupt
+                process.terminate() if is_first else process.kill()
+        if is_first:
+            raise KeyboardInterrupt
 
     def _expected_seconds(self) -> dict[str, float]:
         """Return by how many seconds each cell to compute is expected to delay the end."""

@@ -1,5 +1,6 @@
 """The subcommand `new`, which writes a step to start from."""
 
+from os.path import exists
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ def new(
     """Write a training step that plans as it is, as a template for your own."""
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise typer.BadParameter(f"{path}: expected the name of a Python module, e.g. my_step.py")
-    if path.exists() and not force:
+    if exists(path) and not force:
         raise typer.BadParameter(f"{path} exists; choose another name, or replace it with --force")
     with usage_errors():
         check_writable(path)

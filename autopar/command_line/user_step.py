@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from os.path import isfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -206,7 +207,7 @@ def _module(name: str) -> ModuleType:
     """Import a module by its name, or from its path, and return it."""
     path = Path(name)
     from_path = path.suffix == ".py"
-    if from_path and not path.is_file():
+    if from_path and not isfile(path):
         raise typer.BadParameter(f"{name}: there is no such file; expected {_EXAMPLE}")
     folder = str(path.absolute().parent if from_path else Path.cwd())
     if folder not in sys.path:

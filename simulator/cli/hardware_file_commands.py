@@ -55,6 +55,8 @@ def fit_profiles(
             )
         _fit_shipped_profiles(as_json)
         return
+    if not measurements.name:  # "" and "/"
+        raise typer.BadParameter(f"{measurements}: is a folder; expected a .csv file")
     output = output or measurements.with_suffix(".yaml")
     with usage_errors():
         check_writable(output)

@@ -1,6 +1,7 @@
 """The subcommand `validate`: predictions beside published measurements."""
 
 from collections.abc import Iterable, Sequence
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Annotated
 
@@ -77,10 +78,10 @@ def validate(
     with usage_errors():
         chosen = _selected_sets(sets or [], data, [name for name in by.split(",") if name])
         if output is not None:
-            if output.exists() and not output.is_dir():
+            if exists(output) and not isdir(output):
                 raise ValueError(f"{output}: can't be written (it is a file); expected a folder")
             pyplot()  # raises here, not after the comparisons, if figures cannot be drawn
-    own_file = data is not None and data.is_file()
+    own_file = data is not None and isfile(data)
     comparisons, notes = _compare(chosen, None if own_file else data, as_json)
     if as_json:
         print_json(comparisons_json(comparisons))
@@ -109,7 +110,7 @@ def _selected_sets(
     Raises:
         ValueError: there is no such set, no such folder, or no such column.
     """
-    if data is not None and data.is_file():
+    if data is not None and isfile(data):
         if names:
             raise ValueError(f"{names[0]!r}: {data} is a file, whose rows are all compared")
         own = list(sets_of_file(data, by))
@@ -125,7 +126,7 @@ def _selected_sets(
     if data is None:
         return selected
     files = dict.fromkeys(f"{name}.csv" for published in selected for name in published.files)
-    if not data.is_dir():
+    if not isdir(data):
         raise ValueError(
             f"{data}: is neither a file nor a folder; expected a CSV file of steps, or a folder"
             f" with some of {', '.join(files)}"

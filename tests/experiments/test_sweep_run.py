@@ -142,9 +142,7 @@ def test_a_run_starts_with_what_it_has_to_compute(
     run.start()
     run.succeed()
     first, last = capsys.readouterr().out.splitlines()
-    assert first == (
-        "2 cells to compute, 1 are up to date. Ctrl-C stops; the same command goes on."
-    )
+    assert first == ("2 cells to compute, 1 up to date. Ctrl-C stops; the same command goes on.")
     assert last.startswith("Done in 0.0 min. Tables are in results/tables")
     assert (
         '"simulated/dgx/mlp-s/1/shard": 15.0' in (tmp_path / "results/progress.jsonl").read_text()
@@ -178,3 +176,16 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     first.succeed()
     second.start()
     second.fail()
+
+
+def test_a_second_signal_of_a_stopped_run_raises_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = SweepRun(workflow(), SWEEP, {})
+    run.start()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    run.fail()
+    signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Stopped.")
