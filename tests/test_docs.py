@@ -5,6 +5,7 @@ block claims some of the lines that the Python block or the commands before it p
 `...` stands for anything, and runs of spaces and of table borders count as one space.
 """
 
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 from autopar.command_line import app
 from simulator.cli.error_lines import NO
+from simulator.hardware.heterogeneous import load_cluster
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -125,6 +127,28 @@ def test_the_commands_of_a_page_run_in_order(
             assert result.exit_code in (0, NO), f"{command}: {result.output}"
             printed += map(words, result.output.splitlines())
     assert missing(claims(page, "sh"), printed) == [], "\n".join(printed)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=name(page)) for page in PAGES if blocks(page, "yaml")]
+)
+def test_a_yaml_block_is_a_cluster(page: Path, tmp_path: Path) -> None:
+    for text in blocks(page, "yaml"):
+        path = tmp_path / "ours.yaml"
+        path.write_text(text)
+        assert load_cluster(path).name == "ours"
+
+
+def test_the_table_of_measured_steps_is_predicted_and_a_bad_row_is_named(tmp_path: Path) -> None:
+    page = ROOT / "docs/reference/measured-steps.md"
+    (table,) = blocks(page, "csv")
+    _, row = table.splitlines()
+    path = tmp_path / "steps.csv"
+    path.write_text(table + f"{row}\n{row}\n{row.replace('H100', 'TPU')}\n")
+    result = CliRunner().invoke(app, ["validate", "--data", str(path), "--no-write", "--json"])
+    assert result.exit_code in (0, NO), result.stderr
+    assert [case["predicted"] > 0 for case in json.loads(result.stdout)[0]["cases"]] == 3 * [True]
+    assert missing(claims(page, "csv"), [words(line) for line in result.stderr.splitlines()]) == []
 
 
 def test_a_link_to_a_page_exists() -> None:
