@@ -39,6 +39,8 @@ def layer_passes(
             recompute = PassCost()
         case "selective":
             recompute = parts[0].scores + parts[1].scores
+        case "mlp":
+            recompute = parts[0].scores + parts[1].forward
         case "full":
             recompute = forward
     return LayerPasses(forward, backward, recompute)

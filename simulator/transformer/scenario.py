@@ -22,7 +22,7 @@ from simulator.transformer.layer_kinds import (
 )
 from simulator.transformer.precision import Precision
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "mlp", "full"]
 ComposedOperation = Literal["norm", "rotary", "activation", "softmax"]
 Attention = Literal["naive"] | FusedAttentionKind
 
@@ -440,8 +440,8 @@ class Execution(Description):
         loss_as_layer: whether the loss counts as a layer of the last stage (likewise).
         schedule: "gpipe" runs all forward passes first, "1f1b" alternates forward and backward
             passes.
-        recompute: what the backward pass recomputes: nothing, the core of attention, or complete
-            layers.
+        recompute: what the backward pass recomputes: nothing, the core of attention ("selective"),
+            that and complete MLPs or experts ("mlp"), or complete layers ("full").
         zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3
             parameters too.
         gradient_bytes: bytes of an element of the gradients that are summed over microbatches.

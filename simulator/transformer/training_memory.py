@@ -222,6 +222,9 @@ def saved_activations(
             return layer_activations(model, execution, kind)
         case "selective":
             return _saved_outside_scores(model, execution, kind)
+        case "mlp":
+            input_bytes = 2.0 * execution.stream(model) if kind.mlp is not None else 0.0
+            return _saved_by_mixer(model, execution, kind) + input_bytes
         case "full":
             return 2.0 * execution.stream(model)
 
@@ -232,35 +235,45 @@ def _saved_outside_scores(model: Transformer, execution: Execution, kind: LayerK
     In a GPT they are 34 per token and hidden element; the tensor axis divides 10 of them only with
     sequence parallelism.
     """
+    return _saved_by_mixer(model, execution, kind) + _saved_by_mlp(model, execution, kind)
+
+
+def _saved_by_mixer(model: Transformer, execution: Execution, kind: LayerKind) -> float:
+    """Return the bytes that attention without the scores, or Mamba, saves."""
+    if kind.mixer is None:
+        return 0.0
     tokens, t = execution.tokens(model), execution.tensor
     stream = execution.stream(model)
-    mask = 1 if model.dropout else 0
-    saved = 0.0
-    norm = composed_saved("norm", stream, execution)
-    if kind.mixer is not None:  # input of the norm and of the product after it; mask of dropout
-        saved += (4 + mask) * stream + norm
+    # input of the norm and of the product after it; mask of dropout
+    saved = (4 + model.dropout) * stream + composed_saved("norm", stream, execution)
     if kind.mixer == "mamba":
         mamba = model.mamba_section
         # outputs of the projection and of the convolution, the scan's output, its gated norm
-        saved += 2.0 * tokens * (mamba.columns + mamba.convolved + 2 * mamba.inner) / t
-    elif kind.mixer is not None:
-        divided = 2.0 * tokens * (model.qkv_width + model.attention_width)
-        if model.latent_attention is not None:
-            latent = model.latent_attention
-            ranks = latent.key_rank + latent.rotary_size + (latent.query_rank or 0)
-            saved += 2 * 2.0 * stream / model.hidden * ranks  # before and after their norms
-        if model.attention != "naive":
-            divided += 4.0 * tokens * model.heads  # row sums of the softmax
-        saved += divided / t
-    if kind.mlp is not None:
-        saved += (4 + mask) * stream + norm
+        return saved + 2.0 * tokens * (mamba.columns + mamba.convolved + 2 * mamba.inner) / t
+    divided = 2.0 * tokens * (model.qkv_width + model.attention_width)
+    if model.latent_attention is not None:
+        latent = model.latent_attention
+        ranks = latent.key_rank + latent.rotary_size + (latent.query_rank or 0)
+        saved += 2 * 2.0 * stream / model.hidden * ranks  # before and after their norms
+    if model.attention != "naive":
+        divided += 4.0 * tokens * model.heads  # row sums of the softmax
+    return saved + divided / t
+
+
+def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> float:
+    """Return the bytes that an MLP or experts save."""
+    if kind.mlp is None:
+        return 0.0
+    tokens, t = execution.tokens(model), execution.tensor
+    stream = execution.stream(model)
+    saved = (4 + model.dropout) * stream + composed_saved("norm", stream, execution)
     # inputs of the activation function and of the second product
     inner = (2 if not model.gated else 3) * 2.0
     if kind.mlp == "dense":
         saved += inner * tokens * model.ffn_width / t
         if model.gated:
             saved += composed_saved("activation", tokens * model.ffn_width / t, execution)
-    elif kind.mlp == "experts":
+    else:
         experts, routing = model.experts_section, Routing.of(model, execution)
         saved += inner * tokens * experts.shared_ffn / t
         # results are not saved: scores multiply the inputs of the second product

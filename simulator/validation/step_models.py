@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from math import gcd
 from typing import Any
 
 from simulator.hardware.description import validate
@@ -117,11 +118,20 @@ def expert_execution(row: StepRow) -> dict[str, Any]:
     if row.framework.lower().startswith("nemo/") or row.framework.startswith("NeMo 2"):
         exchanged = "all_to_all"
     return {
-        "expert": row.ep,
+        "expert": _expert_degree(row),
         "expert_tensor": shards,
         "dispatch": exchanged,
         "sequence_parallel": row.tp > 1,
     }
+
+
+def _expert_degree(row: StepRow) -> int:
+    """Return the degree of expert parallelism; DeepEP has one even where a table leaves it out."""
+    family = _family(row)
+    if row.ep > 1 or family is None or "DeepEP" not in row.notes:
+        return row.ep
+    count = dict(family.model).get("experts", {}).get("count")
+    return gcd(count or _example(family.example).experts_section.count, row.gpus // row.pp)
 
 
 def _trains_further_tokens(row: StepRow) -> bool:

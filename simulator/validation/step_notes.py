@@ -8,6 +8,7 @@ from simulator.validation.step_rows import StepRow
 _SHARDS = re.compile(r"FSDP over (\d+) GPUs|DP \d+ x FSDP (\d+)|\bFSDP (\d+)\b")
 _OPTIMIZER_SHARDS = re.compile(r"zero1=(-?\d+)")
 _NICS = re.compile(r"(\d+) x (\d+) Gb/s (RoCE|IB|EFA)")
+_COMPILED = re.compile(r"(?<!no )(?<!without )(torch\.)?compile", re.IGNORECASE)
 _ONE_NIC = re.compile(r"(\d+) Gb/s IB, 1 card per host")
 
 
@@ -24,6 +25,7 @@ class Notes:
         experts: whether the model has experts.
         adapters: whether only adapters (LoRA) are trained.
         overlap_tensor: whether communication of tensor parallelism overlaps with products.
+        compiled: whether torch.compile fuses elementwise kernels.
         sequence_parallel: whether norms are divided along the sequence; None if not said.
     """
 
@@ -35,6 +37,7 @@ class Notes:
     experts: bool = False
     adapters: bool = False
     overlap_tensor: bool = False
+    compiled: bool = False
     sequence_parallel: bool | None = None
 
 
@@ -45,6 +48,7 @@ def notes_of(row: StepRow) -> Notes:
         squared_relu="squared-relu" in text,
         experts="experts" in text,
         adapters="LoRA" in f"{row.framework} {text}",
+        compiled=_COMPILED.search(text) is not None,
         overlap_tensor="TP comm overlap" in text,
     )
     if match := _SHARDS.search(text):

@@ -24,6 +24,7 @@ from simulator.transformer import (
 )
 from simulator.validation.step_models import expert_execution, expert_model, has_experts
 from simulator.validation.step_notes import Notes, notes_of
+from simulator.validation.step_recompute import UNSAID, recompute_of
 from simulator.validation.step_rows import StepRow, StepRowError
 
 
@@ -79,8 +80,16 @@ SOFTWARE: Mapping[str, Software] = {
     "nemo": _MEGATRON_CORE,
     "megatron-bridge": _MEGATRON_CORE,
     "megatron-lm": _MEGATRON_CORE,
+    # gradients are reduced in f32; without torch.compile, which notes name, rotary positions and
+    # activations are PyTorch's elementwise kernels
     "torchtitan": Software(
-        EAGER, "flash2", {"overlap_gradients": True, "communicated_gradient_bytes": 4}
+        EAGER,
+        "flash2",
+        {
+            "overlap_gradients": True,
+            "communicated_gradient_bytes": 4,
+            "composed": ("rotary", "activation"),
+        },
     ),
     "internevo": Software(
         EAGER,
@@ -100,7 +109,7 @@ SOFTWARE: Mapping[str, Software] = {
             "composed": ("rotary", "activation"),
         },
     ),
-    "oneflow": Software(EAGER, "naive", {"scatter_sends": True}),
+    "oneflow": Software(EAGER, "naive", {"scatter_sends": True, "overlap_gradients": True}),
     "pax": Software(
         JITTED,
         "flash2",
@@ -115,6 +124,9 @@ SOFTWARE: Mapping[str, Software] = {
 """Software by the beginning of the name of the framework, in lower case."""
 
 _DEFAULT_SOFTWARE = _MEGATRON_CORE
+
+_MEGATRON_2021 = Software(EAGER, "naive", {"scatter_sends": True})
+"""Megatron-LM before Transformer Engine, which has no kernels for V100."""
 
 _CLUSTERS = {
     "A100": "dgx_a100_80",
@@ -143,8 +155,6 @@ _KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """The implementation of attention, and composed operations, by the kernels of a row."""
 
-_RECOMPUTE = {"": "none", "none": "none", "selective": "selective", "full": "full"}
-
 _GPT = re.compile(r"gpt-?\d|gpt2|gpt-[0-9x]+")
 _OTHER_ARCHITECTURES = {
     re.compile(r"^(t5|ul2)"): "an encoder and a decoder",
@@ -166,6 +176,8 @@ def scenario_of(row: StepRow) -> StepScenario:
     """
     notes = notes_of(row)
     software = software_of(row.framework)
+    if software is _MEGATRON_CORE and row.gpu.startswith("V100"):
+        software = _MEGATRON_2021
     model = _model(row, notes, software)
     machine = _machine(row, notes, software)
     fields = _execution_fields(row, notes, software)
@@ -177,7 +189,14 @@ def scenario_of(row: StepRow) -> StepScenario:
     else:
         per_replica = max(1, fields["global_batch"] // fields["data"])
         micros = [size for size in _MICROBATCHES if per_replica % size == 0]
-    return _fastest(model, [fields | {"microbatch": micro} for micro in micros], machine)
+    # FSDP of XLA that doesn't fit without recomputation has a policy that its table doesn't say
+    jitted_shards = software.backend is JITTED and fields["zero"] == 3
+    unsaid = recompute_of(row) is None and jitted_shards
+    kinds = UNSAID if unsaid else (fields["recompute"],)
+    candidates = [
+        fields | {"microbatch": micro, "recompute": kind} for micro in micros for kind in kinds
+    ]
+    return _fastest(model, candidates, machine)
 
 
 def software_of(framework: str) -> Software:
@@ -226,7 +245,7 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
         sequence_parallel = notes.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = software.execution.get("overlap_tensor") == "all"
-    composed = software.execution.get("composed", ())
+    composed = () if notes.compiled else software.execution.get("composed", ())
     if row.kernel:
         composed = (*composed, *_look_up(row, "kernel", _KERNELS)[1])
     return {
@@ -239,8 +258,9 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
         "interleave": row.vp if row.pp > 1 else 1,
         "sequence_parallel": sequence_parallel and row.tp > 1,
         "global_batch": row.required("global_batch"),
-        "recompute": _look_up(row, "recompute", _RECOMPUTE),
-        "zero": zero,
+        "recompute": recompute_of(row) or "none",
+        # parameters stay gathered between the microbatches of a pipeline (reshard_after_forward)
+        "zero": min(zero, 2) if row.pp > 1 else zero,
     }
 
 

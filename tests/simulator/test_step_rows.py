@@ -12,6 +12,7 @@ from simulator.files import FileError
 from simulator.validation.report import Comparison
 from simulator.validation.sets.steps import STEP_SETS, STEPS, sets_of_file
 from simulator.validation.step_notes import notes_of
+from simulator.validation.step_recompute import recompute_of
 from simulator.validation.step_rows import COLUMNS, BadRow, StepRow, StepRowError, read_step_rows
 from simulator.validation.step_scenarios import StepScenario, scenario_of
 
@@ -101,7 +102,7 @@ def test_a_table_without_a_column_that_it_needs_is_refused(tmp_path: Path) -> No
         ({"tp": 3}, r"column gpus: given 8, expected a multiple of tp \* pp \* cp, which is 3"),
         ({"dp": 4}, r"column dp: given 4, expected gpus / \(tp \* pp \* cp\), which is 8"),
         ({"precision": "int4"}, "column precision: given 'int4', expected one of bf16"),
-        ({"recompute": "some"}, "column recompute: given 'some', expected one of none"),
+        ({"recompute": "some"}, "column recompute: given 'some', expected none, selective"),
         ({"model": "vit-b16"}, "column model: images as inputs"),
     ],
 )
@@ -122,6 +123,56 @@ def test_degrees_of_a_row_become_those_of_its_execution() -> None:
     assert (execution.context, execution.data, execution.microbatch) == (2, 8, 1)
     assert (execution.recompute, execution.zero, execution.sequence_parallel) == ("full", 1, True)
     assert scenario.machine.cluster.num_devices == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("", None),
+        ("none", "none"),
+        ("Full", "full"),
+        ("selective", "selective"),
+        ("selective op", "mlp"),
+        ("remat SAVE_QKV_OUT_PROJ", "mlp"),
+        ("save_dot_except_mlp", "mlp"),
+        ("remat SAVE_DOT_ONLY", "none"),
+        ("minimal_flash", "none"),
+        ("moe_act, layernorm", "none"),
+        ("core_attn+layernorm", "selective"),
+        ("moe;core_attn", "mlp"),
+    ],
+)
+def test_recomputation_has_the_names_of_each_framework(text: str, kind: str | None) -> None:
+    assert recompute_of(row_with(recompute=text)) == kind
+
+
+def test_fsdp_of_xla_that_does_not_fit_recomputes_what_lets_it_fit() -> None:
+    sizes = {"layers": 96, "hidden": 12288, "ffn": 49152, "heads": 96, "kv_heads": 96}
+    large = sizes | {"model": "gpt3-175b", "gpus": 256, "micro_batch": 6, "global_batch": 1536}
+    fields = large | {"seq": 2048, "framework": "Pax (JAX)", "zero": 3}
+    assert scenario_of(row_with(**fields)).execution.recompute == "full"
+    assert scenario_of(row_with(**fields | {"layers": 4})).execution.recompute == "none"
+    said = scenario_of(row_with(**fields | {"recompute": "SAVE_DOT_ONLY"}))
+    assert said.execution.recompute == "none"
+
+
+def test_a_table_leaves_out_what_frameworks_always_do() -> None:
+    pipeline = row_with(framework="NeMo AutoModel", gpus=64, pp=4, zero=3)
+    assert scenario_of(pipeline).execution.zero == 2
+    experts = {"model": "gpt-oss-120b", "framework": "NeMo AutoModel", "gpus": 64, "zero": 3}
+    sizes = {name: None for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")}
+    row = row_with(**experts | sizes | {"notes": "TE + DeepEP"})
+    assert scenario_of(row).execution.expert == 64
+    assert scenario_of(row_with(**experts | sizes)).execution.expert == 1
+    titan = {"framework": "torchtitan", "zero": 3, "micro_batch": 2}
+    assert "activation" in scenario_of(row_with(**titan)).execution.composed
+    compiled = row_with(**titan | {"notes": "torch.compile"})
+    assert scenario_of(compiled).execution.composed == ()
+    assert (
+        "activation" in scenario_of(row_with(**titan | {"notes": "no compile"})).execution.composed
+    )
+    old = row_with(gpu="V100-16GB", framework="Megatron-LM", precision="fp16")
+    assert scenario_of(old).model.attention == "naive"
 
 
 def test_each_framework_has_its_architecture_kernels_and_network() -> None:
