@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
+
+ExpertKernels = Literal["looped", "grouped", "fused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,13 @@ class Backend:
             Only scenarios read it.
         fused_casts: whether casts to 8 bits are part of the norm or the activation before a
             product, and those of weights are made once per step. Only scenarios read it.
+        fragmentation: part of the bytes of activations and temporaries that is lost between
+            allocations. Only scenarios read it.
         tensor_contention: factor by which products and the tensor collectives that overlap with
             them slow each other; that of the link by default. Only scenarios read it.
+        expert_kernels: how the products of a device's experts are launched: one by one ("looped"),
+            as one kernel for all experts ("grouped"), or so with casts and activation as its
+            prologue and epilogue ("fused"). Only scenarios read it.
         instruction_us: microseconds of the host for an instruction of a program: the issue of a
             task, a send or a receive.
     """
@@ -34,24 +42,49 @@ class Backend:
     max_nics: int | None = None
     regathers: bool = False
     fused_casts: bool = False
+    fragmentation: float = 0.0
     tensor_contention: float | None = None
+    expert_kernels: ExpertKernels = "grouped"
     instruction_us: float = 0.0
 
 
-EAGER = Backend("eager", kernel_us=54.4, step_us=5.1e3, update_bytes=60.0, instruction_us=54.4)
+EAGER = Backend(
+    "eager",
+    kernel_us=54.4,
+    step_us=5.1e3,
+    update_bytes=60.0,
+    fragmentation=0.05,
+    instruction_us=54.4,
+)
 """PyTorch as Megatron-LM uses it, kernel by kernel.
+
+Its caching allocator doesn't move blocks. The part that it loses to fragmentation was chosen by the
+outcomes of 211 published layouts, of which 129 ran out of memory.
 
 `python -m simulator.validation.fit_backends` fits both times of the host to 40 rows of vTrain's
 single-node table. The issue of an instruction is assumed to cost as much as a launch.
 """
 
 MEGATRON_CORE = replace(
-    EAGER, name="megatron-core", update_bytes=40.0, fused_casts=True, tensor_contention=1.1
+    EAGER,
+    name="megatron-core",
+    update_bytes=40.0,
+    fused_casts=True,
+    tensor_contention=1.1,
+    expert_kernels="looped",
 )
 """Megatron-Core with Transformer Engine: casts to 8 bits are fused, and collectives over the tensor
 axis are copies by DMA engines (userbuffers), which share only memory bandwidth with the products
 that they overlap with. Apex's fused optimizer reads gradient and three states in f32 and writes
-the states and the parameter; clipping reads the gradient twice."""
+the states and the parameter; clipping reads the gradient twice. Its grouped products launch a
+product of cuBLAS per expert."""
+
+MEGATRON_GRAPHS = replace(
+    MEGATRON_CORE, name="megatron-graphs", kernel_us=0.6, step_us=200.0, expert_kernels="fused"
+)
+"""Megatron-Core whose steps are one CUDA graph, with experts in one kernel of CuTe DSL, as NVIDIA's
+recipes for Blackwell since container 26.06 (github.com/NVIDIA-NeMo/Megatron-Bridge,
+scripts/performance/configs: cuda_graph_impl full_iteration, cutedsl_fused_grouped_mlp)."""
 
 ZERO_2021 = replace(EAGER, name="zero-2021", max_nics=1, regathers=True)
 """The first ZeRO-3 of DeepSpeed: an all_gather is one ring, through one NIC of each host."""
@@ -67,7 +100,15 @@ kernel. Both were measured with empty kernels on an RTX 5070 Ti (github.com/ahre
 `JITTED`. The gap between kernels on the device is unchanged."""
 
 BACKENDS: Mapping[str, Backend] = {
-    backend.name: backend for backend in (EAGER, MEGATRON_CORE, JITTED, CUDA_GRAPH, ZERO_2021)
+    backend.name: backend
+    for backend in (
+        EAGER,
+        MEGATRON_CORE,
+        MEGATRON_GRAPHS,
+        JITTED,
+        CUDA_GRAPH,
+        ZERO_2021,
+    )
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Literal
 
 Role = Literal[
@@ -148,11 +149,15 @@ class Footprint:
         reserve: bytes that no step gets: those of the driver, workspaces of libraries,
             communication buffers.
         capacity: bytes of the device.
+        fragmentation: bytes between allocations, which no allocation fits into.
+        deviation: standard deviation of the bytes that are taken; 0 if they are exact.
     """
 
     parts: Mapping[str, float]
     reserve: float
     capacity: float
+    fragmentation: float = 0.0
+    deviation: float = 0.0
 
     @property
     def total(self) -> float:
@@ -161,18 +166,33 @@ class Footprint:
 
     @property
     def reserved(self) -> float:
-        """Bytes that are taken, by the step or by the reserve."""
-        return self.total + self.reserve
+        """Bytes that are taken, by the step, by fragmentation or by the reserve."""
+        return self.total + self.fragmentation + self.reserve
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room.
+        """Whether the device has room, which is at least as probable as not.
 
         Raises:
             ValueError: the memory is unknown.
         """
+        return self._free >= 0
+
+    @property
+    def fit_probability(self) -> float:
+        """The probability that the device has room, as errors of the bytes are normal.
+
+        Raises:
+            ValueError: the memory is unknown.
+        """
+        if not self.deviation:
+            return float(self.fits)
+        return NormalDist(sigma=self.deviation).cdf(self._free)
+
+    @property
+    def _free(self) -> float:
         if not self.parts:
             raise ValueError(
                 "nothing is known of the memory; give the program `memory`, one MemoryUse per mesh"
             )
-        return self.reserved <= self.capacity
+        return self.capacity - self.reserved

@@ -162,6 +162,7 @@ class Prediction:
                 "allocated": self.memory.total,
                 "reserved": self.memory.reserved,
                 "fits": self.memory.fits,
+                "fit_probability": self.memory.fit_probability,
             }
         rates = (
             "devices",

@@ -80,4 +80,6 @@ def _exposed(prediction: Prediction, axis: str) -> str:
 def _fits(prediction: Prediction) -> str:
     memory = prediction.memory
     verdict = "yes" if memory.fits else "no"
+    if memory.deviation:
+        verdict += f" ({memory.fit_probability:.0%})"
     return f"{verdict}, {memory.reserved / 1e9:.3g} of {memory.capacity / 1e9:.3g}"

@@ -14,7 +14,15 @@ Nothing is traced or compiled.
 '16.7 s, 61 GB, MFU 42%'
 """
 
-from simulator.backend import CUDA_GRAPH, EAGER, JITTED, MEGATRON_CORE, ZERO_2021, Backend
+from simulator.backend import (
+    CUDA_GRAPH,
+    EAGER,
+    JITTED,
+    MEGATRON_CORE,
+    MEGATRON_GRAPHS,
+    ZERO_2021,
+    Backend,
+)
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution, Transformer
 from simulator.transformer.step import predict
@@ -25,6 +33,7 @@ __all__ = [
     "EAGER",
     "JITTED",
     "MEGATRON_CORE",
+    "MEGATRON_GRAPHS",
     "ZERO_2021",
     "Backend",
     "Execution",

@@ -133,7 +133,10 @@ def _distinct(experts: Experts, places: int, most: int) -> float:
 def _grouped(
     routing: Routing, model: Transformer, execution: Execution, machine: Machine
 ) -> tuple[PassCost, PassCost]:
-    """Return the passes of the routed experts of a device, each layer in one grouped product."""
+    """Return the passes of the routed experts of a device, whose products are grouped.
+
+    Products that are launched one by one run side by side, so that only the host is slower.
+    """
     rows, groups = max(1, round(routing.rows / routing.experts)), routing.experts
     up = (2 if model.gated else 1) * routing.inner
     shapes = ((up, routing.width), (routing.width, routing.inner))
@@ -144,14 +147,21 @@ def _grouped(
         for out, inner in shapes
     )
     elements = groups * sum(out * inner for out, inner in shapes)
-    if cast_bytes := RECIPES[model.precision].cast_bytes:
-        read = routing.rows * sum(inner for _, inner in shapes) + elements
+    cast_bytes = RECIPES[model.precision].cast_bytes
+    if cast_bytes and machine.backend.expert_kernels != "fused":
+        # backends that fuse casts cast weights once per step
+        weights = elements / execution.microbatches if machine.backend.fused_casts else elements
+        read = routing.rows * sum(inner for _, inner in shapes) + weights
         written = routing.rows * sum(out for out, _ in shapes)
         forward += machine.memory_seconds(cast_bytes * read, 4)
         backward += machine.memory_seconds(cast_bytes * written, 2)
     backward += accumulation_seconds(elements, execution, machine)
     flops = 2.0 * rows * elements
-    return PassCost(forward, 2, 0.0, flops), PassCost(backward, 4, 0.0, 2 * flops)
+    launches = groups if machine.backend.expert_kernels == "looped" else 1
+    return (
+        PassCost(forward, 2 * launches, 0.0, flops),
+        PassCost(backward, 4 * launches, 0.0, 2 * flops),
+    )
 
 
 def _shared(
@@ -216,6 +226,8 @@ def _elementwise(
     if execution.dispatch == "deduplicated":  # the exchange makes and sums the copies
         permuted, sorted_rows = 0, 2 * 2 * routing.rows * row
     activation = w * routing.rows * routing.inner
+    if machine.backend.expert_kernels == "fused":
+        activation = 0
     moved = 3 if model.gated else 2
     forward, backward = residual_passes(
         model,

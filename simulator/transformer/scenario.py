@@ -452,6 +452,8 @@ class Execution(Description):
         gathered_logits: whether each device of a tensor group computes the loss from all logits,
             which it gathers, instead of from its part of the vocabulary.
         recompute_head: whether full recomputation also repeats the output embedding.
+        spare_microbatches: microbatches whose activations a device of a pipeline has room for
+            beyond those that wait for their backward pass; 1 in DeepSpeed's pipeline engine.
         composed: operations of several elementwise kernels instead of one fused kernel: "norm",
             "rotary", "activation" (of gated MLPs), "softmax" (of naive attention).
         overlap_gradients: whether the communication of gradients overlaps with the backward pass,
@@ -492,6 +494,7 @@ class Execution(Description):
     fused_loss: bool = False
     gathered_logits: bool = False
     recompute_head: bool = False
+    spare_microbatches: NonNegativeInt = 0
     composed: Annotated[tuple[ComposedOperation, ...], BeforeValidator(_tuple)] = ()
     overlap_gradients: bool = False
     overlap_tensor: Literal["none", "backward", "all"] = "none"

@@ -120,11 +120,12 @@ def _in_flight(execution: Execution, place: int) -> float:
     and appendix B); the next has one less, or two chunks.
     """
     p, v = execution.pipeline, execution.interleave
+    spare = execution.spare_microbatches if p > 1 else 0
     if execution.schedule == "gpipe":
         return execution.microbatches
     if v == 1:
-        return min(execution.microbatches, p - place)
-    return min(execution.microbatches, (p * v + p - 1 - 2 * place) / v)
+        return min(execution.microbatches, p - place + spare)
+    return min(execution.microbatches, (p * v + p - 1 - 2 * place) / v + spare)
 
 
 def device_parameters(
@@ -170,6 +171,8 @@ def _layer_temporaries(
     # does not
     inner, matrix = _widest(model, execution, kind)
     gradients = inner + 2 * 2.0 * tokens * model.hidden
+    if kind.mixer in ("attention", "window"):
+        gradients = max(gradients, _score_gradients(model, execution))
     largest = execution.gradient_bytes * matrix
     parameters = layer_parameters(model, execution, kind)
     gathered = 2.0 * 2.0 * parameters.total if execution.zero == 3 else 0.0
@@ -196,14 +199,39 @@ def _widest(model: Transformer, execution: Execution, kind: LayerKind) -> tuple[
             return 2.0 * tokens * width / t, model.hidden * width / t
 
 
-def _loss_temporaries(model: Transformer, execution: Execution) -> float:
-    """Return the bytes of logits, their gradient, and the gradient of the output embedding.
+def _score_gradients(model: Transformer, execution: Execution) -> float:
+    """Return the bytes of gradients of the scores, if they are in memory.
 
-    Logits have a copy in f32 unless the loss is fused.
+    The fused softmax overwrites the gradient of its result. Composed kernels have it in 2 bytes and
+    in f32, beside the gradient of the masked scores in f32.
     """
-    logits = execution.tokens(model) * model.vocab / execution.tensor
-    largest = execution.gradient_bytes * model.vocab * model.hidden / execution.tensor
-    return (2.0 if execution.fused_loss else 10.0) * logits + largest
+    if model.attention != "naive":
+        return 0.0
+    composed = "softmax" in execution.composed
+    return (10.0 if composed else 2.0) * score_elements(model, execution)
+
+
+def _loss_temporaries(model: Transformer, execution: Execution) -> float:
+    """Return the bytes of logits, their gradient, and the gradient of the output embedding."""
+    t = execution.tensor
+    elements = execution.tokens(model) * model.vocab
+    largest = execution.gradient_bytes * model.vocab * model.hidden / t
+    return _bytes_per_logit(execution) * elements + largest
+
+
+def _bytes_per_logit(execution: Execution) -> float:
+    """Return the bytes that the loss needs per logit of the complete vocabulary.
+
+    Fused: the logits, which their gradient replaces. Parallel over the vocabulary: the logits, a
+    copy in f32 and their softmax. Gathered logits go to PyTorch's cross_entropy: the logits, a copy
+    in f32, its log_softmax and the gradients of both, all of them complete; a gather of several
+    parts has the parts beside their concatenation.
+    """
+    t = execution.tensor
+    if not execution.gathered_logits:
+        return (2.0 if execution.fused_loss else 10.0) / t
+    parts = 2.0 + 2.0 / t if t > 1 else 0.0
+    return (2.0 if execution.fused_loss else 18.0) + parts
 
 
 def layer_activations(

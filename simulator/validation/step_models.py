@@ -13,6 +13,7 @@ from typing import Any
 from simulator.hardware.description import validate
 from simulator.transformer import Transformer
 from simulator.transformer.scenario_files import EXAMPLES, Scenario
+from simulator.validation.step_notes import notes_of
 from simulator.validation.step_rows import StepRow, StepRowError
 
 
@@ -110,19 +111,53 @@ def expert_execution(row: StepRow) -> dict[str, Any]:
     devices = row.tp * row.cp * (row.dp or 1)
     if row.dp is None:
         devices = row.gpus // row.pp
+    bridge = row.framework.lower().startswith("megatron-bridge")
     shards = row.tp
-    if row.framework.lower().startswith("megatron-bridge") or devices % (row.ep * row.tp):
+    if bridge or devices % (row.ep * row.tp):
         shards = 1
     hgx = row.gpu in ("H100", "H200", "B200", "B300")
     exchanged = "all_to_all" if hgx and "235b" in row.model.lower() else "deduplicated"
     if row.framework.lower().startswith("nemo/") or row.framework.startswith("NeMo 2"):
         exchanged = "all_to_all"
-    return {
+    fields: dict[str, Any] = {
         "expert": _expert_degree(row),
         "expert_tensor": shards,
         "dispatch": exchanged,
         "sequence_parallel": row.tp > 1,
     }
+    if bridge:
+        fused = has_fused_experts(row)
+        fields["overlap_dispatch"] = fused or _OVERLAPS.search(_recipe(row)) is not None
+        if _RECOMPUTES_EXPERTS.search(_recipe(row)):
+            fields["recompute"] = "mlp"
+    return fields
+
+
+_OVERLAPS = re.compile(r"235b\S* h100|deepseek.?v3 b200 mxfp8|gpt.?oss\S* gb200")
+"""Models, GPUs and precisions with moe_a2a_overlap in Megatron-Bridge's performance recipes."""
+
+_RECOMPUTES_EXPERTS = re.compile(r"nemotron.?3.?nano h100|nemotron.?3.?super gb200 (bf16|mxfp8)")
+"""Those with "moe" among recompute_modules, without which they would not fit."""
+
+_FUSED = re.compile(r"(deepseek.?v3|qwen3)\S* g?b[23]00 mxfp8")
+"""Those with MEGATRON_GRAPHS since container 26.06. Recipes of DeepSeek-V3 name its options; steps
+of Qwen3 became a third faster with that container."""
+
+_FUSED_SINCE = (26, 6)
+
+
+def has_fused_experts(row: StepRow) -> bool:
+    """Return whether a row is of a recipe with MEGATRON_GRAPHS."""
+    container = notes_of(row).container
+    return (
+        container is not None
+        and container >= _FUSED_SINCE
+        and _FUSED.search(_recipe(row)) is not None
+    )
+
+
+def _recipe(row: StepRow) -> str:
+    return f"{row.model} {row.gpu} {row.precision}".lower()
 
 
 def _expert_degree(row: StepRow) -> int:

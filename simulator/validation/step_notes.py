@@ -9,6 +9,7 @@ _SHARDS = re.compile(r"FSDP over (\d+) GPUs|DP \d+ x FSDP (\d+)|\bFSDP (\d+)\b")
 _OPTIMIZER_SHARDS = re.compile(r"zero1=(-?\d+)")
 _NICS = re.compile(r"(\d+) x (\d+) Gb/s (RoCE|IB|EFA)")
 _COMPILED = re.compile(r"(?<!no )(?<!without )(torch\.)?compile", re.IGNORECASE)
+_CONTAINER = re.compile(r"(\d\d)\.(\d\d)[.\d]* container")
 _ONE_NIC = re.compile(r"(\d+) Gb/s IB, 1 card per host")
 
 
@@ -27,6 +28,7 @@ class Notes:
         overlap_tensor: whether communication of tensor parallelism overlaps with products.
         compiled: whether torch.compile fuses elementwise kernels.
         sequence_parallel: whether norms are divided along the sequence; None if not said.
+        container: year and month of NVIDIA's container, such as (26, 4); None if not said.
     """
 
     shards: int | None = None
@@ -39,6 +41,7 @@ class Notes:
     overlap_tensor: bool = False
     compiled: bool = False
     sequence_parallel: bool | None = None
+    container: tuple[int, int] | None = None
 
 
 def notes_of(row: StepRow) -> Notes:
@@ -55,6 +58,8 @@ def notes_of(row: StepRow) -> Notes:
         notes = replace(notes, shards=int(next(filter(None, match.groups()))))
     if (match := _OPTIMIZER_SHARDS.search(text)) and int(match[1]) > 0:
         notes = replace(notes, optimizer_shards=int(match[1]))
+    if match := _CONTAINER.search(text):
+        notes = replace(notes, container=(int(match[1]), int(match[2])))
     if match := _ONE_NIC.search(text):
         notes = replace(notes, nics=1, nic_gbit=float(match[1]))
     elif match := _NICS.search(text):

@@ -16,13 +16,19 @@ from simulator.transformer import (
     EAGER,
     JITTED,
     MEGATRON_CORE,
+    MEGATRON_GRAPHS,
     Backend,
     Execution,
     Machine,
     Transformer,
     predict,
 )
-from simulator.validation.step_models import expert_execution, expert_model, has_experts
+from simulator.validation.step_models import (
+    expert_execution,
+    expert_model,
+    has_experts,
+    has_fused_experts,
+)
 from simulator.validation.step_notes import Notes, notes_of
 from simulator.validation.step_recompute import UNSAID, recompute_of
 from simulator.validation.step_rows import StepRow, StepRowError
@@ -97,7 +103,7 @@ SOFTWARE: Mapping[str, Software] = {
         {"overlap_gradients": True, "gradient_bytes": 2, "communicated_gradient_bytes": 2},
     ),
     # github.com/Aleph-Alpha/scaling: gradients in bf16 and summed in f32, the loss on gathered
-    # logits, activation and rotary positions of PyTorch's elementwise kernels
+    # logits, activation and rotary positions of PyTorch's elementwise kernels, DeepSpeed's schedule
     "aleph alpha": Software(
         EAGER,
         "flash2",
@@ -106,6 +112,7 @@ SOFTWARE: Mapping[str, Software] = {
             "communicated_gradient_bytes": 4,
             "gathered_logits": True,
             "recompute_head": True,
+            "spare_microbatches": 1,
             "composed": ("rotary", "activation"),
         },
     ),
@@ -288,9 +295,10 @@ def _look_up(row: StepRow, column: str, entries: Mapping[str, Any]) -> Any:
 def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
     if row.gpu not in _CLUSTERS:
         raise StepRowError(f"column gpu: given {row.gpu!r}, expected one of {', '.join(_CLUSTERS)}")
-    return _cached_machine(
-        _CLUSTERS[row.gpu], row.gpus, notes.nics, notes.nic_gbit, software.backend
-    )
+    backend = software.backend
+    if backend is MEGATRON_CORE and has_fused_experts(row):
+        backend = MEGATRON_GRAPHS
+    return _cached_machine(_CLUSTERS[row.gpu], row.gpus, notes.nics, notes.nic_gbit, backend)
 
 
 @cache

@@ -140,12 +140,19 @@ def test_the_command_line_takes_a_backend(tmp_path: Path) -> None:
 
     assert row()["host"] == 0
     assert row("--backend", "eager")["host"] > row("--backend", "jitted")["host"] > 0
-    assert list(BACKENDS) == ["eager", "megatron-core", "jitted", "cuda-graph", "zero-2021"]
+    assert list(BACKENDS) == [
+        "eager",
+        "megatron-core",
+        "megatron-graphs",
+        "jitted",
+        "cuda-graph",
+        "zero-2021",
+    ]
     unknown = CliRunner().invoke(
         app, ["simulate", str(tmp_path / "step.json"), "--backend", "lazy"], env={"COLUMNS": "300"}
     )
     assert unknown.exit_code == 2
     assert (
-        "unknown backend 'lazy'; expected one of eager, megatron-core, jitted, cuda-graph,"
-        " zero-2021" in unknown.output
+        "unknown backend 'lazy'; expected one of eager, megatron-core, megatron-graphs, jitted,"
+        " cuda-graph, zero-2021" in unknown.output
     )

@@ -74,6 +74,46 @@ def test_gathered_logits_cost_the_whole_vocabulary_and_an_all_gather() -> None:
     assert gathered[0].communication == pytest.approx(moved)
 
 
+def test_gathered_logits_are_in_memory_with_their_copies() -> None:
+    logits = 2 * 2048 * 128000
+    weight = 4.0 * 128000 * 4096  # gradient of the output embedding, which tensor divides
+    assert memory_of(LLAMA, FUSED).temporaries == 10.0 * logits / 2 + weight / 2
+    gathered = FUSED.model_copy(update={"gathered_logits": True})
+    parts = 2.0 + 2.0 / 2
+    assert memory_of(LLAMA, gathered).temporaries == (18.0 + parts) * logits + weight / 2
+    alone = gathered.model_copy(update={"tensor": 1})
+    assert memory_of(LLAMA, alone).temporaries == 18.0 * logits + weight
+
+
+def test_gradients_of_scores_are_in_memory_where_kernels_are_composed() -> None:
+    model = LLAMA.model_copy(update={"seq": 16384, "vocab": 32, "attention": "naive"})
+    execution = Execution(tensor=8, global_batch=1, microbatch=1)
+    composed = execution.model_copy(update={"composed": ("softmax",)})
+    scores = 4 * 16384**2
+    added = memory_of(model, composed).temporaries - memory_of(model, execution).temporaries
+    assert added == pytest.approx(8.0 * scores, rel=0.15)
+
+
+def test_a_spare_microbatch_adds_its_activations_to_each_device_of_a_pipeline() -> None:
+    execution = Execution(pipeline=2, global_batch=8, microbatch=1)
+    spare = execution.model_copy(update={"spare_microbatches": 1})
+    model = LLAMA.model_copy(update={"vocab": 128})
+    activations = memory_of(model, execution).activations
+    assert memory_of(model, spare).activations == pytest.approx(1.5 * activations)
+    alone = Execution(global_batch=8, microbatch=1)
+    spared = alone.model_copy(update={"spare_microbatches": 1})
+    assert memory_of(model, spared) == memory_of(model, alone)
+
+
+def test_fragmentation_takes_a_part_of_activations_and_temporaries() -> None:
+    cluster = Cluster.load("dgx_a100_80")
+    whole = predict(LLAMA, FUSED, Machine(cluster, replace(EAGER, fragmentation=0.0))).memory
+    less = predict(LLAMA, FUSED, Machine(cluster, replace(EAGER, fragmentation=0.1))).memory
+    dynamic = whole.parts["activations"] + whole.parts["temporaries"]
+    assert less.reserved - whole.reserved == pytest.approx(0.1 * dynamic)
+    assert less.total == whole.total
+
+
 def test_the_recomputed_head_is_a_further_forward_pass() -> None:
     machine = a100()
     full = FUSED.model_copy(update={"recompute": "full"})

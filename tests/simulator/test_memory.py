@@ -1,10 +1,12 @@
 """Memory by role adds up to the bytes that the compiler counted."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.memory import MemoryUse, apportion, sum_roles, with_roles
+from simulator.memory import Footprint, MemoryUse, apportion, sum_roles, with_roles
 
 ROLES = st.sampled_from(["parameters", "gradients", "activations", "communication"])
 PARTS = st.dictionaries(ROLES, st.floats(0, 1e9), max_size=4)
@@ -76,3 +78,17 @@ def test_without_roles_the_parts_are_those_of_the_compiler() -> None:
 
 def test_levels_are_summed_by_role() -> None:
     assert sum_roles({"inputs": 1}, {"inputs": 2, "outputs": 3}) == {"inputs": 3, "outputs": 3}
+
+
+def test_the_probability_that_memory_fits_is_half_where_it_is_just_full() -> None:
+    full = Footprint({"activations": 70.0}, reserve=5.0, capacity=80.0, fragmentation=5.0)
+    assert (full.reserved, full.fits, full.fit_probability) == (80.0, True, 1.0)
+    uncertain = replace(full, deviation=2.0)
+    assert uncertain.fit_probability == 0.5
+    less = replace(uncertain, parts={"activations": 66.0})
+    assert less.fit_probability == pytest.approx(0.97725, abs=1e-5)
+    assert replace(uncertain, parts={"activations": 74.0}).fit_probability == pytest.approx(
+        1 - less.fit_probability
+    )
+    with pytest.raises(ValueError, match="nothing is known of the memory"):
+        _ = replace(uncertain, parts={}).fit_probability

@@ -1,5 +1,6 @@
 """Experts, latent attention, windows, Mamba and uneven stages of closed-form transformers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -415,3 +416,44 @@ def test_a_small_model_is_predicted_on_each_kind_of_cluster(name: str) -> None:
     plan = Execution(data=cluster.num_devices, global_batch=cluster.num_devices, zero=1)
     prediction = predict(MOE, plan, Machine(cluster))
     assert 0.01 < prediction.mfu < 0.8
+
+
+def test_products_launched_one_by_one_cost_the_host_a_launch_per_expert() -> None:
+    cluster = Cluster.load("dgx_h100")
+    execution = Execution(expert=4, data=8, global_batch=8)
+    kind = MOE.kinds[0]
+    grouped, looped = (
+        layer_passes(MOE, execution, Machine(cluster, replace(EAGER, expert_kernels=kernels)), kind)
+        for kernels in ("grouped", "looped")
+    )
+    experts = 16 // 4
+    assert looped.forward.kernels - grouped.forward.kernels == 2 * (experts - 1)
+    assert looped.backward.kernels - grouped.backward.kernels == 4 * (experts - 1)
+    assert looped.forward.compute == grouped.forward.compute
+
+
+def test_fused_experts_have_neither_casts_nor_activations_of_their_own() -> None:
+    model = MOE.model_copy(update={"precision": "f8"})
+    cluster = Cluster.load("dgx_h100")
+    execution = Execution(expert=4, data=8, global_batch=8)
+    kind = model.kinds[0]
+    grouped, fused = (
+        layer_passes(
+            model, execution, Machine(cluster, replace(EAGER, expert_kernels=kernels)), kind
+        )
+        for kernels in ("grouped", "fused")
+    )
+    assert fused.forward.compute < grouped.forward.compute
+    assert fused.backward.compute < grouped.backward.compute
+    assert fused.forward.flops == grouped.forward.flops
+
+
+def test_recomputing_experts_is_between_selective_and_full_in_time_and_memory() -> None:
+    executions = [
+        Execution(expert=4, data=8, global_batch=8, recompute=recompute)
+        for recompute in ("selective", "mlp", "full")
+    ]
+    seconds = [predict(MOE, execution, h100(8)).seconds for execution in executions]
+    assert seconds[0] < seconds[1] < seconds[2]
+    activations = [memory_of(MOE, execution).activations for execution in executions]
+    assert activations[0] > activations[1] > activations[2]
