@@ -14,12 +14,20 @@ _SCAN_KERNELS = 5
 """Kernels of the chunked scan: sums of time steps, states of chunks, their passage from chunk to
 chunk, the products of projections, and the outputs."""
 
+_SCAN_RATE = 0.45
+"""FLOP of the scan per FLOP of the vector units.
+
+It is fitted to the steps of Nemotron 3 Nano and Super on H100, B200, GB200 and GB300 in
+simulator/validation/data/steps/megatron_bridge_25.09-26.08.csv (26 rows).
+"""
+
 
 def mamba_passes(model: Transformer, execution: Execution, machine: Machine) -> PartPasses:
     """Return the passes of one microbatch over the Mamba part of a layer.
 
-    The kernels of the scan are Triton's; they are assumed to reach the fraction of the peak that
-    the first generation of fused attention reaches.
+    The kernels of the scan are Triton's. Their products are small, and limited by what feeds them:
+    exponentials of decays, masks and conversions of each chunk in f32. The scan is therefore priced
+    by the peak of the vector units.
     """
     mamba, t = model.mamba_section, execution.tensor
     tokens, h, w = execution.tokens(model), model.hidden, 2
@@ -27,7 +35,7 @@ def mamba_passes(model: Transformer, execution: Execution, machine: Machine) -> 
     linear = linear_passes(((columns, h), (h, rows)), model, execution, machine)
     collectives = tensor_collectives(columns, rows, model, execution, machine)
     flops = tokens * mamba.scan_flops / t
-    forward_rate, backward_rate = machine.flash("flash")
+    rate = _SCAN_RATE * machine.cluster.device.vector_tflop_per_s * 1e12
     convolution = 2.0 * w * tokens * mamba.convolved / t
     gate = 3.0 * w * tokens * mamba.inner / t
     # inputs and outputs of the scan, and the states of chunks in f32, written and read
@@ -39,13 +47,13 @@ def mamba_passes(model: Transformer, execution: Execution, machine: Machine) -> 
     bandwidth = machine.gemms.bandwidth
     launches = machine.launch_seconds
     forward += PassCost(
-        max(flops / forward_rate, scan / bandwidth) + _SCAN_KERNELS * launches,
+        max(flops / rate, scan / bandwidth) + _SCAN_KERNELS * launches,
         _SCAN_KERNELS,
         0.0,
         flops,
     )
     backward += PassCost(
-        max(2.5 * flops / backward_rate, 2.5 * scan / bandwidth) + 2 * _SCAN_KERNELS * launches,
+        max(2.5 * flops / rate, 2.5 * scan / bandwidth) + 2 * _SCAN_KERNELS * launches,
         2 * _SCAN_KERNELS,
         0.0,
         2 * flops,

@@ -101,8 +101,8 @@ def expert_model(row: StepRow, precision: str) -> Transformer:
     return validate(Transformer, fields, "model")
 
 
-def expert_execution(row: StepRow) -> dict[str, Any]:
-    """Return the fields of the execution that experts add.
+def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
+    """Return the fields of the execution that experts add to a row, whose model is given.
 
     Megatron-Bridge's scripts/performance/configs name the dispatcher of each model and GPU: DeepEP
     or HybridEP, but all_to_all for Qwen3 235B on HGX systems. Experts are whole on a device there;
@@ -130,7 +130,22 @@ def expert_execution(row: StepRow) -> dict[str, Any]:
         fields["overlap_dispatch"] = fused or _OVERLAPS.search(_recipe(row)) is not None
         if _RECOMPUTES_EXPERTS.search(_recipe(row)):
             fields["recompute"] = "mlp"
+        fields |= _stages_before_predictions(row, model)
     return fields
+
+
+def _stages_before_predictions(row: StepRow, model: Transformer) -> dict[str, Any]:
+    """Return the stages of models that predict further tokens.
+
+    All stages have as many layers but the last, which has fewer beside the layers that predict, as
+    in the recipes of DeepSeek-V3 and Kimi K2 (pp_layout "Et*4|(t*4|)*14tmL").
+    """
+    stages = row.pp * (row.vp if row.pp > 1 else 1)
+    if stages == 1 or not model.prediction_layers:
+        return {}
+    layers = -(-(model.layers + model.prediction_layers + 2) // stages)
+    last = model.layers - layers * (stages - 1)
+    return {"stage_layers": (layers,) * (stages - 1) + (last,)} if last >= 0 else {}
 
 
 _OVERLAPS = re.compile(r"235b\S* h100|deepseek.?v3 b200 mxfp8|gpt.?oss\S* gb200")

@@ -190,7 +190,7 @@ def scenario_of(row: StepRow) -> StepScenario:
     fields = _execution_fields(row, notes, software)
     fields |= _uneven_stages(row, model)
     if model.experts is not None:
-        fields |= expert_execution(row)
+        fields |= expert_execution(row, model)
     if row.micro_batch is not None:
         micros: Iterable[int] = (row.micro_batch,)
     else:

@@ -175,6 +175,15 @@ def test_a_table_leaves_out_what_frameworks_always_do() -> None:
     assert scenario_of(old).model.attention == "naive"
 
 
+def test_layers_that_predict_further_tokens_leave_fewer_layers_to_the_last_stage() -> None:
+    sizes = {name: None for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")}
+    recipe = {"model": "deepseek-v3", "framework": "Megatron-Bridge", "gpus": 256, "gpu": "GB200"}
+    row = row_with(**sizes | recipe | {"pp": 4, "vp": 4, "ep": 64, "precision": "mxfp8"})
+    assert scenario_of(row).execution.stage_layers == (4,) * 15 + (1,)
+    whole = row_with(**sizes | recipe | {"ep": 64, "precision": "mxfp8", "global_batch": 256})
+    assert scenario_of(whole).execution.stage_layers is None
+
+
 def test_each_framework_has_its_architecture_kernels_and_network() -> None:
     layouts = first_row("layouts_a100_oom", "Aleph Alpha")
     assert (layouts.model.gated, layouts.model.tied, layouts.model.attention) == (

@@ -418,6 +418,21 @@ def test_a_small_model_is_predicted_on_each_kind_of_cluster(name: str) -> None:
     assert 0.01 < prediction.mfu < 0.8
 
 
+def test_the_scan_of_mamba_is_limited_by_the_vector_units() -> None:
+    model = Scenario.load(EXAMPLES / "nemotron_3_nano.yaml").model
+    execution = Execution(data=8, expert=8, global_batch=8)
+    kind = next(kind for kind in model.kinds if kind.mixer == "mamba")
+    cluster = Cluster.load("dgx_h100")
+    device = cluster.device
+    slower = device.model_copy(update={"vector_tflop_per_s": device.vector_tflop_per_s / 2})
+    machines = (Machine(cluster), Machine(cluster.model_copy(update={"device": slower})))
+    whole, half = (layer_passes(model, execution, machine, kind) for machine in machines)
+    scan = model.seq * model.mamba_section.scan_flops
+    added = scan / (0.45e12 * device.vector_tflop_per_s)
+    assert half.forward.compute - whole.forward.compute == pytest.approx(added)
+    assert half.backward.compute - whole.backward.compute == pytest.approx(2.5 * added)
+
+
 def test_products_launched_one_by_one_cost_the_host_a_launch_per_expert() -> None:
     cluster = Cluster.load("dgx_h100")
     execution = Execution(expert=4, data=8, global_batch=8)
