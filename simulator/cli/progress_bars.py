@@ -17,10 +17,14 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 _WIDTH = 60
 """Maximum width of a description, in characters."""
+
+_OTHER_WIDTH = 40
+"""Width of a line beside the description: a spinner, a bar, and the elapsed and estimated time."""
 
 _EXPECTED_WEIGHT = 0.1
 """Share of the work as which the expected seconds count in the first estimate."""
@@ -89,7 +93,8 @@ class ProgressBar:
         """
         task = self.bar.tasks[0]
         text = description or task.description
-        text = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+        width = max(10, min(_WIDTH, self.bar.console.width - _OTHER_WIDTH))
+        text = text if len(text) <= width else f"{text[: width - 3]}..."
         fields: dict[str, Any] = {}
         if completed is not None and completed != task.completed:
             fields["reached"] = task.elapsed or 0.0
@@ -120,8 +125,8 @@ def progress_bar(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TimeElapsedColumn(),
-        _EstimateColumn(),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        _EstimateColumn(table_column=Column(no_wrap=True)),
     )
     disabled = as_json or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=disabled) as bar:

@@ -1,6 +1,7 @@
 """The command line: JSON output equals the API's values, and bad input is one message."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from autopar.command_line.named_methods import MethodName, plan_with
 from autopar.command_line.planning_progress import planning_progress
 from autopar.command_line.user_step import load_function, load_step
 from autopar.progress import log_progress, progress_listener
-from simulator.cli.progress_bars import estimated_seconds
+from simulator.cli.progress_bars import estimated_seconds, progress_bar
 from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
 from simulator.hardware.schema import SCHEMAS
 
@@ -470,6 +471,16 @@ def test_progress_is_a_bar_on_a_terminal_only(monkeypatch, capsys, terminal, as_
     with planning_progress("planning", as_json=as_json):
         log_progress("half of it", 1, 2)
     assert ("half of it" in capsys.readouterr().err) == (terminal and not as_json)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_long_description_leaves_room_for_the_estimate(monkeypatch, capsys, width):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    with progress_bar("planning", total=10) as bar:
+        bar.update("a long description " * 9, completed=5, expected=7200)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).splitlines()
+    assert any(re.search(r"a long.* 0:00:00 of about \d:\d\d:\d\d", line) for line in lines)
 
 
 def test_planning_counts_to_its_end_in_one_direction_after_an_estimate(folder):
