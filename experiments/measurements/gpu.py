@@ -33,8 +33,8 @@ from rich.table import Table
 import autopar
 from autopar.calibrate import CPU, GPU, Effort, calibrate, driver_version
 from autopar.util import benchmark_func, memory_of
+from experiments.local_steps import next_state
 from experiments.models import GPT, MLP, ViT
-from experiments.scripts.measure_cells import next_state
 from simulator import Cluster, Program, Timeline, simulate, unmodelled_kernels
 from simulator.calibration import write_profile
 from simulator.hlo import parse_hlo

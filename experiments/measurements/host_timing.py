@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 import autopar
-from experiments.scripts.measure_cells import next_state
+from experiments.local_steps import next_state
 from simulator import Run, parse_instruction
 
 type HostsShape = tuple[int, int]

@@ -22,8 +22,8 @@ from jax.profiler import ProfileData
 from jax.sharding import Mesh
 
 import autopar
+from experiments.local_steps import next_state
 from experiments.measurements.gpu import SIZES, Timed, step_name
-from experiments.scripts.measure_cells import next_state
 from simulator import Cluster, Kernel, OpList
 from simulator.hlo import parse_hlo
 from simulator.transformer import Machine

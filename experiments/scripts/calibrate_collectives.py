@@ -9,8 +9,8 @@ from pathlib import Path
 
 import jax
 
+from experiments.local_steps import use_devices_like
 from experiments.measurements.collective_timing import measure_collectives
-from experiments.scripts.measure_cells import use_devices_like
 from experiments.sweep_progress import say
 from simulator import Cluster
 from simulator.calibration import fit_collective_profile, write_profile

@@ -32,10 +32,10 @@ import yaml
 import autopar
 from autopar import host_benchmarks
 from autopar.testing import raylets
+from experiments.local_steps import initial_args, use_devices_like
 from experiments.measurements import host_timing
 from experiments.measurements.host_timing import HostsShape, RunningStep, StepSeconds, medians
 from experiments.models import GPT, MLP, Model
-from experiments.scripts.measure_cells import initial_args, use_devices_like
 from simulator import Cluster, Run, cluster_files
 from simulator.calibration import MeasuredStep, fit_links, fit_processes
 

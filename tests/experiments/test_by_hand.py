@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.by_hand import BY_HAND
+from experiments.local_steps import initial_args
 from experiments.models import GPT, MLP, Model
 from experiments.models.model_sizes import SMALL
-from experiments.scripts.measure_cells import initial_args
 from simulator.hardware.cluster import Cluster
 from tests.tiers import tiers
 

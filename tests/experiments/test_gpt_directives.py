@@ -21,9 +21,9 @@ from experiments.gpt_directives import (
     split_attention,
     train_step,
 )
+from experiments.local_steps import initial_args, largest_difference
 from experiments.models import GPT, MLP
 from experiments.planned_strategies import SCHEDULED
-from experiments.scripts.measure_cells import initial_args, largest_difference
 from simulator.hardware.cluster import Cluster
 from tests.tiers import slow
 

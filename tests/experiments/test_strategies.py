@@ -9,9 +9,9 @@ import pytest
 
 from experiments.by_hand import BY_HAND
 from experiments.cells import read_cell, write_job
+from experiments.local_steps import initial_args, largest_difference, next_state
 from experiments.models import GPT, MLP
 from experiments.scripts import simulate_cells
-from experiments.scripts.measure_cells import initial_args, largest_difference, next_state
 from experiments.strategies import STRATEGIES
 from experiments.strategy import SimulatedStep
 from experiments.sweep_job import Job

@@ -20,8 +20,8 @@ from autopar.lowering.job_description import JobDescription
 from autopar.lowering.planned import PlannedStep
 from autopar.planning.method_planning import trace_for
 from autopar.runtime.loaded_job import LoadedJob
+from experiments.local_steps import initial_args
 from experiments.models import MLP
-from experiments.scripts.measure_cells import initial_args
 from tests.autopar.hosts.workers import pipeline
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
 from tests.steps import mlp_args, mlp_step, model_step, serial
