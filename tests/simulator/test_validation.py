@@ -31,6 +31,7 @@ from simulator.validation.statistics import (
 
 ROOT = Path(__file__).parents[2]
 SETS = {published.name: published for published in PUBLISHED_SETS}
+RECORDED = pd.read_csv(ROOT / "results/validation/summary.csv", index_col="set")
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,20 @@ SETS = {published.name: published for published in PUBLISHED_SETS}
 def test_the_error_on_published_sets_meets_its_target(name: str) -> None:
     comparison = Comparison.of(SETS[name])
     assert comparison.met, f"{comparison.statistics.mape:.2%} where {SETS[name].target} is aimed at"
+
+
+def test_the_tables_of_results_have_every_set() -> None:
+    without_prediction = {"internevo-memory"}  # its rows have no sequence length
+    assert [*RECORDED.index] == [name for name in SETS if name not in without_prediction]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORDED.index)
+def test_the_tables_of_results_have_the_present_errors(name: str) -> None:
+    """After a change of predictions, `autopar validate` writes the tables again."""
+    numbers = Comparison.of(SETS[name]).statistics
+    assert RECORDED["count"][name] == numbers.count
+    assert RECORDED["mape"][name] == pytest.approx(numbers.mape, abs=1e-3)
 
 
 def test_predicted_and_measured_rankings_of_plans_agree() -> None:
