@@ -14,7 +14,8 @@ from autopar.command_line.plan_commands import diff, plan, predict, show
 from autopar.command_line.report_command import report
 from simulator.cli.error_lines import Debug, OneLineErrors
 from simulator.cli.hardware_file_commands import fit_profiles, schema
-from simulator.cli.prediction_commands import llm, simulate
+from simulator.cli.llm_commands import llm
+from simulator.cli.prediction_commands import simulate
 from simulator.cli.validate_command import validate
 
 app = typer.Typer(
@@ -48,7 +49,8 @@ def options(
 
 for command in (
     *(new, plan, show, predict, diff, explain, compare, report, fit, savings),
-    *(simulate, llm, validate),
+    *(simulate, validate),
     *(clusters, schema, calibrate, fit_profiles),
 ):
     app.command()(command)
+app.add_typer(llm)

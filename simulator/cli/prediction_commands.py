@@ -1,4 +1,4 @@
-"""Subcommands that predict from files: `simulate` for programs, `llm` for scenarios."""
+"""The subcommand `simulate`, which predicts saved programs, and what it shares with `llm`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +15,7 @@ from simulator.files import check_writable
 from simulator.program_file import load_program
 from simulator.report.gantt import save_gantt
 from simulator.report.prediction_table import prediction_json, prediction_table
-from simulator.transformer import predict
-from simulator.transformer.scenario_files import Scenario, load_for_program, load_machine
+from simulator.transformer.scenario_files import load_for_program
 from simulator.transformer.what_if import Change
 
 BackendName = Annotated[
@@ -42,7 +41,7 @@ Gantt = Annotated[
 Trace = Annotated[
     Path | None, typer.Option(help="Write the timeline of a program here (.json), for Perfetto.")
 ]
-_DEFAULT_CLUSTER = "dgx_a100_80"
+DEFAULT_CLUSTER = "dgx_a100_80"
 
 
 def simulate(
@@ -63,29 +62,9 @@ def simulate(
     """
     with usage_errors():
         check_writable(gantt, trace)
-        names, changes = _clusters_and_changes(cluster, change)
+        names, changes = clusters_and_changes(cluster, change)
         software = None if backend is None else backend_named(backend)
         predictions = _predict_program(program, names, changes, software, gantt, trace)
-    print_predictions(predictions, as_json)
-
-
-def llm(
-    scenario: Annotated[
-        Path,
-        typer.Argument(help="YAML with the sections `model` and `execution`."),
-    ],
-    cluster: Clusters = None,
-    backend: BackendName = None,
-    change: Changes = None,
-    as_json: Json = False,
-) -> None:
-    """Predict the training step of a transformer from its sizes.
-
-    Several clusters make several columns.
-    """
-    with usage_errors():
-        names, changes = _clusters_and_changes(cluster, change)
-        predictions = _predict_scenario(scenario, names, changes, backend or "eager")
     print_predictions(predictions, as_json)
 
 
@@ -106,24 +85,11 @@ def print_predictions(predictions: dict[str, Prediction], as_json: bool, width: 
         raise typer.Exit(NO)
 
 
-def _clusters_and_changes(
+def clusters_and_changes(
     clusters: list[str] | None, changes: list[str] | None
 ) -> tuple[list[str], list[Change]]:
     """Return the clusters of `--cluster` or the default one, and the changes of `--set`."""
-    return clusters or [_DEFAULT_CLUSTER], [Change.parse(text) for text in changes or []]
-
-
-def _predict_scenario(
-    file: Path, names: list[str], changes: list[Change], backend: str
-) -> dict[str, Prediction]:
-    cluster_changes = [change for change in changes if change.path[0] == "cluster"]
-    scenario = Scenario.load(file, [change for change in changes if change.path[0] != "cluster"])
-    devices = scenario.execution.devices
-    machines = {name: load_machine(name, devices, backend, cluster_changes) for name in names}
-    return {
-        name: predict(scenario.model, scenario.execution, machine)
-        for name, machine in machines.items()
-    }
+    return clusters or [DEFAULT_CLUSTER], [Change.parse(text) for text in changes or []]
 
 
 def _predict_program(

@@ -105,7 +105,7 @@ def predict(model: Transformer, execution: Execution, machine: Machine) -> Predi
             "data": gradients.total + slots * gathers.total,
             **dispatched,
         },
-        memory=_footprint(model, execution, machine),
+        memory=footprint(model, execution, machine),
         model_flops=model_flops,
         hardware_flops=model_flops + recomputed_flops,
         peak_flop_per_s=machine.gemms.peak * execution.devices,
@@ -123,7 +123,12 @@ def _check_devices(execution: Execution, cluster: Cluster) -> None:
         )
 
 
-def _footprint(model: Transformer, execution: Execution, machine: Machine) -> Footprint:
+def footprint(model: Transformer, execution: Execution, machine: Machine) -> Footprint:
+    """Return the memory of the device that needs most, and the capacity of a device.
+
+    Raises:
+        ValueError: degrees of parallelism don't divide the sizes of the model.
+    """
     device = machine.cluster.device
     memory = memory_of(model, execution)
     allocated_in_layers = memory.activations + memory.temporaries
