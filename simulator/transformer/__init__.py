@@ -23,6 +23,7 @@ from simulator.backend import (
     ZERO_2021,
     Backend,
 )
+from simulator.transformer.layout_search import Layout, LayoutSearch, search_layouts
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution, Transformer
 from simulator.transformer.step import predict
@@ -37,9 +38,12 @@ __all__ = [
     "ZERO_2021",
     "Backend",
     "Execution",
+    "Layout",
+    "LayoutSearch",
     "Machine",
     "Memory",
     "Transformer",
     "memory_of",
     "predict",
+    "search_layouts",
 ]

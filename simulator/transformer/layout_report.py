@@ -125,7 +125,7 @@ def save_layout_picture(search: LayoutSearch, path: str | Path, title: str = "")
         marker="o",
         markersize=3,
         linewidth=1,
-        drawstyle="steps-post",
+        drawstyle="steps-pre",
         label="frontier",
     )
     axes.axvline(capacity, color="black", linewidth=0.8, linestyle="--", label="capacity")
@@ -136,6 +136,8 @@ def save_layout_picture(search: LayoutSearch, path: str | Path, title: str = "")
         ylabel="step, s",
         title=title,
     )
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend(frameon=False, loc="upper left")
     save_figure(figure, Path(path))
 

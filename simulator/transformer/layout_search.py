@@ -256,9 +256,11 @@ class _Space:
         return self.machine.cluster.num_devices
 
     def _indivisible(self) -> str:
+        experts = self.model.experts
         return (
-            "tensor has to divide heads and the devices of a host, context seq, and the remaining "
-            f"devices global_batch, which is {self.execution.global_batch}"
+            "tensor has to divide heads and the devices of a host, context seq, "
+            + (f"expert {experts.count} experts and the devices of a stage, " if experts else "")
+            + f"and the remaining devices global_batch, which is {self.execution.global_batch}"
         )
 
     def _degrees(self) -> Iterator[Fields]:
