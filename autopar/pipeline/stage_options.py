@@ -305,6 +305,7 @@ class AutoStageOption:
         stage_imbalance_tolerance: relative difference that is allowed between a stage's share of
             the work and its share of the devices.
         leave_idle: whether devices may be left without work.
+        min_stages: least number of stages.
         profile: measure stages on the devices of this process instead of predicting their time.
             Every stage that may be part of the optimum is compiled and run, once for all that are
             alike.
@@ -318,6 +319,7 @@ class AutoStageOption:
     submesh_logical_shape_space: LogicalSpace = "single_node_model_parallel"
     stage_imbalance_tolerance: float = inf
     leave_idle: bool = False
+    min_stages: int = 1
     profile: bool = False
     cached_profile_result: str | Path | None = None
 
@@ -329,6 +331,7 @@ class AutoStageOption:
             submesh_logical_shape_space=one_of(*get_args(LogicalSpace)),
             stage_imbalance_tolerance=real(),
             leave_idle=FLAG,
+            min_stages=integer(),
             profile=FLAG,
             cached_profile_result=PATH | NONE,
         )

@@ -4,7 +4,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from math import inf
 from pathlib import Path
 
 from jax.extend.core import Var
@@ -36,9 +37,11 @@ from autopar.planning.profiling import StageProfiler
 from autopar.planning.stage_construction import (
     ConstructedStages,
     find_stages,
+    least_seconds,
     transfer_seconds,
 )
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
+from autopar.planning.stage_problem import NoStagesError
 from autopar.planning.step_planner import coverage_warnings, stage_of
 from autopar.primitives import kernel_of
 from autopar.progress import progress_part
@@ -133,22 +136,30 @@ class PipelinePlanner:
         self._profilers: dict[str | Path | None, StageProfiler] = {}
 
     @builds_graphs
-    def plan(self, stage_option: StageOption, schedule: PipelineSchedule, method: str) -> Plan:
+    def plan(
+        self,
+        stage_option: StageOption,
+        schedule: PipelineSchedule,
+        method: str,
+        limit: float = inf,
+    ) -> Plan:
         """Return the plan with the least predicted time of a step.
 
         Args:
             stage_option: layers and devices of the stages, given or to be found.
             schedule: pipeline schedule with its number of chunks.
             method: name of the method, for the plan.
+            limit: seconds of the best plan so far; automatic stages that are slower need not be
+                found.
 
         Raises:
             StageError: the layers cannot be placed on the devices, or measured, as requested.
-            NoStagesError: no stages that were tried fit on the devices.
+            NoStagesError: no stages that were tried fit on the devices, or are below the limit.
             MemoryBudgetError: a stage does not fit.
         """
         start = time.perf_counter()
         if isinstance(stage_option, AutoStageOption):
-            pipeline = self._construct(stage_option, schedule)
+            pipeline = self._construct(stage_option, schedule, limit)
         else:
             assignments = stage_option.assign(
                 self.num_layers,
@@ -190,6 +201,56 @@ class PipelinePlanner:
             ),
         )
 
+    def bound(
+        self,
+        stage_option: StageOption,
+        schedule: PipelineSchedule,
+        num_micro_batches: int,
+        *,
+        solves: bool,
+    ) -> float:
+        """Return a lower bound of the predicted seconds of all plans with these options.
+
+        Args:
+            stage_option: layers and devices of the stages, given or to be found.
+            schedule: pipeline schedule with its number of chunks.
+            num_micro_batches: number of microbatches, at least that of the step. Smaller
+                microbatches are taken to need as much work for an example.
+            solves: whether layers are solved roughly for it, which makes the bound of automatic
+                stages closer. If not, it follows from the work of layers on one device.
+
+        Returns:
+            Seconds; infinite if no stages fit in memory.
+        """
+        if not isinstance(stage_option, AutoStageOption) or schedule.num_chunks > 1:
+            return self.step.num_micro_batches * self._even_seconds
+        if stage_option.profile:  # measured times have no bound
+            return 0.0
+        options = _limited(self.options, stage_option.submesh_logical_shape_space)
+        try:
+            return least_seconds(
+                self._stage_costs(options, PipelineSchedule(name="1f1b")),
+                self.cluster,
+                stage_option,
+                schedule.name,
+                num_micro_batches,
+                solves=solves,
+                # Other schedules may have fewer bubbles than the objective counts.
+                has_bubbles=schedule.name in _SCHEDULES_OF_OBJECTIVE,
+            )
+        except NoStagesError:
+            return inf
+
+    @cached_property
+    def _even_seconds(self) -> float:
+        """Seconds of a microbatch if all devices share the work of all layers evenly."""
+        costs = self._stage_costs(self.options, PipelineSchedule(name="1f1b"))
+        totals = [pool.least(0, self.num_layers, [(1,)])[0] for pool in costs.pools]
+        if not all(totals):  # nothing costs anything
+            return 0.0
+        pools = zip(self.cluster.pools, totals, strict=True)
+        return 1 / sum(pool.num_devices / total for pool, total in pools)
+
     def _meshes_of_stages(self, schedule: PipelineSchedule, num_meshes: int) -> list[int]:
         """Return the mesh of each stage of a pipeline of `num_meshes` meshes."""
         chunks = schedule.num_chunks
@@ -197,7 +258,9 @@ class PipelinePlanner:
         tasks = make_schedule(schedule.name, pipeline)
         return [tasks.mesh_of(stage) for stage in range(num_meshes * chunks)]
 
-    def _construct(self, option: AutoStageOption, schedule: PipelineSchedule) -> _SolvedPipeline:
+    def _construct(
+        self, option: AutoStageOption, schedule: PipelineSchedule, limit: float
+    ) -> _SolvedPipeline:
         """Return the fastest pipeline of automatic stage construction.
 
         Stage construction starts again with corrected costs as long as some of its stages do not
@@ -211,11 +274,13 @@ class PipelinePlanner:
         options = _limited(self.options, option.submesh_logical_shape_space)
         costs = self._stage_costs(options, schedule)
         measure = self._profiler(option)
+        if measure or schedule.name not in _SCHEDULES_OF_OBJECTIVE:
+            limit = inf  # the step may be faster than the objective
         while True:
             revisions = costs.revisions
             pipelines: list[tuple[_SolvedPipeline, ConstructedStages]] = []
             seconds: list[float] = []
-            found = find_stages(costs, self.cluster, option, schedule.name, measure, seconds)
+            found = find_stages(costs, self.cluster, option, schedule.name, measure, seconds, limit)
             for stages in _uncounted(found):
                 try:
                     with progress_part(_CONSTRUCTION, 1):
@@ -325,6 +390,9 @@ def make_pipeline_plan(
         stage_option, schedule, method
     )
 
+
+_SCHEDULES_OF_OBJECTIVE = ("gpipe", "1f1b", "1f1b_overlap_friendly")
+"""Schedules whose bubbles the objective of stage construction describes."""
 
 _CONSTRUCTION = 0.7
 """Usual share of stage construction in the time of planning a pipeline, the solves aside."""

@@ -7,7 +7,7 @@ stage are composed of intra-operator solves of its layers.
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, product
 from math import inf, isfinite, isinf
 
@@ -104,6 +104,7 @@ def find_stages(
     schedule: str,
     measure: Measure | None = None,
     solved_seconds: Sequence[float] = (),
+    limit: float = inf,
 ) -> Iterator[ConstructedStages]:
     """Yield the stages with the least time of a step, then even ones that may be faster.
 
@@ -119,12 +120,13 @@ def find_stages(
         measure: measures stages; by default their time is predicted.
         solved_seconds: times of a step with the stages yielded so far, solved whole. The caller
             appends to it during the iteration.
+        limit: seconds of a step that is known; slower stages are not found.
 
     Raises:
-        NoStagesError: no stages fit in memory.
+        NoStagesError: no stages fit in memory, or none are faster than the limit.
     """
     problem = stage_problem(costs, cluster, option, schedule, measure)
-    best = construct_stages(problem)
+    best = construct_stages(problem, _ESTIMATE_MARGIN * limit)
     yield _constructed(best, problem, costs.num_solves)
     used = {stage.submesh for stage in best.stages}
     if len(used) == 1:
@@ -132,9 +134,9 @@ def find_stages(
     for submeshes in _even_submeshes(problem):
         if used <= set(submeshes):
             continue  # the optimum over all submeshes
-        limit = _ESTIMATE_MARGIN * min(solved_seconds, default=inf)
+        known = _ESTIMATE_MARGIN * min([*solved_seconds, limit])
         with suppress(NoStagesError):
-            even = construct_stages(replace(problem, submeshes=submeshes), limit)
+            even = construct_stages(replace(problem, submeshes=submeshes), known)
             yield _constructed(even, problem, costs.num_solves)
 
 
@@ -185,6 +187,8 @@ def stage_problem(
     submeshes = enumerate_submeshes(pools, _SIZES[option.submesh_physical_shape_space])
     if option.submesh_physical_shape_space == "small_power_of_two":
         submeshes = tuple(mesh for mesh in submeshes if mesh.hosts <= _MAX_HOSTS)
+    if option.min_stages > 1 and not option.leave_idle:
+        submeshes = tuple(mesh for mesh in submeshes if mesh.num_devices < cluster.num_devices)
     in_flight = in_flight_of(schedule, num_micro_batches)
     estimator = _StageEstimator(costs, cluster, option, in_flight, measure)
     return StageProblem(
@@ -198,8 +202,65 @@ def stage_problem(
         layer_kinds=ranges.kinds,
         transfer=_TransferCosts(pools, ranges.crossing_bytes, costs.links).seconds,
         leave_idle=option.leave_idle,
+        min_stages=option.min_stages,
         backward=has_backward(schedule),
     )
+
+
+def least_seconds(
+    costs: ClusterStageCosts,
+    cluster: AnyCluster,
+    option: AutoStageOption,
+    schedule: str,
+    num_micro_batches: int,
+    *,
+    solves: bool,
+    has_bubbles: bool,
+) -> float:
+    """Return a lower bound of the time that stage construction finds.
+
+    It is the optimum with lower bounds in place of the costs of stages. The work of a microbatch is
+    taken to be a share of that of the step's microbatches.
+
+    Args:
+        costs: costs of stages without a split of their backward pass.
+        cluster: where the stages are placed.
+        option: submeshes to choose from.
+        schedule: name of the pipeline schedule.
+        num_micro_batches: number of microbatches, at least that of the step.
+        solves: whether the bound of a stage takes rough solves of its layers (`StageCosts.least`).
+            If not, it is the stage's work on one device, divided by its number of devices.
+        has_bubbles: whether the bubbles count that the objective describes. If not, the step takes
+            the time of its slowest stage, after the forward passes of a microbatch on the others.
+
+    Raises:
+        NoStagesError: no stages fit in memory.
+    """
+    problem = stage_problem(costs, cluster, option, schedule)
+    share = problem.num_micro_batches / num_micro_batches
+    in_flight = in_flight_of(schedule, num_micro_batches)
+    estimator = _StageEstimator(costs, cluster, option, in_flight, None)
+    crossing_bytes = [share * num_bytes for num_bytes in costs.ranges.crossing_bytes]
+
+    # In the objective, all passes of one microbatch count beside those of the slowest stage. With
+    # three times as many microbatches of a third of the size they are forward passes alone.
+    parts = 1 if has_bubbles else _PASSES
+    least = construct_stages(
+        replace(
+            problem,
+            num_micro_batches=parts * num_micro_batches,
+            costs=partial(estimator.least, num_micro_batches, parts, solves),
+            in_flight=in_flight,
+            lower_bound=None,
+            transfer=_TransferCosts(problem.pools, crossing_bytes, costs.links).seconds,
+            backward=problem.backward and has_bubbles,
+        )
+    )
+    return least.seconds / parts
+
+
+_PASSES = 3
+"""Passes of a stage over a microbatch: forward, gradients of inputs, and gradients of weights."""
 
 
 @dataclass(frozen=True)
@@ -244,30 +305,66 @@ class _StageEstimator:
         return [cost for cost in measured if cost is not None]
 
     def lower_bound(self, start: int, stop: int, mesh: Submesh) -> list[StageCost]:
-        """Return a cost that no sharding of the stage is below.
+        """Return a cost that no sharding of the stage is below; see `least`."""
+        return self.least(self._num_micro_batches, 1, True, start, stop, mesh)
+
+    def least(
+        self,
+        num_micro_batches: int,
+        parts: int,
+        solves: bool,
+        start: int,
+        stop: int,
+        mesh: Submesh,
+    ) -> list[StageCost]:
+        """Return a cost that no sharding of a stage is below, for any number of microbatches.
 
         Its time is the least time of its layers. Its memory is the stage's state and saved
         activations, sharded evenly over all devices.
+
+        Args:
+            num_micro_batches: number of microbatches, at least that of the step.
+            parts: factor by which the number of microbatches of the objective is larger.
+            solves: see `least_seconds`.
+            start: first layer.
+            stop: the layer after the last one.
+            mesh: submesh of the stage.
         """
         if not self._is_balanced(start, stop, mesh):
             return []
+        share = self._num_micro_batches / num_micro_batches
+        once_seconds = 0.0
+        if solves:
+            shapes = submesh_shapes(mesh, self.option.submesh_logical_shape_space)
+            seconds, step_seconds = self.costs.pools[mesh.pool].least(start, stop, shapes)
+            # `step_seconds` bounds all microbatches and the work once per step together. However it
+            # is split, all microbatches but the first take at least their share of it.
+            rest = step_seconds / num_micro_batches - share * seconds
+            once_seconds = max(0.0, (num_micro_batches - 1) * rest)
+        else:
+            seconds = sum(self._layer_work[mesh.pool][start:stop]) / mesh.num_devices
+        fixed_bytes, saved_bytes = self._even_bytes(start, stop, mesh)
+        return [
+            StageCost(
+                share * seconds,
+                parts * once_seconds,
+                fixed_bytes,
+                share * saved_bytes,
+                (mesh.num_devices,),
+            )
+        ]
+
+    @property
+    def _num_micro_batches(self) -> int:
+        return self.ranges.partition.step.num_micro_batches
+
+    def _even_bytes(self, start: int, stop: int, mesh: Submesh) -> tuple[float, float]:
+        """Return a device's share of a stage's state and of the activations of a microbatch."""
         state: dict[Var, int] = {}
         for layer in range(start, stop):
             state.update(self._state_bytes[layer])
-        shapes = submesh_shapes(mesh, self.option.submesh_logical_shape_space)
-        seconds, step_seconds = self.costs.pools[mesh.pool].least(start, stop, shapes)
-        # `step_seconds` bounds all microbatches and the work once per step together. However it is
-        # split, all microbatches but the first take at least their share of it.
-        count = self.ranges.partition.step.num_micro_batches
-        once_seconds = max(0.0, (count - 1) * (step_seconds / count - seconds))
-        return [
-            StageCost(
-                seconds,
-                once_seconds,
-                sum(state.values()) / mesh.num_devices,
-                self._saved_bytes[start] / mesh.num_devices,
-            )
-        ]
+        fixed_bytes = sum(state.values()) / mesh.num_devices
+        return fixed_bytes, self._saved_bytes[start] / mesh.num_devices
 
     @cached_property
     def _state_bytes(self) -> list[dict[Var, int]]:

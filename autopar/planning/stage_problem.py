@@ -84,6 +84,7 @@ class StageProblem:
             share their costs.
         transfer: seconds between neighbouring stages; None if transfers take no time.
         leave_idle: whether devices may be left without work.
+        min_stages: least number of stages.
         backward: whether microbatches come back. If not, no stage waits for them.
 
     Raises:
@@ -100,6 +101,7 @@ class StageProblem:
     layer_kinds: Sequence[Hashable] | None = None
     transfer: Transfer | None = None
     leave_idle: bool = False
+    min_stages: int = 1
     backward: bool = True
 
     def __post_init__(self) -> None:

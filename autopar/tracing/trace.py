@@ -83,6 +83,11 @@ def trace(
             fun = layered(fun, layers, weight_argnums, differentiated=False)
         layers = None
     tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, exactness)
+    tracer.keeps_remat = keeps_remat
+    # Numbers of microbatches share the trace of the whole batch.
+    options = layers, marked, forward, exactness, keeps_remat
+    key = fun, tracer.in_tree, tuple(tracer.avals), tracer.batch, options
+    tracer = shared(key, lambda: tracer)
 
     def traced() -> StepGraph:
         num_traces = 1 if num_micro_batches == 1 else _TRACES_IN_MICROBATCHES
@@ -90,10 +95,7 @@ def trace(
         with progress_part(0, 1, "tracing", seconds):
             return tracer.graph(num_micro_batches)
 
-    tracer.keeps_remat = keeps_remat
-    key = fun, tracer.in_tree, tuple(tracer.avals), tracer.batch
-    options = layers, marked, forward, exactness, keeps_remat
-    return shared((key, num_micro_batches, options), traced)
+    return shared((key, num_micro_batches), traced)
 
 
 _SECONDS_PER_ARRAY = 3e-3

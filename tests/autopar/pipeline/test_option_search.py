@@ -1,5 +1,7 @@
 """Options that are "auto" are replaced by the fastest combination of values."""
 
+import re
+
 import jax
 import pytest
 
@@ -66,7 +68,7 @@ def test_the_plan_is_the_fastest_candidate():
     trials = autopar.get_last_search_result()
     whole_steps = [trial for trial in trials if trial.schedule == WHOLE_STEP]
     assert len(trials) - len(whole_steps) == 5 * len(schedules("auto", "auto"))
-    assert len(whole_steps) >= 2 * 2  # two meshes, each until more microbatches are slower
+    assert len(whole_steps) >= 2 + 1  # two meshes, the faster one until microbatches are slower
     best = min(
         (trial for trial in trials if trial.seconds is not None), key=lambda trial: trial.seconds
     )
@@ -74,6 +76,49 @@ def test_the_plan_is_the_fastest_candidate():
     assert (plan.num_micro_batches, plan.schedule) == (best.num_micro_batches, best.schedule)
     whole = autopar.plan_step(train_step, MODEL.abstract_args(), cluster=CLUSTER)
     assert plan.predicted_seconds <= whole.predicted_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [None, 0.8])
+def test_combinations_that_bounds_rule_out_are_no_faster(budget):
+    """Each of them is planned by itself."""
+    options = {"num_micro_batches": "auto", "pipeline_schedule": "auto"}
+    layers = AutoLayerOption(4, remat_layer="auto")
+    if budget:
+        least = planned(**options, layer_option=layers).predicted_bytes
+        budget = WORKSPACE_BYTES + budget * MEMORY_MARGIN * least
+    plan = planned(**options, layer_option=layers, memory_budget=budget)
+    num_planned = 0
+    for trial in autopar.get_last_search_result():
+        if trial.schedule == WHOLE_STEP:
+            continue
+        num_planned += trial.seconds is not None
+        given = {
+            "num_micro_batches": trial.num_micro_batches,
+            "pipeline_schedule": trial.schedule.name,
+            "layer_option": trial.schedule.layer_option,
+            "memory_budget": budget,
+        }
+        try:
+            alone = planned(**given, stage_option=autopar.AutoStageOption(min_stages=2))
+        except ValueError:
+            assert trial.seconds is None
+            continue
+        assert alone.predicted_seconds >= 0.999 * plan.predicted_seconds
+        if least := re.match(r"takes at least (\S+) s", trial.reason):
+            assert alone.predicted_seconds >= 0.999 * float(least[1])
+        elif trial.seconds is None:
+            assert "fits in memory" in trial.reason  # or is slower than the best plan
+    assert num_planned < 5 * 2 * 4
+
+
+def test_automatic_stages_may_be_several_at_least():
+    few = {"num_micro_batches": 1, "pipeline_schedule": "1f1b"}
+    assert len(planned(**few).stages) < 4
+    stages = planned(**few, stage_option=autopar.AutoStageOption(min_stages=4)).stages
+    assert len(stages) == 4
+    with pytest.raises(ValueError, match="no way to cut 4 layers into stages"):
+        planned(**few, stage_option=autopar.AutoStageOption(min_stages=5))
 
 
 def test_a_step_that_is_fastest_on_one_mesh_has_no_stages():
