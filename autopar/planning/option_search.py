@@ -8,9 +8,8 @@ of its layers. Where both schedule and stages are open, the step as one program 
 well, on each logical mesh that a single stage could have.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from math import inf
 from typing import Literal, Protocol
@@ -161,29 +160,27 @@ def search(
         ValueError: the error of the first combination, if there is no plan for any.
     """
     found = _Search(planning, space, stage_option, method, trials)
-    found.try_whole_steps()
-    found.try_pipelines()
+    found.run()
     return found.result()
 
 
 @dataclass(frozen=True, slots=True)
-class _Pipeline:
-    """A combination of options of a pipeline.
+class _Combination:
+    """A combination of options.
 
     Attributes:
         number: number of the combination, in the order of the options.
         count: number of microbatches.
         schedule: the schedule, with its layer option.
+        option: layer option of the traces that bounds are taken from.
+        mesh: logical mesh of a step that runs as one program; None for pipelines.
     """
 
     number: int
     count: int
     schedule: PipelineSchedule
-
-    @property
-    def option(self) -> LayerOption | None:
-        """The layer option."""
-        return self.schedule.layer_option
+    option: LayerOption | None
+    mesh: LogicalMesh | None
 
 
 class _Search:
@@ -215,8 +212,9 @@ class _Search:
         self.best: tuple[StepGraph, Plan, int] | None = None
         self.planning_seconds = 0.0
         self.errors: dict[int, ValueError] = {}
-        self._bounds: dict[tuple[_Pipeline, int], float] = {}
-        self._solved: set[tuple[_Pipeline, int]] = set()
+        self._bounds: dict[tuple[_Combination, int], float] = {}
+        self._whole_step_seconds: dict[int, list[float]] = {}
+        self._solved: set[tuple[_Combination, int]] = set()
         self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | ValueError] = {}
 
     @property
@@ -235,66 +233,87 @@ class _Search:
         step, plan, _ = self.best
         return step, plan.model_copy(update={"planning_seconds": self.planning_seconds})
 
-    def try_whole_steps(self) -> None:
-        """Plan the step as one program on each mesh.
-
-        Microbatches make one program faster only where memory limits its shardings. So their number
-        grows as long as the mesh that was the fastest one becomes faster.
-        """
-        meshes = list(self.space.whole_step_meshes)
-        seconds = dict.fromkeys(meshes, inf)
-        number = -len(meshes) * len(self.space.micro_batch_counts)
-        for count in self.space.micro_batch_counts:
-            fewer, seconds = seconds, dict.fromkeys(meshes, inf)
-            for mesh in sorted(meshes, key=lambda mesh: fewer[mesh]):
-                plan = partial(self.planning.plan_whole_step, count, mesh)
-                found = self._try(number, count, WHOLE_STEP, plan, mesh)
-                seconds[mesh] = found.predicted_seconds if found else inf
-                number += 1
-                if inf > seconds[mesh] >= min(fewer.values()):
-                    return
-
-    def try_pipelines(self) -> None:
-        """Plan the pipelines, those with the least lower bounds first, until a bound is too slow.
+    def run(self) -> None:
+        """Plan the combinations, those with the least lower bounds first, until one is too slow.
 
         The bounds of a step in microbatches take its trace. Until there is one, the bounds are
         those of the largest number of microbatches below it that is traced.
         """
-        space = self.space
-        pairs = product(space.micro_batch_counts, space.layer_options)
-        left = [
-            _Pipeline(0, count, PipelineSchedule(name=name, num_chunks=chunks, layer_option=option))
-            for (count, option), (name, chunks) in product(pairs, space.schedules)
-        ]
-        left = [replace(pipeline, number=number) for number, pipeline in enumerate(left)]
+        left = self._combinations()
         if len(left) == 1:
-            self._plan_pipeline(left[0])
+            self._plan(left[0])
             return
-        for option in space.layer_options:
-            self._trace(space.micro_batch_counts[0], option)
+        for option in self.space.layer_options:
+            self._trace(self.space.micro_batch_counts[0], option)
         while left:
-            best = min(left, key=lambda pipeline: (self._bound(pipeline), pipeline.number))
-            if self.best is not None and self._bound(best) >= self.best_seconds:
+            next_ = min(left, key=lambda entry: (self._bound(entry), entry.number))
+            if self._is_ruled_out(next_):
                 break
-            if not self._is_solved(best):
-                self._solve_bound(best)
-            elif (best.count, best.option) in self._planners:
-                self._plan_pipeline(best)
-                left.remove(best)
+            if not self._is_solved(next_):
+                self._solve_bound(next_)
+            elif next_.mesh is not None or (next_.count, next_.option) in self._planners:
+                self._plan(next_)
+                left.remove(next_)
+                left = [entry for entry in left if not self._is_slower_in_microbatches(entry)]
             else:
                 near = [
                     other.count
                     for other in left
-                    if (other.option, other.schedule) == (best.option, best.schedule)
-                    and self._anchor(other) == self._anchor(best)
-                    and (self.best is None or self._bound(other) < self.best_seconds)
+                    if (other.option, other.schedule) == (next_.option, next_.schedule)
+                    and self._anchor(other) == self._anchor(next_)
+                    and not self._is_ruled_out(other)
                 ]
-                self._trace(near[len(near) // 2], best.option)
-        for pipeline in left:
-            reason = f"takes at least {self._bound(pipeline):.4g} s, by its work and bubbles"
-            if self._bound(pipeline) == inf:
-                reason = "does not fit in memory"
-            self._record(OptionTrial(pipeline.count, pipeline.schedule, None, reason))
+                self._trace(near[len(near) // 2], next_.option)
+        for entry in left:
+            reason = f"takes at least {self._bound(entry):.4g} s, by its work and bubbles"
+            if self._bound(entry) == inf:
+                reason = _NO_MEMORY
+                self.errors[entry.number] = NoStagesError(_NO_MEMORY)
+            self._record(OptionTrial(entry.count, entry.schedule, None, reason, mesh=entry.mesh))
+
+    def _combinations(self) -> list[_Combination]:
+        """Return all combinations: the step as one program, then the pipelines."""
+        space = self.space
+        plain = [
+            option for option in space.layer_options if option is None or not option.remat_layer
+        ]
+        whole = [
+            (count, WHOLE_STEP, plain[0] if plain else None, mesh)
+            for count, mesh in product(space.micro_batch_counts, space.whole_step_meshes)
+        ]
+        pairs = product(space.micro_batch_counts, space.layer_options)
+        pipelines = [
+            (
+                count,
+                PipelineSchedule(name=name, num_chunks=chunks, layer_option=option),
+                option,
+                None,
+            )
+            for (count, option), (name, chunks) in product(pairs, space.schedules)
+        ]
+        return [_Combination(number, *entry) for number, entry in enumerate(whole + pipelines)]
+
+    def _is_ruled_out(self, entry: _Combination) -> bool:
+        bound = self._bound(entry)
+        return bound == inf or (self.best is not None and bound >= self.best_seconds)
+
+    def _is_slower_in_microbatches(self, entry: _Combination) -> bool:
+        """Whether fewer microbatches are faster for the step as one program.
+
+        Microbatches make one program faster only where memory limits its shardings. So once they
+        make it slower, on any mesh, more of them do, too.
+        """
+        if entry.mesh is None:
+            return False
+        seconds = inf
+        for count in self.space.micro_batch_counts:
+            if count > entry.count:
+                return False
+            of_count = self._whole_step_seconds.get(count, [])
+            if any(seconds <= other for other in of_count):
+                return True
+            seconds = min([seconds, *of_count])
+        return False
 
     def _trace(self, count: int, option: LayerOption | None) -> None:
         """Trace the step in microbatches, and keep its planner or the error."""
@@ -306,88 +325,96 @@ class _Search:
         except _PLANNING_ERRORS as error:
             self._planners[count, option] = error
 
-    def _anchor(self, pipeline: _Pipeline) -> int:
-        """Return the largest traced number of microbatches that is not above a pipeline's."""
+    def _anchor(self, entry: _Combination) -> int:
+        """Return the largest traced number of microbatches that is not above that of an entry."""
         return max(
             count
             for count, option in self._planners
-            if option == pipeline.option and count <= pipeline.count
+            if option == entry.option and count <= entry.count
         )
 
-    def _bound(self, pipeline: _Pipeline) -> float:
-        """Return the best known lower bound of the seconds of a pipeline."""
-        anchor = self._anchor(pipeline)
-        if (pipeline, anchor) not in self._bounds:
-            self._bounds[pipeline, anchor] = self._bound_from(anchor, pipeline, solves=False)
-        return self._bounds[pipeline, anchor]
+    def _bound(self, entry: _Combination) -> float:
+        """Return the best known lower bound of the seconds of a combination."""
+        if not self._has_bound(entry):
+            return 0.0
+        anchor = self._anchor(entry)
+        if (entry, anchor) not in self._bounds:
+            self._bounds[entry, anchor] = self._bound_from(anchor, entry, solves=False)
+        return self._bounds[entry, anchor]
 
-    def _is_solved(self, pipeline: _Pipeline) -> bool:
-        return (pipeline, self._anchor(pipeline)) in self._solved
+    def _has_bound(self, entry: _Combination) -> bool:
+        """Whether the step is traced with the layers of an entry.
 
-    def _solve_bound(self, pipeline: _Pipeline) -> None:
+        It is not if all layers recompute, while the step as one program does not.
+        """
+        return any(option == entry.option for _, option in self._planners)
+
+    def _is_solved(self, entry: _Combination) -> bool:
+        return not self._has_bound(entry) or (entry, self._anchor(entry)) in self._solved
+
+    def _solve_bound(self, entry: _Combination) -> None:
         """Replace a lower bound by one that takes rough solves of layers."""
-        anchor = self._anchor(pipeline)
-        self._solved.add((pipeline, anchor))
-        bound = self._bound_from(anchor, pipeline, solves=True)
-        self._bounds[pipeline, anchor] = max(self._bound(pipeline), bound)
+        anchor = self._anchor(entry)
+        self._solved.add((entry, anchor))
+        bound = self._bound_from(anchor, entry, solves=True)
+        self._bounds[entry, anchor] = max(self._bound(entry), bound)
 
-    def _bound_from(self, anchor: int, pipeline: _Pipeline, *, solves: bool) -> float:
-        planner = self._planners[anchor, pipeline.option]
+    def _bound_from(self, anchor: int, entry: _Combination, *, solves: bool) -> float:
+        planner = self._planners[anchor, entry.option]
         if not isinstance(planner, PipelinePlanner):
             return 0.0
-        option, schedule, count = self.stage_option, pipeline.schedule, pipeline.count
+        option, schedule, count = self.stage_option, entry.schedule, entry.count
         bound = planner.bound(option, schedule, count, solves=solves)
         return bound if anchor == count else _SLACK * bound
 
-    def _plan_pipeline(self, pipeline: _Pipeline) -> None:
-        """Plan a pipeline, if it may be faster than the best plan so far."""
-
-        def plan() -> tuple[StepGraph, Plan]:
-            if (pipeline.count, pipeline.option) not in self._planners:
-                with progress_part(0, _TRACING):
-                    self._trace(pipeline.count, pipeline.option)
-            planner = self._planners[pipeline.count, pipeline.option]
-            if not isinstance(planner, PipelinePlanner):
-                raise planner
-            with progress_part(_TRACING, 1):
-                plans = _plans(
-                    planner, self.stage_option, pipeline.schedule, self.method, self.best_seconds
-                )
-            self.planning_seconds += sum(plan.planning_seconds for plan in plans)
-            return planner.step, min(plans, key=lambda plan: plan.predicted_seconds)
-
-        self._try(pipeline.number, pipeline.count, pipeline.schedule, plan)
-
-    def _try(
-        self,
-        number: int,
-        count: int,
-        schedule: PipelineSchedule,
-        attempt: Callable[[], tuple[StepGraph, Plan]],
-        mesh: LogicalMesh | None = None,
-    ) -> Plan | None:
-        """Plan a combination, record the outcome, and return the plan if there is one."""
+    def _plan(self, entry: _Combination) -> None:
+        """Plan a combination, and record the outcome."""
         done = len(self.trials) / self.space.num_combinations
+        count, schedule, mesh = entry.count, entry.schedule, entry.mesh
         try:
             with progress_part(done, done + 1 / self.space.num_combinations):
-                step, plan = attempt()
+                if mesh is not None:
+                    step, plan = self.planning.plan_whole_step(count, mesh)
+                    self._whole_step_seconds.setdefault(count, []).append(plan.predicted_seconds)
+                    plans = [plan]
+                else:
+                    step, plans = self._pipelines(entry)
         except _PLANNING_ERRORS as error:
-            self.errors[number] = error
+            self.errors[entry.number] = error
             self._record(OptionTrial(count, schedule, None, str(error), mesh=mesh))
-            return None
+            return
+        self.planning_seconds += sum(plan.planning_seconds for plan in plans)
+        plan = min(plans, key=lambda plan: plan.predicted_seconds)
         seconds, num_bytes = plan.predicted_seconds, plan.predicted_bytes
         self._record(OptionTrial(count, schedule, seconds, "", num_bytes, mesh))
-        if mesh is not None:
-            self.planning_seconds += plan.planning_seconds
-        if self.best is None or (seconds, number) < (self.best_seconds, self.best[2]):
-            self.best = step, plan, number
-        return plan
+        if self.best is None or (seconds, entry.number) < (self.best_seconds, self.best[2]):
+            self.best = step, plan, entry.number
+
+    def _pipelines(self, entry: _Combination) -> tuple[StepGraph, Sequence[Plan]]:
+        """Return the step and the plans of a pipeline."""
+        if (entry.count, entry.option) not in self._planners:
+            with progress_part(0, _TRACING):
+                self._trace(entry.count, entry.option)
+        planner = self._planners[entry.count, entry.option]
+        if not isinstance(planner, PipelinePlanner):
+            raise planner
+        with progress_part(_TRACING, 1):
+            plans = _plans(
+                planner, self.stage_option, entry.schedule, self.method, self.best_seconds
+            )
+        return planner.step, plans
 
     def _record(self, trial: OptionTrial) -> None:
         self.trials.append(trial)
         if self.space.has_choice:
             log_progress(str(trial), len(self.trials), self.space.num_combinations)
 
+
+_NO_MEMORY = (
+    "the state and the activations of the step do not fit in memory, even if all devices share them"
+    " evenly; use more devices, smaller microbatches or remat"
+)
+"""Reason of combinations with an infinite bound."""
 
 _SLACK = 0.99
 """Least work of an example in smaller microbatches, as a share of that in larger ones.

@@ -213,7 +213,7 @@ class PipelinePlanner:
 
         Args:
             stage_option: layers and devices of the stages, given or to be found.
-            schedule: pipeline schedule with its number of chunks.
+            schedule: pipeline schedule with its number of chunks; `WHOLE_STEP` for one program.
             num_micro_batches: number of microbatches, at least that of the step. Smaller
                 microbatches are taken to need as much work for an example.
             solves: whether layers are solved roughly for it, which makes the bound of automatic
@@ -226,17 +226,21 @@ class PipelinePlanner:
             return self.step.num_micro_batches * self._even_seconds
         if stage_option.profile:  # measured times have no bound
             return 0.0
+        is_whole = schedule.is_whole_step
+        if is_whole:
+            stage_option = replace(stage_option, min_stages=1)
         options = _limited(self.options, stage_option.submesh_logical_shape_space)
         try:
             return least_seconds(
                 self._stage_costs(options, PipelineSchedule(name="1f1b")),
                 self.cluster,
                 stage_option,
-                schedule.name,
+                "1f1b" if is_whole else schedule.name,
                 num_micro_batches,
                 solves=solves,
                 # Other schedules may have fewer bubbles than the objective counts.
-                has_bubbles=schedule.name in _SCHEDULES_OF_OBJECTIVE,
+                has_bubbles=is_whole or schedule.name in _SCHEDULES_OF_OBJECTIVE,
+                in_one_stage=is_whole,
             )
         except NoStagesError:
             return inf

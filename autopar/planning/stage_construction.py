@@ -215,7 +215,8 @@ def least_seconds(
     num_micro_batches: int,
     *,
     solves: bool,
-    has_bubbles: bool,
+    has_bubbles: bool = True,
+    in_one_stage: bool = False,
 ) -> float:
     """Return a lower bound of the time that stage construction finds.
 
@@ -232,11 +233,15 @@ def least_seconds(
             If not, it is the stage's work on one device, divided by its number of devices.
         has_bubbles: whether the bubbles count that the objective describes. If not, the step takes
             the time of its slowest stage, after the forward passes of a microbatch on the others.
+        in_one_stage: whether there is one stage, on all devices.
 
     Raises:
         NoStagesError: no stages fit in memory.
     """
     problem = stage_problem(costs, cluster, option, schedule)
+    if in_one_stage:
+        whole = tuple(m for m in problem.submeshes if m.num_devices == cluster.num_devices)
+        problem = replace(problem, submeshes=whole)
     share = problem.num_micro_batches / num_micro_batches
     in_flight = in_flight_of(schedule, num_micro_batches)
     estimator = _StageEstimator(costs, cluster, option, in_flight, None)
