@@ -234,9 +234,9 @@ class PipeshardParallel(PlanningMethod):
     """Pipeline parallelism between submeshes; each stage is sharded over its own submesh.
 
     In Alpa's terms: inter-operator parallelism between the stages, intra-operator parallelism
-    within each. Options that are "auto" are searched: every combination is planned, and the one
-    with the least predicted time is chosen. Planning time is multiplied by the number of
-    combinations; `autopar.get_last_search_result` returns all of them.
+    within each. Options that are "auto" are searched, and the combination with the least predicted
+    time is chosen. Combinations whose lower bound is above the best plan are not planned;
+    `autopar.get_last_search_result` returns all of them, with their plans' times or bounds.
 
     Attributes:
         devices: as in the other methods; only their number and order matter, not the mesh shape.
