@@ -14,10 +14,12 @@ pytest-benchmark compares, which therefore prints both in seconds of this machin
 import json
 import platform
 import timeit
+from collections.abc import Generator
 from importlib.metadata import version
 
 import numpy as np
 import pytest
+from pytest_benchmark.session import PerformanceRegression
 from pytest_benchmark.utils import parse_compare_fail
 
 from tests import conftest as tests_conftest
@@ -49,6 +51,15 @@ def pytest_configure(config):
         config.option.benchmark_compare = RECORD.rpartition("=")[2]
     if config.option.benchmark_compare and not config.option.benchmark_compare_fail:
         config.option.benchmark_compare_fail = [parse_compare_fail(TOLERANCE)]
+
+
+@pytest.hookimpl(wrapper=True, specname="pytest_terminal_summary")
+def end_at_a_regression() -> Generator[None]:
+    """End with exit code 1 and without a traceback if a benchmark got slower."""
+    try:
+        yield
+    except PerformanceRegression as error:
+        pytest.exit(str(error), returncode=pytest.ExitCode.TESTS_FAILED)
 
 
 def pytest_benchmark_generate_machine_info():
