@@ -5,6 +5,7 @@ element; a mask of dropout is a byte.
 """
 
 from simulator.transformer.composed_kernels import (
+    composed_norm,
     composed_passes,
     rotated_elements,
     score_elements,
@@ -79,7 +80,7 @@ def _elementwise(
     forward, backward = residual_passes(
         model, execution, machine, heads + rotation, heads + 3 * columns
     )
-    norm = composed_passes("norm", execution.stream(model), execution, machine)
+    norm = composed_norm(execution.stream(model), execution, machine)
     rotary = composed_passes("rotary", rotated_elements(model, execution), execution, machine)
     return (
         forward + PassCost(kernels=1) + norm[0] + rotary[0],

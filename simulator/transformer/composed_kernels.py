@@ -12,6 +12,9 @@ from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import PassCost
 from simulator.transformer.scenario import ComposedOperation, Execution, Transformer
 
+Passes = tuple[PassCost, PassCost]
+"""A forward pass and a backward pass."""
+
 
 @dataclass(frozen=True, slots=True)
 class ComposedKernels:
@@ -39,6 +42,9 @@ COMPOSED: dict[ComposedOperation, ComposedKernels] = {
     # r8 w4, sum of both gradients r8 w4, back r4 w2: 84, of which 6 fused. The input in f32 and the
     # normalized input are saved beside the input and the output.
     "norm": ComposedKernels(32.0, 7, 78.0, 13, 6.0),
+    # A fused norm in f32 between casts. Forward: to f32 r2 w4, norm r4 w4, back r4 w2: 20, of
+    # which 4 fused. Backward: to f32 r2 w4, norm r8 w4, back r4 w2: 24, of which 6 fused.
+    "norm_in_f32": ComposedKernels(16.0, 2, 18.0, 2, 0.0),
     # Queries and keys. Forward: cosine r2 w2, negation of a half r1 w1, concatenation r2 w2, sine
     # r2 w2, sum r4 w2: 20, of which 4 fused. Backward: both products 8, halves in zeros 10, their
     # sums 12: 30, of which 6 fused.
@@ -53,13 +59,19 @@ COMPOSED: dict[ComposedOperation, ComposedKernels] = {
 }
 """What each operation adds when it is composed."""
 
+_REPEATED_BYTES = 26.0
+_REPEATED_KERNELS = 4
+"""What the backward pass repeats of a norm in f32, so that its f32 values need no memory: the
+residual sum before it (r4 w2), both casts and the norm (20), in bytes per element. InternEvo does
+so without recomputation (dropout_selective_checkpoint in internlm/model/modeling_internlm.py)."""
+
 
 def composed_passes(
     operation: ComposedOperation,
     elements: float,
     execution: Execution,
     machine: Machine,
-) -> tuple[PassCost, PassCost]:
+) -> Passes:
     """Return what an operation adds to both passes; nothing if it is fused.
 
     Args:
@@ -74,6 +86,23 @@ def composed_passes(
     forward = machine.memory_seconds(kernels.forward_bytes * elements, kernels.forward_kernels)
     backward = machine.memory_seconds(kernels.backward_bytes * elements, kernels.backward_kernels)
     return PassCost(forward, kernels.forward_kernels), PassCost(backward, kernels.backward_kernels)
+
+
+def composed_norm(elements: float, execution: Execution, machine: Machine) -> Passes:
+    """Return what a norm adds to both passes, however it is composed.
+
+    Args:
+        elements: elements of the norm's operand on one device.
+        execution: the execution, which says what is composed.
+        machine: the machine.
+    """
+    parts = composed_passes("norm", elements, execution, machine)
+    in_f32 = composed_passes("norm_in_f32", elements, execution, machine)
+    repeated = PassCost()
+    if "norm_in_f32" in execution.composed and execution.recompute != "full":
+        seconds = machine.memory_seconds(_REPEATED_BYTES * elements, _REPEATED_KERNELS)
+        repeated = PassCost(seconds, _REPEATED_KERNELS)
+    return parts[0] + in_f32[0], parts[1] + in_f32[1] + repeated
 
 
 def composed_saved(operation: ComposedOperation, elements: float, execution: Execution) -> float:

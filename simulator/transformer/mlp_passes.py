@@ -1,6 +1,6 @@
 """Passes over a dense MLP."""
 
-from simulator.transformer.composed_kernels import composed_passes
+from simulator.transformer.composed_kernels import composed_norm, composed_passes
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     PartPasses,
@@ -27,7 +27,7 @@ def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> Pa
         (2 * read_and_written - 1 + (1 if model.biases else 0)) * inner,
     )
     collectives = tensor_collectives(up, down, model, execution, machine)
-    norm = composed_passes("norm", execution.stream(model), execution, machine)
+    norm = composed_norm(execution.stream(model), execution, machine)
     elements = inner / w if model.gated else 0.0
     activation = composed_passes("activation", elements, execution, machine)
     return PartPasses(

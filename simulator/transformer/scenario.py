@@ -23,7 +23,7 @@ from simulator.transformer.layer_kinds import (
 from simulator.transformer.precision import Precision
 
 Recompute = Literal["none", "selective", "mlp", "full"]
-ComposedOperation = Literal["norm", "rotary", "activation", "softmax"]
+ComposedOperation = Literal["norm", "norm_in_f32", "rotary", "activation", "softmax"]
 Attention = Literal["naive"] | FusedAttentionKind
 
 
@@ -455,7 +455,8 @@ class Execution(Description):
         spare_microbatches: microbatches whose activations a device of a pipeline has room for
             beyond those that wait for their backward pass; 1 in DeepSpeed's pipeline engine.
         composed: operations of several elementwise kernels instead of one fused kernel: "norm",
-            "rotary", "activation" (of gated MLPs), "softmax" (of naive attention).
+            "norm_in_f32" (a fused norm between casts, which the backward pass repeats), "rotary",
+            "activation" (of gated MLPs), "softmax" (of naive attention).
         overlap_gradients: whether the communication of gradients overlaps with the backward pass,
             and gathers of parameters with the forward pass.
         overlap_tensor: which collectives over the tensor axis overlap with matrix products: "none",

@@ -100,7 +100,12 @@ SOFTWARE: Mapping[str, Software] = {
     "internevo": Software(
         EAGER,
         "flash2",
-        {"overlap_gradients": True, "gradient_bytes": 2, "communicated_gradient_bytes": 2},
+        {
+            "overlap_gradients": True,
+            "gradient_bytes": 2,
+            "communicated_gradient_bytes": 2,
+            "composed": ("norm_in_f32",),
+        },
     ),
     # github.com/Aleph-Alpha/scaling: gradients in bf16 and summed in f32, the loss on gathered
     # logits, activation and rotary positions of PyTorch's elementwise kernels, DeepSpeed's schedule

@@ -34,6 +34,21 @@ def a100() -> Machine:
     return Machine(Cluster.load("dgx_a100_80"))
 
 
+def test_a_norm_in_f32_is_repeated_unless_its_layer_is() -> None:
+    machine = a100()
+    for recompute, num_bytes, kernels in (("none", 18 + 26, 6), ("full", 18, 2)):
+        fused = FUSED.model_copy(update={"recompute": recompute})
+        composed = fused.model_copy(update={"composed": ("norm_in_f32",)})
+        before = layer_passes(LLAMA, fused, machine)
+        after = layer_passes(LLAMA, composed, machine)
+        assert after.forward.kernels - before.forward.kernels == 2 * 2
+        assert after.backward.kernels - before.backward.kernels == 2 * kernels
+        added = after.backward.compute - before.backward.compute
+        slope = machine.memory_seconds(2.0 * num_bytes * STREAM, 1) - machine.memory_seconds(0, 1)
+        assert added == pytest.approx(slope, rel=0.2)
+        assert memory_of(LLAMA, composed) == memory_of(LLAMA, fused)
+
+
 @pytest.mark.parametrize(
     ("operation", "elements", "count", "saved"),
     [
