@@ -54,7 +54,7 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(wrapper=True, specname="pytest_terminal_summary")
-def end_at_a_regression() -> Generator[None]:
+def pytest_end_at_a_regression() -> Generator[None]:
     """End with exit code 1 and without a traceback if a benchmark got slower."""
     try:
         yield
