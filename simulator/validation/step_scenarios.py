@@ -6,7 +6,7 @@ kernels. A row that no scenario can express raises `StepRowError` with the reaso
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -83,6 +83,7 @@ SOFTWARE: Mapping[str, Software] = {
     "nemo automodel": Software(
         EAGER, "flash2", {"overlap_gradients": True, "communicated_gradient_bytes": 2}
     ),
+    "nemo 24.03": replace(_MEGATRON_CORE, attention="flash2"),
     "nemo": _MEGATRON_CORE,
     "megatron-bridge": _MEGATRON_CORE,
     "megatron-lm": _MEGATRON_CORE,
