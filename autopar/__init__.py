@@ -96,6 +96,7 @@ from autopar.tracing.shared_traces import shared_traces
 from autopar.tracing.trace import TraceError
 from autopar.training import train
 from autopar.tuning import TuningResult, tune
+from simulator.kernel_costs import KernelCost, register_kernel_cost
 
 if TYPE_CHECKING:
     from autopar import directives, model_schedules
@@ -137,6 +138,7 @@ __all__ = [
     "HostsError",
     "InfeasibleError",
     "JoinedArray",
+    "KernelCost",
     "LayerError",
     "ManualLayerOption",
     "ManualShardParallel",
@@ -196,6 +198,7 @@ __all__ = [
     "planned_step",
     "predict",
     "prefetch",
+    "register_kernel_cost",
     "register_schedule",
     "report",
     "restore_checkpoint",

@@ -9,9 +9,11 @@ that autopar uses are in this module (seen in 0.11.2).
 import functools
 import importlib
 import importlib.util
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from threading import Lock
 from types import ModuleType, SimpleNamespace
@@ -103,6 +105,55 @@ class _AssumedCudnn:
 
 
 _cudnn = _AssumedCudnn()
+
+
+type _Description = Callable[[Mapping[str, Any], Any], Mapping[str, object]]
+"""Maps the parameters of a `pallas_call` and the dtype of its result to the text of its call."""
+
+_description: ContextVar[_Description | None] = ContextVar("description", default=None)
+
+
+@contextmanager
+def opaque_kernels(target: str, describe: _Description) -> Iterator[None]:
+    """Lower Pallas kernels for CUDA to custom calls inside the block.
+
+    Without a GPU, Mosaic GPU has no lowering, and Triton's takes the GPU of the process for that of
+    the cluster. The calls have the operands, results, layouts and aliases of the kernels, but can't
+    run. Kernels in interpret mode are lowered as always.
+
+    Args:
+        target: target of the custom calls.
+        describe: returns the backend_config of the call, as an object of JSON.
+    """
+    _lower_pallas_calls(target)
+    token = _description.set(describe)
+    try:
+        yield
+    finally:
+        _description.reset(token)
+
+
+@functools.cache
+def _lower_pallas_calls(target: str) -> None:
+    """Register the lowering of Pallas kernels for CUDA, which is JAX's outside of the blocks."""
+    from jax._src.interpreters import mlir
+    from jax._src.pallas import pallas_call
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        describe = _description.get()
+        if describe is None or params["interpret"]:
+            return pallas_call._pallas_call_lowering(ctx, *operands, **params)
+        return mlir.custom_call(
+            target,
+            result_types=[mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out],
+            operands=operands,
+            backend_config=json.dumps(describe(params, ctx.avals_out[0].dtype)),
+            operand_layouts=[range(aval.ndim)[::-1] for aval in ctx.avals_in],
+            result_layouts=[range(aval.ndim)[::-1] for aval in ctx.avals_out],
+            operand_output_aliases=dict(params["input_output_aliases"]),
+        ).results
+
+    mlir.register_lowering(pallas_call.pallas_call_p, lower, platform="cuda")
 
 
 @functools.cache

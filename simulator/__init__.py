@@ -35,6 +35,7 @@ from simulator.engine.trace_reading import load_timeline
 from simulator.hardware.cluster import Cluster, Device, Link, cluster_files, cluster_names
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
+from simulator.kernel_costs import KernelCost, register_kernel_cost
 from simulator.memory import Footprint, MemoryUse
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send, parse_instruction, walk
 from simulator.program_file import ProgramError, load_program, save_program
@@ -73,6 +74,7 @@ __all__ = [
     "HeterogeneousCluster",
     "HeterogeneousCosts",
     "Kernel",
+    "KernelCost",
     "Link",
     "Loop",
     "MemoryUse",
@@ -96,6 +98,7 @@ __all__ = [
     "parse_instruction",
     "predict",
     "prediction_of",
+    "register_kernel_cost",
     "save_program",
     "simulate",
     "unmodelled_kernels",

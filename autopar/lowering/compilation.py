@@ -12,7 +12,7 @@ from autopar.ir.spec import AnyMesh
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.program_memory import MeshMemory
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
-from autopar.lowering.target import compile_for, target_mesh
+from autopar.lowering.target import compile_for, opaque_kernels, target_mesh
 from autopar.pipeline.partition import WHOLE_STEP_TASK
 from autopar.progress import log_progress, progress_part
 from simulator.hardware.description import ClusterError
@@ -99,6 +99,7 @@ def compile_planned(
             task = function.task.name
             with (
                 _explained(planned.step.name, cluster),
+                opaque_kernels(),
                 progress_part(share, share + 1 / len(planned.tasks), f"compiling {task}"),
             ):
                 key = function.jitted.lower(*function.in_avals).as_text(), mesh

@@ -6,6 +6,7 @@ The executable cannot run, but its scheduled HLO and its memory are those of the
 import math
 import time
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,10 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from autopar import _plugins
 from autopar._plugins import Device, compile_only_devices
+from autopar.primitives.pallas_kernels import describe_call
 from autopar.util import memory_of
 from simulator.hardware.cluster import Cluster
 from simulator.hlo import parse_hlo
+from simulator.hlo.kernels import KERNEL_TARGET
 from simulator.memory import MemoryUse
 from simulator.program import Program
 
@@ -28,7 +32,14 @@ _OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_enable_cub_radix_sort": False,
     "xla_gpu_experimental_enable_fusion_autotuner": False,
+    # kernels of libraries that are not here, such as Transformer Engine, are calls without code
+    "xla_gpu_mock_custom_calls": True,
 }
+
+
+def opaque_kernels() -> AbstractContextManager[None]:
+    """Lower Pallas kernels to calls that state their cost, while the block is entered."""
+    return _plugins.opaque_kernels(KERNEL_TARGET, describe_call)
 
 
 class Lowerable(Protocol):
@@ -116,7 +127,7 @@ def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> Tar
         ValueError: the step was compiled for other devices.
     """
     start = time.perf_counter()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), opaque_kernels():
         # JAX's compilation cache cannot read a program that was compiled without a device (jaxlib
         # 0.11.2). It is compiled again.
         warnings.filterwarnings(

@@ -5,10 +5,12 @@ has a module with its records.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from autopar.ir.array_sizes import hlo_dtype
 from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh, Spec, local_shape
@@ -32,7 +34,15 @@ from autopar.primitives import (
     shard_map,
 )
 from autopar.primitives.factors import OpFactors
-from autopar.primitives.registry import MissingRuleError, PrimitiveRecord, record_of, register
+from autopar.primitives.registry import (
+    MissingRuleError,
+    PrimitiveRecord,
+    is_registered,
+    record_of,
+    register,
+)
+from simulator.array_type import Array
+from simulator.kernel_costs import has_cost, registered_kernel
 from simulator.work import Kernel
 
 __all__ = [
@@ -40,6 +50,7 @@ __all__ = [
     "MissingRuleError",
     "PrimitiveRecord",
     "bind_shards",
+    "kernel_name",
     "kernel_of",
     "op_factors",
     "record_of",
@@ -95,10 +106,30 @@ def kernel_of(
         shards: shapes of the shards of its operands and of its results, before partial sums are
             completed; None if nothing is sharded.
     """
+    atoms = (*eqn.invars, *eqn.outvars)
     if shards is None:
-        shards = [aval_of(atom).shape for atom in (*eqn.invars, *eqn.outvars)]
+        shards = [aval_of(atom).shape for atom in atoms]
     count = len(eqn.invars)
-    return record_of(eqn).work(eqn, shards[:count], shards[count:], moved_bytes)
+    name = kernel_name(eqn)
+    if has_cost(name):
+        arrays = [
+            Array(hlo_dtype(aval_of(atom).dtype), tuple(shape))
+            for atom, shape in zip(atoms, shards, strict=True)
+        ]
+        return registered_kernel(name, arrays[:count], arrays[count:], name)
+    kernel = record_of(eqn).work(eqn, shards[:count], shards[count:], moved_bytes)
+    return kernel if is_registered(eqn.primitive) else replace(kernel, unmodelled=name)
+
+
+def kernel_name(eqn: JaxprEqn) -> str:
+    """Return the name by which the cost of the kernel of `eqn` may be registered."""
+    match eqn.primitive.name:
+        case "pallas_call":
+            return pallas_kernels.name_of(eqn.params)
+        case "ffi_call":
+            return eqn.params["target_name"]
+        case name:
+            return name
 
 
 def bind_shards(

@@ -7,8 +7,8 @@ shards hold. The other axes are whole: those that the kernel asks for its positi
 which steps add to the same block or pass scratch memory on, and those with any other index map.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
-from autopar.ir.array_sizes import hlo_dtype
+from autopar.ir.array_sizes import array_bytes, hlo_dtype
 from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import Spec
@@ -246,20 +246,76 @@ def _num_scalars(eqn: JaxprEqn) -> int:
 
 def _kernel(eqn: JaxprEqn, operands: Shapes, results: Shapes, moved_bytes: float) -> Kernel:
     """Return the kernel with the FLOP of one step times the steps of the grid on one device."""
-    mapping = eqn.params["grid_mapping"]
-    static = all(isinstance(size, int) for size in mapping.grid)
-    arrays = [*operands[_num_scalars(eqn) :], *results]
-    steps = prod(_local_grid(eqn, arrays)) if static else 1
-    body = eqn.params["jaxpr"]
-    estimate = eqn.params["cost_estimate"]
-    if estimate is not None and static:
-        flops = estimate.flops * steps / prod(mapping.grid)
-    else:
-        flops = steps * _flops(body)
-    contracts = any(record_of(inner).is_contraction for inner in _equations(body))
     dtype = hlo_dtype(aval_of(eqn.outvars[0]).dtype)
-    kind = "gemm" if contracts else "memory"
-    return Kernel(eqn.params["name"] or "pallas_call", kind, flops, moved_bytes, dtype)
+    if not _has_static_grid(eqn.params):
+        name = name_of(eqn.params)
+        return Kernel(name, "memory", 0.0, moved_bytes, dtype, unmodelled=name)
+    arrays = [*operands[_num_scalars(eqn) :], *results]
+    kernel = _grid_kernel(eqn.params, _local_grid(eqn, arrays), arrays, dtype)
+    return replace(kernel, bytes=min(kernel.bytes, moved_bytes))
+
+
+def describe_call(params: Mapping[str, Any], dtype: Any) -> dict[str, str | float]:
+    """Return the name of a `pallas_call` with its cost, if its grid is known.
+
+    Args:
+        params: its parameters, with the grid and the arrays of one device.
+        dtype: the dtype of its first result.
+    """
+    name = name_of(params)
+    if not _has_static_grid(params):
+        return {"name": name}
+    mapping = params["grid_mapping"]
+    arrays = [block.array_aval.shape for block in mapping.block_mappings]
+    kernel = _grid_kernel(params, mapping.grid, arrays, hlo_dtype(dtype))
+    cost = {"flops": kernel.flops, "bytes": kernel.bytes, "kind": kernel.kind}
+    return {"name": name, **cost, "dtype": kernel.dtype}
+
+
+def name_of(params: Mapping[str, Any]) -> str:
+    """Return the name of a `pallas_call`, or of its function if it has none."""
+    return params["name"] or params["jaxpr"].debug_info.func_name
+
+
+def _has_static_grid(params: Mapping[str, Any]) -> bool:
+    return all(isinstance(size, int) for size in params["grid_mapping"].grid)
+
+
+def _grid_kernel(
+    params: Mapping[str, Any], grid: Sequence[int], arrays: Shapes, dtype: str
+) -> Kernel:
+    """Return the kernel with the FLOP of one step times the steps, and the bytes of its blocks.
+
+    Args:
+        params: parameters of the `pallas_call`.
+        grid: the part of the grid that one device runs.
+        arrays: shapes of the shards of operands, without scalars, and of results.
+        dtype: HLO's name of the dtype.
+    """
+    mapping, body, estimate = (params[k] for k in ("grid_mapping", "jaxpr", "cost_estimate"))
+    part = prod(grid) / max(1, prod(mapping.grid))
+    flops = part * estimate.flops if estimate else prod(grid) * _flops(body)
+    moved = part * estimate.bytes_accessed if estimate else 0.0
+    if not moved:
+        blocks = zip(mapping.block_mappings, arrays, strict=True)
+        moved = float(sum(_bytes_of_blocks(block, shape, grid) for block, shape in blocks))
+    contracts = any(record_of(inner).is_contraction for inner in _equations(body))
+    return Kernel(name_of(params), "gemm" if contracts else "memory", flops, moved, dtype)
+
+
+def _bytes_of_blocks(mapping: Any, shape: Sequence[int], grid: Sequence[int]) -> int:
+    """Return the bytes of the blocks of an array that the grid visits.
+
+    A block that several steps read counts once: the L2 cache keeps it.
+    """
+    sizes = [getattr(block, "block_size", 1) or 1 for block in mapping.block_shape]
+    whole = array_bytes(tuple(shape), mapping.array_aval.dtype)
+    if len(sizes) != len(shape) or mapping.transforms:
+        return whole
+    axes = set().union(*_axes_of_dims(mapping.index_map_jaxpr))
+    reads_scalars = any(axis >= len(grid) for axis in axes)
+    steps = prod(grid if reads_scalars else [grid[axis] for axis in axes])
+    return min(whole, steps * array_bytes(tuple(sizes), mapping.array_aval.dtype))
 
 
 @lru_cache(maxsize=256)

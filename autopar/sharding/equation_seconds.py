@@ -12,7 +12,7 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Specs, local_shape
 from autopar.ir.step_graph import StepGraph
-from autopar.primitives import kernel_of, record_of
+from autopar.primitives import kernel_name, kernel_of, record_of
 from autopar.primitives.factors import OpFactors
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.sharding import manual_regions
@@ -60,7 +60,7 @@ class EquationSeconds:
         avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
         params = str(eqn.params) if factors.decides else ""
         key = (
-            eqn.primitive.name,
+            kernel_name(eqn),
             params,
             factors,
             avals,

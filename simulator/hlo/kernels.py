@@ -1,6 +1,7 @@
 """Kernels: the FLOP and bytes of one HLO instruction."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from simulator.hlo.cudnn_calls import attention_call, is_attention_call
@@ -16,7 +17,8 @@ from simulator.hlo.matrix import (
     ragged_flops,
 )
 from simulator.hlo.text import Computation, Instruction, Module
-from simulator.hlo.traffic import fusion_bytes, kernel_bytes
+from simulator.hlo.traffic import call_bytes, fusion_bytes, kernel_bytes
+from simulator.kernel_costs import KernelCost, has_cost, registered_kernel
 from simulator.work import Kernel
 
 _ELEMENTWISE = (
@@ -34,6 +36,9 @@ _DATA_MOVEMENT = (
 )
 _MEMORY = frozenset(f"{_ELEMENTWISE} {_DATA_MOVEMENT}".split())
 _PRODUCTS = ("dot", "ragged-dot", "convolution")
+KERNEL_TARGET = "autopar$kernel"
+"""The target of calls that stand for kernels, with their name and cost in the backend_config."""
+
 _MEMORY_CALLS = frozenset(("__gpu$TopK", "__cudnn$norm", "__cudnn$softmax"))
 
 
@@ -90,6 +95,13 @@ def _custom_call(computation: Computation, call: Instruction) -> Kernel:
     """Return the kernel of a library call."""
     attribute = re.search(r'custom_call_target="([^"]*)"', call.attributes)
     target = attribute[1] if attribute else ""
+    described = call.backend_config() if target == KERNEL_TARGET else {}
+    name = str(described.get("name", target))
+    if has_cost(name):
+        operands = [array for operand in computation.operands(call) for array in operand.shape]
+        return registered_kernel(name, operands, call.shape, call.name)
+    if "flops" in described:
+        return _described_kernel(call, described)
     if is_gemm_call(target):
         return gemm_call(computation, call)
     if is_grouped_call(target):
@@ -100,7 +112,23 @@ def _custom_call(computation: Computation, call: Instruction) -> Kernel:
         return attention_call(computation, call, target)
     if target in _MEMORY_CALLS:
         return _memory(call, kernel_bytes(computation, call))
-    return _unmodelled(computation, call, f"custom-call {target}")
+    return _unmodelled_call(computation, call, name)
+
+
+def _unmodelled_call(computation: Computation, call: Instruction, name: str) -> Kernel:
+    """Return a library call without a cost model, which moves its operands and results."""
+    kernel = _memory(call, call_bytes(computation, call) if call.shape else 0.0)
+    return replace(kernel, unmodelled=f"custom-call {name}")
+
+
+def _described_kernel(call: Instruction, described: Mapping[str, object]) -> Kernel:
+    """Return the kernel of a call of `KERNEL_TARGET` that states its own cost."""
+    try:
+        cost = KernelCost(described["flops"], described["bytes"], described["kind"])  # pyright: ignore[reportArgumentType]
+    except (KeyError, TypeError, ValueError) as error:
+        raise call.error(f"its backend_config states no cost: {error}") from None
+    dtype = str(described.get("dtype", call.array.dtype))
+    return Kernel(call.name, cost.kind, cost.flops, cost.bytes, dtype)
 
 
 def _matrix(

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from simulator.array_type import Array
 from simulator.hlo.op_list import branches
 from simulator.hlo.provenance import instruction_pass
-from simulator.hlo.text import Array, Computation, Instruction, Module, errors_about, read_module
+from simulator.hlo.text import Computation, Instruction, Module, errors_about, read_module
 from simulator.live_ranges import LiveRange, Pass, fullest, levels_by_point, role_of_value
 from simulator.memory import Role, sum_roles
 from simulator.work import Collective, Done, Kernel, Loop, OpList, Start

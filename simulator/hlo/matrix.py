@@ -3,7 +3,8 @@
 import math
 import re
 
-from simulator.hlo.text import Array, Computation, Instruction
+from simulator.array_type import Array
+from simulator.hlo.text import Computation, Instruction
 from simulator.hlo.traffic import call_bytes
 from simulator.work import Gemm, Kernel
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from simulator.array_type import ELEMENT_BITS, Array
+
 
 class HloError(ValueError):
     """HLO that can't be read, or that has no known duration; the message shows the line."""
@@ -23,44 +25,6 @@ class HloError(ValueError):
 
 _MAX_LENGTH = 1500
 """Characters of an error message."""
-
-_BITS = {
-    "pred": 8,
-    "s1": 1,
-    "u1": 1,
-    "s2": 2,
-    "u2": 2,
-    "s4": 4,
-    "u4": 4,
-    "f4e2m1fn": 4,
-    "token": 0,
-    "opaque": 0,
-}
-_BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (8, 16, 32, 64)}
-_BITS |= {"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
-
-
-@dataclass(frozen=True, slots=True)
-class Array:
-    """The element type and the dims of an array."""
-
-    dtype: str
-    dims: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.dims)
-
-    @property
-    def item_bytes(self) -> float:
-        """Bytes of an element."""
-        return (8 if self.dtype.startswith("f8") else _BITS[self.dtype]) / 8
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes of the array."""
-        return self.size * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -319,10 +283,10 @@ def _read_shape(text: str, line: int) -> tuple[Array, ...]:
     """Return the arrays of a shape."""
     arrays = []
     for dtype, dims in _ARRAY.findall(text):
-        if dtype not in _BITS and not dtype.startswith("f8"):
+        if dtype not in ELEMENT_BITS and not dtype.startswith("f8"):
             raise HloError(
                 f"HLO line {line}: unknown element type {dtype!r}; its size goes into "
-                "simulator/hlo/text.py"
+                "simulator/array_type.py"
             )
         sizes = [dim.removeprefix("<=") for dim in dims.split(",") if dim]
         if not all(map(str.isdecimal, sizes)):

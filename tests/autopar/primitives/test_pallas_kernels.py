@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import autopar
+from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.primitives import kernel_of, op_factors
 from autopar.primitives.factors import OpFactors
@@ -185,6 +186,32 @@ def test_shared_heads_stay_with_their_queries():
     _, _, factors = kernel_equation(grouped_queries, ints(8, 4), ints(4, 4))
     assert len(factors.assignments(LogicalMesh((4,), ("x",)))) == 2
     assert len(factors.assignments(LogicalMesh((8,), ("x",)))) == 1
+
+
+def first_blocks(x: Any) -> Any:
+    """Double the first half of the blocks of 2 rows."""
+
+    def kernel(x: Any, out: Any) -> None:
+        out[...] = 2 * x[...]
+
+    rows, columns = x.shape
+    spec = pl.BlockSpec((2, columns), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(rows // 4,),
+        in_specs=[spec],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct((rows // 2, columns), x.dtype),
+        interpret=True,
+    )(x)
+
+
+def test_the_bytes_of_a_kernel_are_those_of_the_blocks_that_it_visits():
+    eqn, _, _ = kernel_equation(first_blocks, ints(16, 4))
+    item = aval_of(eqn.invars[0]).dtype.itemsize
+    assert kernel_of(eqn, 1e9).bytes == 2 * 8 * 4 * item
+    eqn, _, _ = kernel_equation(tiled_matmul, ints(16, 3), ints(3, 32))
+    assert kernel_of(eqn, 1e9).bytes == (16 * 3 + 3 * 32 + 16 * 32) * item
 
 
 BLOCKS = attention.BlockSizes(
