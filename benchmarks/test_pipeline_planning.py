@@ -1,5 +1,6 @@
 """Seconds of the algorithms of inter-operator planning, and of planning pipelines of real steps."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -128,6 +129,34 @@ def test_a_step_becomes_a_pipeline(benchmark, name):
     benchmark.extra_info["stages"] = [
         f"{len(stage.devices)}: {stage.mesh_shape}" for stage in plan.stages
     ]
+
+
+@pytest.mark.benchmark(group="every option automatic")
+def test_every_option_is_searched(benchmark):
+    """Plan GPT-3.6B on 64 A100s, with open microbatches, schedule, stages and remat.
+
+    The aim on two quiet cores is a minute.
+    """
+    model = replace(gpt(3072, 30, 32, 512), remat=False)
+
+    def train_step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    method = autopar.PipeshardParallel(
+        num_micro_batches="auto",
+        pipeline_schedule="auto",
+        layer_option=autopar.AutoLayerOption(10, remat_layer="auto"),
+        stage_option="auto",
+    )
+    cluster = Cluster.load("dgx_a100_80").with_size(hosts=8)
+    arguments = model.abstract_args()
+    plan = benchmark.pedantic(
+        lambda: autopar.plan_step(train_step, arguments, method=method, cluster=cluster), rounds=1
+    )
+    trials = autopar.get_last_search_result()
+    benchmark.extra_info["combinations"] = len(trials)
+    benchmark.extra_info["planned"] = sum(trial.seconds is not None for trial in trials)
+    benchmark.extra_info["step_seconds"] = plan.predicted_seconds
 
 
 @pytest.mark.benchmark(group="layers")

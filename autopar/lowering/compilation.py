@@ -1,6 +1,5 @@
 """Lowering of all tasks of a plan, and compilation for clusters that are not here."""
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,15 +51,11 @@ def _explained(name: str, cluster: AnyCluster) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        handler = re.search(r"No FFI handler registered for (\w+)", str(error))
-        if handler is not None:
-            cause = f"it calls {handler[1]}, a library of the GPU"
-        elif "Unknown backend" in str(error):
-            cause = "it calls Python (jax.pure_callback, jax.debug.callback or the like)"
-        else:
+        if "Unknown backend" not in str(error):
             raise
         raise ClusterError(
-            f"{name} can't be compiled for {cluster.name} without its devices: {cause};"
+            f"{name} can't be compiled for {cluster.name} without its devices: it calls Python"
+            " (jax.pure_callback, jax.debug.callback or the like);"
             ' fidelity="analytic" predicts it without compilation'
         ) from error
 

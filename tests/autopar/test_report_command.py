@@ -128,8 +128,11 @@ def test_alternatives_are_the_other_methods_and_the_combinations_of_the_search(f
     assert {"shard", "data", "zero2", "zero3", "pipeline"} <= set(by_name)
     assert by_name["data"]["seconds"] == first["seconds"]
     searched = [row for row in others if row["remark"].startswith("planner's estimate")]
-    assert len(searched) > 1
+    assert searched
     assert all(row["seconds"] and row["num_bytes"] for row in searched)
+    ruled_out = [row for row in others if "takes at least" in row["remark"]]
+    assert ruled_out
+    assert all(row["seconds"] is None for row in ruled_out)
 
 
 @pytest.mark.parametrize(
