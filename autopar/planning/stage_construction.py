@@ -369,12 +369,15 @@ class _StageEstimator:
         for layer in range(start, stop):
             state.update(self._state_bytes[layer])
         fixed_bytes = sum(state.values()) / mesh.num_devices
-        saved_bytes = self.costs.pools[mesh.pool].saved_bytes(start, stop)
-        return fixed_bytes, saved_bytes / mesh.num_devices
+        return fixed_bytes, self._saved_bytes[start] / mesh.num_devices
 
     @cached_property
     def _state_bytes(self) -> list[dict[Var, int]]:
         return [_state_bytes(self.ranges, layer) for layer in range(self.ranges.num_layers)]
+
+    @cached_property
+    def _saved_bytes(self) -> list[int]:
+        return [_saved_bytes(self.ranges, layer) for layer in range(self.ranges.num_layers)]
 
     @cached_property
     def _layer_work(self) -> list[list[float]]:
@@ -553,3 +556,10 @@ def _state_bytes(ranges: LayerRanges, layer: int) -> dict[Var, int]:
     state = [step.jaxpr.invars[i] for i in step.carried.values()]
     state += [var for _, mark in step.microbatching.marks for var in mark.outvars]
     return {var: value_bytes(var) for var in state}
+
+
+def _saved_bytes(ranges: LayerRanges, layer: int) -> int:
+    """Return the bytes that a layer receives and saves for its backward pass, in any stage."""
+    step = ranges.layers[layer].step
+    received = {step.jaxpr.invars[i] for i in step.received_inputs}
+    return sum(value_bytes(var) for var in step.saved_for_backward if var in received)

@@ -167,14 +167,6 @@ class StageCosts:
             step_seconds += len(common) * bound
         return seconds, step_seconds
 
-    def saved_bytes(self, start: int, stop: int) -> float:
-        """Return the bytes that layers `start` to `stop` - 1 save for a backward pass.
-
-        They are those of one microbatch on one device. However they are sharded, the devices of a
-        stage hold as much together.
-        """
-        return sum(self._single(layer).cheapest.priced.saved_bytes for layer in range(start, stop))
-
     @cached_property
     def _most_common_kind(self) -> int:
         return Counter(self._kinds).most_common(1)[0][0]
