@@ -1,6 +1,7 @@
 # The sweep: models x meshes x strategies, planned, measured on this machine, and simulated for
 # clusters. `uv run snakemake --cores all` computes everything; `--configfile mine.yaml` overrides
-# the keys in mine.yaml. Options that every run has are in profiles/default/config.yaml.
+# the keys in mine.yaml. `snakemake paper` computes the figures and the text of the paper instead.
+# Options that every run has are in profiles/default/config.yaml.
 
 import json
 import sys
@@ -52,6 +53,7 @@ include: "experiments/rules/write_tables.smk"
 include: "experiments/rules/draw_figures.smk"
 include: "experiments/rules/write_report.smk"
 include: "experiments/rules/record.smk"
+include: "experiments/rules/paper.smk"
 
 
 onstart:

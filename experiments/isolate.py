@@ -47,10 +47,9 @@ def main(job_json: str, directory: str, code: str, *settings: str) -> None:
     script = f"experiments.scripts.{_SCRIPTS[job.source]}"
     command = [sys.executable, "-m", script, job_json, str(results), *settings]
     while left := remaining(job, results):
-        status, errors = _run(command)
+        status, errors = run_script(command)
         unfinished = remaining(job, results)
-        if status in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
-            raise SystemExit("stopped")
+        check_not_stopped(status)
         if status == 0:
             assert not unfinished, f"{script} ended well but left out {left}"
         elif not unfinished:
@@ -98,8 +97,15 @@ _FRAME = re.compile(r"\s*(@ |\*\*\*|$)")
 """A line of the stack trace that an abort prints after its message."""
 
 
-def _run(command: list[str]) -> tuple[int, str]:
-    """Return the exit status and stderr of a command; stderr is also passed on line by line."""
+def run_script(command: list[str]) -> tuple[int, str]:
+    """Run a command, and pass on its stderr line by line.
+
+    Args:
+        command: the command.
+
+    Returns:
+        Its exit status, negative for the signal that killed it, and its stderr.
+    """
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stderr is not None
         lines = []
@@ -114,6 +120,27 @@ def _run(command: list[str]) -> tuple[int, str]:
     return process.returncode, "".join(lines)
 
 
+def check_not_stopped(status: int) -> None:
+    """Stop this process if a script ended because a person stopped the run.
+
+    Args:
+        status: exit status of the script.
+
+    Raises:
+        SystemExit: a signal by which runs are stopped ended the script.
+    """
+    if status in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
+        raise SystemExit("stopped")
+
+
+def end_with_run() -> None:
+    """End this process and its script when the run of the sweep ends, however it ends."""
+    # An exception instead of an immediate end, so that `run_script` kills the script.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if run := os.environ.get(SWEEP_PROCESS):
+        threading.Thread(target=_stop_with, args=(int(run),), daemon=True).start()
+
+
 def _stop_with(run: int) -> None:
     """Stop this process when the process of the run has ended, e.g. by SIGKILL."""
     with suppress(ProcessLookupError):
@@ -122,8 +149,5 @@ def _stop_with(run: int) -> None:
 
 
 if __name__ == "__main__":
-    # An exception instead of an immediate end, so that `_run` kills the script.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if run := os.environ.get(SWEEP_PROCESS):
-        threading.Thread(target=_stop_with, args=(int(run),), daemon=True).start()
+    end_with_run()
     main(*sys.argv[1:])

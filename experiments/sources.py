@@ -15,12 +15,15 @@ ROOT = Path(__file__).parent.parent
 def code_hash(*packages: str) -> str:
     """Return a hash of the Python files of packages, and of the hardware profiles that they ship.
 
+    A single file may stand in place of a package.
+
     A rule that has it as a parameter runs again when one of the files changes. Descriptions of
     clusters and devices don't count: they are inputs of the cells that use them.
     """
     digest = sha256()
     for package in packages:
-        files = (ROOT / package).rglob("*.py")
+        path = ROOT / package
+        files = [path] if path.is_file() else path.rglob("*.py")
         profiles = (ROOT / package).rglob("profiles/*/*.yaml")
         for path in sorted((*files, *profiles)):
             digest.update(f"{path.relative_to(ROOT)}\n".encode())

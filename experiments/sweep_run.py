@@ -7,6 +7,7 @@ and jobs by what is left to say: that there is nothing to do, which job failed, 
 import fcntl
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,8 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 from experiments import sweep_progress
 from experiments.isolate import SWEEP_PROCESS
-from experiments.sweep_job import Job, Sweep
+from experiments.paper.study import figure_named
+from experiments.sweep_job import Sweep
 from experiments.sweep_progress import say
 
 LOCK = Path(".snakemake/sweep.lock")
@@ -30,6 +32,9 @@ LOCK = Path(".snakemake/sweep.lock")
 
 CELL_RULES = "simulate_cells", "measure_cells"
 """The rules whose jobs are jobs of the sweep."""
+
+PAPER_CELLS = re.compile(r"results/paper[^/]*/cells/(?P<figure>[^/]+)/(?P<part>[^/]+)\.csv")
+"""Outputs with the rows of a part of a figure of the paper, which is a cell."""
 
 
 class SweepRun:
@@ -70,7 +75,7 @@ class SweepRun:
         os.environ[SWEEP_PROCESS] = str(os.getpid())  # the environment of all jobs
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, self._stop)
-        total = sum(len(job.cells) for _, job in self._jobs(self._workflow.dag.jobs))
+        total = sum(len(cells) for _, cells in self._cells(self._workflow.dag.jobs))
         expected = self._expected_seconds()
         sweep_progress.begin(total, expected)
         done = total - len(expected)
@@ -78,10 +83,21 @@ class SweepRun:
         how_to_stop = "Ctrl-C stops; the same command goes on."
         say(f"{len(expected)} cells to compute{up_to_date}. {how_to_stop}")
 
+    def warn(self, line: str) -> None:
+        """Print a line, unless the run is one that prints little."""
+        if not self._workflow.output_settings.quiet:
+            say(line)
+
     def succeed(self) -> None:
         """Unlock the results, and say where they are."""
         self._lock_file.close()
         minutes = (time.monotonic() - self._start) / 60
+        if "paper" in self._workflow.dag_settings.targets:
+            say(
+                f"Done in {minutes:.1f} min. results/paper has the figures, their rows and captions"
+                " (results/paper-smoke those of the smoke configuration), paper.pdf and index.html."
+            )
+            return
         say(
             f"Done in {minutes:.1f} min. Tables are in results/tables, figures in results/figures;"
             " those of measurements on this machine in results/measured. The page"
@@ -125,17 +141,22 @@ class SweepRun:
         """Return by how many seconds each cell to compute is expected to delay the end."""
         cores = self._workflow.cores
         return {
-            cell: self._seconds.get(cell, sweep_progress.USUAL_SECONDS) * threads / cores
-            for threads, job in self._jobs(self._workflow.dag.needrun_jobs())
-            for cell in job.cells
+            cell: seconds * threads / cores
+            for threads, cells in self._cells(self._workflow.dag.needrun_jobs())
+            for cell, seconds in cells.items()
         }
 
-    def _jobs(self, jobs: Iterable[Any]) -> Iterator[tuple[int, Job]]:
-        """Yield the jobs of Snakemake that are jobs of the sweep, with their threads."""
+    def _cells(self, jobs: Iterable[Any]) -> Iterator[tuple[int, Mapping[str, float]]]:
+        """Yield for each job of Snakemake with cells its threads, and its cells' usual seconds."""
         for job in jobs:
+            output = str(job.output[0]) if job.output else ""
             if job.rule.name in CELL_RULES:
-                name = str(job.output[0]).removeprefix("results/cells/")
-                yield job.threads, self._sweep.jobs[name]
+                cells = self._sweep.jobs[output.removeprefix("results/cells/")].cells
+                usual = sweep_progress.USUAL_SECONDS
+                yield job.threads, {cell: self._seconds.get(cell, usual) for cell in cells}
+            elif found := PAPER_CELLS.fullmatch(output):
+                minutes = figure_named(found["figure"]).minutes
+                yield job.threads, {f"paper/{found['figure']}/{found['part']}": 60 * minutes}
 
 
 class _SweepLog(logging.Handler):

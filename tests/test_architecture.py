@@ -79,6 +79,7 @@ LAYERS = (
     *("autopar.manual", "autopar.directives", "autopar.model_schedules", "autopar.tuning"),
     *("experiments.models", "experiments.by_hand", "experiments.measurements"),
     *("experiments.validation", "experiments.report", "experiments.scripts", "experiments.reach"),
+    "experiments.paper",
 )
 """Packages from the lowest to the highest layer; each imports only those before it.
 

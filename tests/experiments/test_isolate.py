@@ -86,7 +86,7 @@ def test_a_cell_that_takes_the_process_with_it_loses_no_other(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cell = Cell(step_time_s=0.5, memory_bytes_per_device=2**31)
-    monkeypatch.setattr(isolate, "_run", script(cell, (-11, "Segmentation fault"), cell))
+    monkeypatch.setattr(isolate, "run_script", script(cell, (-11, "Segmentation fault"), cell))
     isolate.main(JOB.to_json(), str(directory), "code")
     assert {name: read_cell(directory, name) for name in JOB.strategies} == {
         "data": cell,
@@ -107,11 +107,11 @@ def test_a_stopped_job_goes_on_where_it_was(
     directory: Path, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
     first, second = Cell(step_time_s=1.0), Cell(step_time_s=2.0)
-    monkeypatch.setattr(isolate, "_run", script(first, (end, "")))
+    monkeypatch.setattr(isolate, "run_script", script(first, (end, "")))
     with pytest.raises(SystemExit, match="stopped"):
         isolate.main(JOB.to_json(), str(directory), "code")
     assert not directory.exists()
-    monkeypatch.setattr(isolate, "_run", script(second, second))
+    monkeypatch.setattr(isolate, "run_script", script(second, second))
     isolate.main(JOB.to_json(), str(directory), "code")
     assert [read_cell(directory, name) for name in JOB.strategies] == [first, second, second]
 
@@ -127,11 +127,11 @@ def test_a_stopped_job_goes_on_where_it_was(
 def test_a_stopped_job_starts_anew_if_what_it_depends_on_changed(
     directory: Path, monkeypatch: pytest.MonkeyPatch, job: Job, arguments: list[str]
 ) -> None:
-    monkeypatch.setattr(isolate, "_run", script(Cell(step_time_s=1.0), (-2, "")))
+    monkeypatch.setattr(isolate, "run_script", script(Cell(step_time_s=1.0), (-2, "")))
     with pytest.raises(SystemExit):
         isolate.main(JOB.to_json(), str(directory), "code")
     cell = Cell(step_time_s=2.0)
-    monkeypatch.setattr(isolate, "_run", script(cell, cell, cell))
+    monkeypatch.setattr(isolate, "run_script", script(cell, cell, cell))
     isolate.main(job.to_json(), str(directory), *arguments)
     assert [read_cell(directory, name) for name in JOB.strategies] == [cell] * 3
     assert read_job(directory) == job

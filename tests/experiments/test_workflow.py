@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 
+from experiments.paper.study import FIGURES
 from experiments.report.cell_table import rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,7 @@ def ended(run: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 
 SMOKE = ROOT / "experiments/config/smoke.yaml"
+PAPER_SMOKE = ROOT / "experiments/config/paper-smoke.yaml"
 
 
 @pytest.mark.slow
@@ -241,3 +243,50 @@ def test_a_misspelt_key_stops_the_workflow_before_it_starts(
     assert failed.returncode != 0
     assert "unknown key 'measures'; did you mean 'measure'?" in failed.stdout + failed.stderr
     assert not (sweep / "results").exists()
+
+
+@pytest.mark.slow
+def test_the_paper_is_written_and_what_is_changed_by_hand_is_written_again(
+    start: Start, sweep: Path, project: Path
+) -> None:
+    begun = time.monotonic()
+    first = ended(start(PAPER_SMOKE, "paper"))
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert time.monotonic() - begun < 400
+    assert "FAILED" not in first.stdout, first.stdout
+    results = sweep / "results/paper-smoke"
+    assert (results / "paper.pdf").read_bytes().startswith(b"%PDF")
+    summary = pd.read_csv(results / "summary.csv")
+    assert list(summary["figure"]) == [figure.name for figure in FIGURES]
+    assert (summary["rows"] > 0).all()
+    assert (summary["failed"] == 0).all()
+    page = (results / "index.html").read_text()
+    assert all(f"{figure.name}: " in page for figure in FIGURES)
+
+    nothing = ended(start(PAPER_SMOKE, "paper"))
+    assert nothing.stdout.startswith("Nothing to do"), nothing.stdout + nothing.stderr
+
+    table, drawing = results / "korthikanti_memory.csv", results / "korthikanti_step_times.svg"
+    before = {path: path.read_bytes() for path in (table, drawing, results / "paper.pdf")}
+    table.write_text(table.read_text().replace("59.25", "60.25"))
+    drawing.write_text(drawing.read_text().replace("</svg>", "<!-- by hand --></svg>"))
+    third = ended(start(PAPER_SMOKE, "paper"))
+    assert third.returncode == 0, third.stdout + third.stderr
+    for path in (table, drawing):
+        name = path.relative_to(sweep)
+        assert (
+            f"{name} is not as it was written; `snakemake paper` writes it again." in third.stdout
+        )
+    assert {path: path.read_bytes() for path in before} == before
+    assert ended(start(PAPER_SMOKE, "paper")).stdout.startswith("Nothing to do")
+
+    published = project / "simulator/validation/data/published/korthikanti_table5.csv"
+    rows = published.read_text()
+    published.write_text(rows.replace("1.42", "1.52"))
+    fourth = ended(start(PAPER_SMOKE, "paper"))
+    assert fourth.stdout.startswith("1 cells to compute"), fourth.stdout
+    assert "1.52" in (results / "korthikanti_step_times.csv").read_text()
+    published.unlink()
+    refused = ended(start(PAPER_SMOKE, "paper"))
+    assert refused.returncode != 0
+    assert f"published numbers: no file {published}" in refused.stdout + refused.stderr

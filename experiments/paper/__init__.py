@@ -1,0 +1,1 @@
+"""The paper: every figure from one command, with published numbers beside ours."""

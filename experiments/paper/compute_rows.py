@@ -1,0 +1,48 @@
+"""Computes the rows of one part of a figure; started by `experiments.paper.paper_cell`.
+
+python -m experiments.paper.compute_rows FIGURE PART SIZE FILE
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.paper.study import Table, figure_named
+
+
+def main(name: str, part: str, size: str, path: str) -> None:
+    """Write the rows of a part.
+
+    Args:
+        name: name of the figure.
+        part: name of the part.
+        size: "full" or "smoke".
+        path: the file.
+
+    Raises:
+        ValueError: the part has no rows.
+    """
+    table = pd.DataFrame(figure_named(name).module.rows(part, size == "smoke"))
+    if table.empty:
+        raise ValueError(f"{name}, part {part}: no rows; expected at least one")
+    table.insert(0, "part", part)
+    write_table(table.assign(status="ok", reason=""), Path(path))
+
+
+def write_table(table: Table, path: Path) -> None:
+    """Write a table as CSV, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    table.to_csv(partial, index=False, float_format="%.6g", lineterminator="\n")
+    os.replace(partial, path)
+
+
+def read_rows(path: Path) -> Table:
+    """Return the rows in a file; only empty values are missing, not e.g. a series named "NA"."""
+    return pd.read_csv(path, keep_default_na=False, na_values=[""])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

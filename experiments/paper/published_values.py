@@ -1,0 +1,115 @@
+"""Published numbers and claims that the paper compares with, and checks of their files."""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.paper.study import FIGURES, PaperFigure, Table
+from experiments.sources import ROOT
+
+FOLDER = ROOT / "experiments/paper/published"
+CLAIMS = FOLDER / "claims.csv"
+
+_HEADINGS = ("# source: ", "# page: ", "# read: ")
+"""What the first lines of a file say: the document, the page, and how the numbers were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim that a document makes in words.
+
+    Attributes:
+        name: its name.
+        figure: the figure that checks it.
+        document: the document, and where in it.
+        words: what it claims, in our words.
+    """
+
+    name: str
+    figure: str
+    document: str
+    words: str
+
+
+def published_table(name: str) -> Table:
+    """Return a file of `experiments/paper/published`.
+
+    Raises:
+        ValueError: the file has no source, or lacks a value.
+    """
+    path = FOLDER / f"{name}.csv"
+    _check_headings(path)
+    _check_values(path)
+    return pd.read_csv(path, comment="#", na_values=["-"])
+
+
+def claims_of(figure: str) -> dict[str, Claim]:
+    """Return the claims that a figure checks, by name."""
+    table = pd.read_csv(CLAIMS, comment="#", dtype=str)
+    claims = [Claim(**row) for row in table.to_dict("records")]  # pyright: ignore[reportCallIssue]
+    return {claim.name: claim for claim in claims if claim.figure == figure}
+
+
+def checked_claims(figure: PaperFigure, table: Table) -> dict[Claim, bool]:
+    """Return whether each claim that a figure checks holds for its rows.
+
+    Args:
+        figure: the figure.
+        table: its rows that did not fail.
+
+    Raises:
+        ValueError: the file of claims and the figure's module have different claims.
+    """
+    claims = claims_of(figure.name)
+    if not hasattr(figure.module, "claims"):
+        holds: dict[str, bool] = {}
+    else:
+        holds = figure.module.claims(table)
+    if different := sorted(claims.keys() ^ holds.keys()):
+        raise ValueError(
+            f"claim {different[0]!r} of {figure.name}: expected in {CLAIMS.name} and in the"
+            " function `claims` of its module"
+        )
+    return {claims[name]: bool(holds[name]) for name in claims}
+
+
+def check_published(figures: Iterable[PaperFigure] = FIGURES, root: Path = ROOT) -> None:
+    """Check that the files of published numbers are complete.
+
+    Args:
+        figures: the figures.
+        root: the root of the project.
+
+    Raises:
+        ValueError: a file is missing, does not say its source, or lacks a value.
+    """
+    for path in {root / file for figure in figures for file in figure.published}:
+        if not path.exists():
+            raise ValueError(f"published numbers: no file {path}")
+        if path.is_relative_to(root / FOLDER.relative_to(ROOT)):  # others name theirs in a README
+            _check_headings(path)
+            _check_values(path)
+
+
+def _check_headings(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for number, heading in enumerate(_HEADINGS):
+        if number >= len(lines) or not lines[number].startswith(heading):
+            raise ValueError(f"{path}, line {number + 1}: expected it to start with {heading!r}")
+
+
+def _check_values(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    columns, *rows = list(csv.reader(lines))
+    if not rows:
+        raise ValueError(f"{path}: no rows; expected published numbers")
+    for number, row in enumerate(rows, 1):
+        for column, value in zip(columns, row, strict=True):
+            if not value.strip():
+                raise ValueError(
+                    f"{path}, row {number}, column {column}: no value; expected the published one,"
+                    " or - where the document has none"
+                )

@@ -1,0 +1,109 @@
+"""The figures of the paper, in its order. A figure is a row here and a module in `figures`."""
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+type Size = Literal["full", "smoke"]
+
+type Table = Any
+"""A `pandas.DataFrame`, for which pandas ships no types."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFigure:
+    """A figure of the paper.
+
+    Attributes:
+        name: name of its module and of its files.
+        section: the section of the paper that shows it.
+        document: the document whose numbers stand beside ours; empty for a study of our own.
+        difference: why our numbers differ from the published ones, or that it is not known.
+        packages: the packages whose code its rows depend on, beside `experiments/paper`.
+        published: files of published numbers that it reads, from the root of the project.
+        parts: parts whose rows are computed by a job each.
+        smoke_parts: the parts of the smoke configuration; all by default.
+        minutes: minutes of the slowest part on one core, at most.
+        memory_mb: megabytes that a part needs, at most.
+        gpus: GPUs that a part runs on; 0 for predictions.
+    """
+
+    name: str
+    section: str
+    document: str = ""
+    difference: str = ""
+    packages: tuple[str, ...] = ("simulator",)
+    published: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ("all",)
+    smoke_parts: tuple[str, ...] = field(default=())
+    minutes: float = 0.5
+    memory_mb: int = 1000
+    gpus: int = 0
+
+    def parts_of(self, size: Size) -> tuple[str, ...]:
+        """Return the parts of a configuration."""
+        return self.smoke_parts or self.parts if size == "smoke" else self.parts
+
+    @property
+    def module(self) -> Any:
+        """The module that computes and draws it."""
+        return import_module(f"experiments.paper.figures.{self.name}")
+
+
+_SHIPPED = "simulator/validation/data/published"
+_OWN = "experiments/paper/published"
+
+FIGURES: tuple[PaperFigure, ...] = (
+    PaperFigure(
+        "predicted_measured",
+        section="fidelity",
+        document="all public rows",
+        difference=(
+            "Sets that are predicted too fast ran on software whose overheads were not published;"
+            " the table of sets names what is known for each."
+        ),
+        minutes=1,
+    ),
+    PaperFigure(
+        "korthikanti_step_times",
+        section="megatron",
+        document="Korthikanti et al. (arXiv 2205.05198), tables 4 and 5",
+        difference=(
+            "We do not know which part of the remaining difference is measurement: the tables have"
+            " two or three digits."
+        ),
+        published=(
+            f"{_SHIPPED}/korthikanti_table4_layer22B.csv",
+            f"{_SHIPPED}/korthikanti_table5.csv",
+        ),
+    ),
+    PaperFigure(
+        "korthikanti_memory",
+        section="megatron",
+        document="Korthikanti et al. (arXiv 2205.05198), figures 1 and 7",
+        difference="The figures are formulas of memory, and so are ours; there is no difference.",
+        published=(
+            f"{_SHIPPED}/korthikanti_fig1_memory_gib.csv",
+            f"{_SHIPPED}/korthikanti_fig7_act_pct.csv",
+        ),
+    ),
+)
+"""All figures."""
+
+
+def figure_named(name: str) -> PaperFigure:
+    """Return the figure with a name.
+
+    Raises:
+        ValueError: there is no such figure.
+    """
+    figures = {figure.name: figure for figure in FIGURES}
+    if name not in figures:
+        raise ValueError(f"no figure {name!r}; expected one of {', '.join(figures)}")
+    return figures[name]
+
+
+def cell_path(folder: Path, figure: PaperFigure, part: str) -> Path:
+    """Return the file of the rows of a part."""
+    return folder / "cells" / figure.name / f"{part}.csv"

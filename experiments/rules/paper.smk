@@ -1,0 +1,86 @@
+# The paper: `snakemake paper`. Each figure has a rule that computes its rows, with a job for each of
+# its parts, and one that draws it. Rows of a part are kept, so that a stopped run goes on.
+# `--configfile experiments/config/paper-smoke.yaml` computes every rule at tiny size.
+
+from experiments.paper.figure_files import SUFFIXES, mark_changed, rows_code
+from experiments.paper.published_values import check_published
+from experiments.paper.study import FIGURES
+
+SIZE = config["paper"]
+FOLDER = {"full": "results/paper", "smoke": "results/paper-smoke"}[SIZE]
+MARKERS = ".snakemake/paper"
+
+check_published()  # raises before any job starts if a published number is missing
+for file in mark_changed(Path(FOLDER), Path(MARKERS) / SIZE):
+    run.warn(f"{file} is not as it was written; `snakemake paper` writes it again.")
+
+
+rule paper:
+    input:
+        f"{FOLDER}/index.html",
+        f"{FOLDER}/paper.pdf",
+
+
+for figure in FIGURES:
+
+    rule:
+        name:
+            f"paper_rows_{figure.name}"
+        input:
+            [ROOT / file for file in figure.published],
+        output:
+            f"{FOLDER}/cells/{figure.name}/{{part}}.csv",
+        params:
+            figure=figure.name,
+            code=rows_code(figure),
+        resources:
+            runtime=max(1, round(figure.minutes)),
+            mem_mb=figure.memory_mb,
+            gpus=figure.gpus,
+        priority: 10 * figure.minutes # the longest first
+        log:
+            f"results/logs/paper/{figure.name}/{{part}}.log",
+        message:
+            f"rows of {figure.name}"
+        shell:
+            "{PYTHON} experiments.paper.paper_cell"
+            " {params.figure} {wildcards.part} {SIZE} {output} 2> {log}"
+
+    rule:
+        name:
+            f"paper_figure_{figure.name}"
+        input:
+            marker=f"{MARKERS}/{SIZE}/{figure.name}",
+            parts=[f"{FOLDER}/cells/{figure.name}/{part}.csv" for part in figure.parts_of(SIZE)],
+        output:
+            [f"{FOLDER}/{figure.name}{suffix}" for suffix in (*SUFFIXES, ".json")],
+        params:
+            figure=figure.name,
+            rows_code=rows_code(figure),
+            code=code_hash("experiments/paper"),
+        log:
+            f"results/logs/paper/{figure.name}.log",
+        message:
+            f"figure {figure.name}"
+        shell:
+            "{PYTHON} experiments.paper.draw_figure"
+            " {params.figure} {FOLDER} {params.rows_code} {input.parts} 2> {log}"
+
+
+rule paper_text:
+    input:
+        [f"{FOLDER}/{figure.name}{suffix}" for figure in FIGURES for suffix in (*SUFFIXES, ".json")],
+        text=ROOT / "experiments/paper/paper.typ",
+    output:
+        f"{FOLDER}/summary.csv",
+        f"{FOLDER}/numbers.json",
+        f"{FOLDER}/index.html",
+        f"{FOLDER}/paper.pdf",
+    params:
+        code=code_hash("experiments/paper"),
+    log:
+        "results/logs/paper/text.log",
+    message:
+        "paper"
+    shell:
+        "{PYTHON} experiments.paper.write_paper {FOLDER} {input.text:q} 2> {log}"

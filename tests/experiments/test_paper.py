@@ -1,0 +1,189 @@
+"""The paper's figures, comparisons, published numbers and text."""
+
+import re
+from pathlib import Path
+
+import matplotlib as mpl
+import pandas as pd
+import pytest
+
+from experiments.paper import draw_figure, paper_cell
+from experiments.paper.comparison import agreement
+from experiments.paper.figure_files import SUFFIXES, TRACKED, changed_files, mark_changed, paths_of
+from experiments.paper.paper_style import (
+    COLUMN_WIDTH,
+    draw_bars,
+    draw_lines,
+    new_figure,
+    paper_style,
+    save_figure,
+)
+from experiments.paper.published_values import Claim, check_published, checked_claims, claims_of
+from experiments.paper.study import FIGURES, PaperFigure, figure_named
+from experiments.sources import ROOT
+
+RESULTS = ROOT / "results/paper"
+
+TABLE = pd.DataFrame(
+    {
+        "part": "all",
+        "status": ["ok", "ok", "ok", "failed"],
+        "group": ["a", "a", "a", None],
+        "series": ["x", "y", "z", None],
+        "unit": ["s", "s", "s", None],
+        "published": [1.0, 2.0, None, None],
+        "ours": [1.5, 1.0, 3.0, None],
+        "published_fits": [None, True, False, None],
+        "fits": [None, False, False, None],
+        "reason": ["", "", "", "ValueError: no"],
+    }
+)
+
+
+def test_an_agreement_counts_deviations_orders_memory_and_claims() -> None:
+    claims = {Claim("one", "f", "d", "w"): True, Claim("two", "f", "d", "w"): False}
+    result = agreement("f", TABLE, claims)
+    assert (result.rows, result.failed, result.compared) == (3, 1, 2)
+    assert result.mean_deviation == pytest.approx((0.5 + 0.5) / 2)
+    assert (result.pairs, result.pairs_kept) == (1, 0)
+    assert (result.memory_rows, result.memory_agrees) == (2, 1)
+    assert (result.claims, result.claims_kept) == (2, 1)
+
+
+def test_alternatives_that_hardly_differ_have_no_order() -> None:
+    table = TABLE.assign(published=[1.0, 1.01, None, None])
+    assert agreement("f", table, {}).pairs == 0
+
+
+def test_a_table_without_published_numbers_has_no_deviation() -> None:
+    table = TABLE[["part", "status", "ours"]]
+    result = agreement("f", table, {})
+    assert (result.compared, result.mean_deviation, result.pairs) == (0, None, 0)
+
+
+def published_file(root: Path, text: str) -> PaperFigure:
+    """Write a file of published numbers below a root, and return a figure that reads it."""
+    path = root / "experiments/paper/published/numbers.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return PaperFigure("f", "s", published=("experiments/paper/published/numbers.csv",))
+
+
+HEADINGS = "# source: a paper\n# page: 1\n# read: from the text\n"
+
+
+def test_a_missing_published_value_is_named(tmp_path: Path) -> None:
+    figure = published_file(tmp_path, HEADINGS + "gpus,seconds\n8,1.5\n16,\n")
+    with pytest.raises(ValueError, match=r"numbers\.csv, row 2, column seconds: no value"):
+        check_published([figure], tmp_path)
+
+
+def test_a_value_that_the_document_lacks_is_a_dash(tmp_path: Path) -> None:
+    check_published([published_file(tmp_path, HEADINGS + "gpus,seconds\n16,-\n")], tmp_path)
+
+
+def test_a_file_of_published_numbers_says_where_they_are_from(tmp_path: Path) -> None:
+    figure = published_file(tmp_path, "# source: a paper\ngpus\n8\n")
+    with pytest.raises(ValueError, match=r"line 2: expected it to start with '# page: '"):
+        check_published([figure], tmp_path)
+
+
+def test_a_missing_file_of_published_numbers_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no file .*nowhere\.csv"):
+        check_published([PaperFigure("f", "s", published=("nowhere.csv",))], tmp_path)
+
+
+def test_published_files_are_complete_and_claims_belong_to_figures() -> None:
+    check_published()
+    claims = pd.read_csv(ROOT / "experiments/paper/published/claims.csv", comment="#")
+    assert set(claims["figure"]) <= {figure.name for figure in FIGURES}
+    assert claims["name"].is_unique
+
+
+def test_a_claim_that_a_module_does_not_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = figure_named("korthikanti_memory")
+    assert claims_of(figure.name)
+    monkeypatch.setattr(figure.module, "claims", lambda table: {})
+    with pytest.raises(ValueError, match="claim 'korthikanti_fifth' of korthikanti_memory"):
+        checked_claims(figure, TABLE)
+
+
+def test_an_unknown_figure_is_refused_with_the_names() -> None:
+    with pytest.raises(ValueError, match="no figure 'figure_9'; expected one of predicted_mea"):
+        figure_named("figure_9")
+
+
+def test_a_figure_goes_from_its_cell_to_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part that fails is named in the caption, and the figure is drawn from the others."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    figure = figure_named("korthikanti_memory")
+    figure.module.rows("all", True).assign(part="all", status="ok", reason="").to_csv("a.csv")
+    paper_cell.main("no_such_figure", "odd", "smoke", "b.csv")
+    assert "FAILED ValueError: no figure 'no_such_figure'" in capsys.readouterr().out
+    with mpl.rc_context():
+        draw_figure.main(figure.name, ".", "code", "a.csv", "b.csv")
+    assert Path("korthikanti_memory.txt").read_text().strip().endswith("Parts that failed: odd.")
+    assert all(path.exists() for path in paths_of(Path(), figure))
+    assert changed_files(Path(), figure) == []
+
+    again = {suffix: Path(f"{figure.name}{suffix}").read_bytes() for suffix in SUFFIXES}
+    draw_figure.main(figure.name, ".", "code", "a.csv", "b.csv")
+    assert again == {suffix: Path(f"{figure.name}{suffix}").read_bytes() for suffix in SUFFIXES}
+
+    marker = Path("markers") / figure.name
+    assert mark_changed(Path(), Path("markers"), [figure]) == []
+    assert marker.read_text() == ""
+    csv = Path(f"{figure.name}.csv")
+    csv.write_text(csv.read_text().replace("59.25", "60.25"))
+    assert mark_changed(Path(), Path("markers"), [figure]) == [csv]
+    assert marker.read_text() != ""
+    Path(f"{figure.name}.json").write_text("[]")
+    assert mark_changed(Path(), Path("markers"), [figure]) == [Path(f"{figure.name}.json")]
+
+
+def test_drawings_have_a_columns_width_and_embedded_fonts(tmp_path: Path) -> None:
+    with paper_style():
+        figure = new_figure()
+        bars, lines = figure.subplots(1, 2)
+        draw_bars(bars, TABLE[:3])
+        draw_lines(lines, TABLE[:3].assign(x=[1, 2, 3]), "x", "ours")
+        lines.set_xlabel("size")
+        save_figure(figure, tmp_path / "f")
+    svg, pdf = (tmp_path / "f.svg").read_text(), (tmp_path / "f.pdf").read_bytes()
+    width = re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)
+    assert width
+    assert float(width[1]) == pytest.approx(72 * COLUMN_WIDTH, abs=0.1)
+    assert "<text" not in svg  # glyphs are outlines
+    assert b"/FontFile2" in pdf  # TrueType, embedded
+    assert b"Type3" not in pdf
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_tracked_files_are_as_they_were_written(figure: PaperFigure) -> None:
+    assert all((RESULTS / f"{figure.name}{suffix}").exists() for suffix in TRACKED)
+    assert changed_files(RESULTS, figure) == []
+
+
+def test_no_number_of_the_text_is_typed_by_hand() -> None:
+    source = (ROOT / "experiments/paper/paper.typ").read_text()
+    prose = [
+        line
+        for line in source[source.index("*Abstract.*") :].splitlines()
+        if not re.match(r"\s|#(plot|let|figure)|=|//|\)", line)
+    ]
+    text = re.sub(r"#n\([^)]*\)|@\w+|#text\([^)]*\)", "", "\n".join(prose))
+    assert re.findall(r".*\d.*", text) == []
+    assert len(text) > 500
+
+
+def test_every_figure_is_in_the_text() -> None:
+    source = (ROOT / "experiments/paper/paper.typ").read_text()
+    assert re.findall(r'#plot\("(\w+)"\)', source) == [figure.name for figure in FIGURES]
+
+
+def test_every_module_of_a_figure_is_in_the_study() -> None:
+    shown = {path.stem for path in (ROOT / "experiments/paper/figures").glob("[!_]*.py")}
+    assert shown == {figure.name for figure in FIGURES}
