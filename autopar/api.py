@@ -27,7 +27,7 @@ from autopar.hosts import session
 from autopar.hosts.arrays import DistributedArray
 from autopar.ir.joined_array import JoinedArray
 from autopar.ir.memo import forget_steps
-from autopar.ir.step_graph import Exactness, RandomBits
+from autopar.ir.step_graph import Exactness
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import (
     CreateStateParallel,
@@ -385,7 +385,7 @@ class ParallelizedFunction[E: AnyExecutable]:
             case FollowParallel(src_func, num_micro_batches) as method:
                 followed = _compiled(src_func)
                 present = target_backend.devices_of(followed)
-                cluster = target_backend.cluster(src_func.method, present)
+                cluster = target_backend.cluster(method.cluster, present)
                 planned = follow(
                     fun,
                     args,
@@ -393,7 +393,7 @@ class ParallelizedFunction[E: AnyExecutable]:
                     num_micro_batches or 1,
                     followed.planned,
                     cluster,
-                    Exactness(rng=_random_bits(method)),
+                    Exactness(rng=method.random_bits),
                 )
                 return target_backend.load(planned, present, plan_seconds=_since(start))
             case CreateStateParallel(train_step, other_args):
@@ -404,7 +404,6 @@ class ParallelizedFunction[E: AnyExecutable]:
                 executable = _parallelized(train_step, "train_step").get_executable(
                     state_avals(step), *others
                 )
-                assert isinstance(executable, Executable)
                 cuts = executable.step.arguments.cuts[: len(step.jaxpr.outvars)]
                 return target_backend.load_state(with_output_cuts(step, cuts), executable)
             case PlanningMethod() as method:
@@ -494,7 +493,7 @@ def _is_on_hosts(leaf: Any) -> bool:
     return any(isinstance(piece, DistributedArray) for piece in pieces)
 
 
-def _parallelized(function: Any, name: str) -> ParallelizedFunction:
+def _parallelized(function: Any, name: str) -> ParallelizedFunction[Executable]:
     if not isinstance(function, ParallelizedFunction):
         raise TypeError(f"{name} is {function!r}, expected what autopar.parallelize returns")
     return function
@@ -503,25 +502,11 @@ def _parallelized(function: Any, name: str) -> ParallelizedFunction:
 def _compiled(followed: Any) -> Executable:
     """Return the executable of the last call of a parallelized step that another step follows."""
     executable = _parallelized(followed, "src_func").get_last_executable()
-    if not isinstance(executable, Executable):
+    if executable is None:
         raise ValueError(
             "the step to follow has not been compiled yet; call it, or its get_executable, first"
         )
     return executable
-
-
-def _random_bits(method: FollowParallel) -> RandomBits:
-    """Return the random bits of microbatches of a step that follows another one."""
-    if method.rng is not None:
-        return method.rng
-    match method.src_func.method:
-        case PlanningMethod(rng=rng):
-            return rng
-        case PlanMethod(plan=plan):
-            return plan.rng
-        case FollowParallel() as followed:
-            return _random_bits(followed)
-    return "exact"
 
 
 def _with_budget[M: PlanningMethod](method: M, memory_budget: float | None) -> M:

@@ -116,9 +116,8 @@ def load_seconds(executable: Executable) -> LoadSeconds:
         ValueError: the step runs in this process.
     """
     from autopar.hosts.job_export import export_job
-    from autopar.hosts.remote_executable import RemoteExecutable
 
-    if not isinstance(executable, RemoteExecutable):
+    if executable.hosts is None:
         raise ValueError(
             "the step runs in this process, expected one on the hosts that autopar.init joins"
         )

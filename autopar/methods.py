@@ -7,7 +7,7 @@ plan that exists, `FollowParallel` and `CreateStateParallel` derive one from ano
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args, override
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -27,7 +27,7 @@ from autopar.checks import (
 )
 from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
 from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, Remat, StepGraph
-from autopar.layering.layers import AutoLayerOption, LayerOption
+from autopar.layering.layers import AutoLayerOption, LayerOption, ManualLayerOption
 from autopar.pipeline.pipeline_schedules import schedule_kind, schedule_names
 from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
@@ -54,6 +54,18 @@ _COMMON: dict[str, Any] = {
     "remat": one_of(*get_args(Remat.__value__)),
 }
 _SHARDING = instance("an autopar.ShardingOptions", ShardingOptions)
+
+
+class MethodPlanner[Planned](Protocol):
+    """Plans a step; `PlanningMethod.plan_with` selects how."""
+
+    def as_program(self, method: "PlanningMethod") -> Planned:
+        """Plan the step as one program on one mesh."""
+        ...
+
+    def as_pipeline(self, method: "PipeshardParallel") -> Planned:
+        """Plan the step in stages, each on a mesh of its own."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,16 @@ class PlanningMethod:
     batch_statistics: BatchStatistics = field(default="exact", kw_only=True)
     remat: Remat = field(default="keep", kw_only=True)
 
+    runs_step: ClassVar[bool] = True
+    """Whether the function runs by a plan, which another function can follow."""
+    has_stage_meshes: ClassVar[bool] = False
+    """Whether stages have meshes of their own, so that only the number of `devices` counts."""
+
+    @property
+    def random_bits(self) -> RandomBits:
+        """The random bits of microbatches."""
+        return self.rng
+
     @property
     def exactness(self) -> Exactness:
         """In what microbatches may differ from the whole batch."""
@@ -105,6 +127,20 @@ class PlanningMethod:
     def sharding_of(self, step: StepGraph) -> ShardingOptions:
         """Return the limits on the shardings that a plan of `step` may choose."""
         return self.sharding
+
+    def plan_with[Planned](self, planner: MethodPlanner[Planned]) -> Planned:
+        """Plan a step with this method."""
+        return planner.as_program(self)
+
+    @property
+    def recomputing(self) -> "tuple[str, PlanningMethod] | None":
+        """The change to recomputation in words, and the method after it.
+
+        It is None if the backward pass recomputes already.
+        """
+        if self.remat == "auto":
+            return None
+        return 'remat="auto"', replace(self, remat="auto")
 
     def __post_init__(self) -> None:
         check(self, num_micro_batches=integer(), **_COMMON)
@@ -270,6 +306,8 @@ class PipeshardParallel(PlanningMethod):
     stage_mode: Literal["uniform", "auto"] | None = None
     num_chunks: int | Literal["auto"] | None = None
 
+    has_stage_meshes: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         count = integer() | one_of("auto")
         check(
@@ -305,6 +343,32 @@ class PipeshardParallel(PlanningMethod):
         """The stage option, with "uniform" and "auto" replaced by the options they stand for."""
         option = self.stage_mode or self.stage_option
         return _STAGE_OPTIONS[option]() if isinstance(option, str) else option
+
+    @override
+    def plan_with[Planned](self, planner: MethodPlanner[Planned]) -> Planned:
+        return planner.as_pipeline(self)
+
+    @property
+    @override
+    def recomputing(self) -> tuple[str, PlanningMethod] | None:
+        """The change to layers that recompute, or to one program if layers have no such option."""
+        layers = self.layer_option
+        if isinstance(layers, AutoLayerOption | ManualLayerOption):
+            if layers.remat_layer:
+                return None
+            recomputing = replace(layers, remat_layer=True)
+            text = "remat_layer=True in the layer_option"
+            return text, replace(self, layer_option=recomputing)
+        count = self.num_micro_batches
+        whole = ShardParallel(
+            self.devices,
+            count if isinstance(count, int) else 1,
+            options=self.default_auto_sharding_option,
+            rng=self.rng,
+            batch_statistics=self.batch_statistics,
+            remat="auto",
+        )
+        return 'ShardParallel with remat="auto"', whole
 
 
 def get_3d_parallel_method(
@@ -402,8 +466,12 @@ def device_count(devices: Devices) -> int:
 
 
 PLAN = instance("an autopar.Plan, such as plan_step returns", Plan)
+PLANNING_METHOD = instance(
+    "one of autopar.methods that make a plan, e.g. autopar.ShardParallel()", PlanningMethod
+)
 _PARALLELIZED = satisfying(
-    "what autopar.parallelize returns", lambda step: hasattr(step, "get_last_executable")
+    "a step that autopar.parallelize returns",
+    lambda step: hasattr(step, "get_last_executable") and step.method.runs_step,
 )
 
 
@@ -422,6 +490,15 @@ class PlanMethod:
 
     plan: Plan
     devices: Devices = None
+
+    runs_step: ClassVar[bool] = True
+    cluster: ClassVar[None] = None
+    """The hardware is that of the devices."""
+
+    @property
+    def random_bits(self) -> RandomBits:
+        """The random bits of microbatches."""
+        return self.plan.rng
 
     def __post_init__(self) -> None:
         check(self, plan=PLAN, devices=DEVICES)
@@ -451,6 +528,18 @@ class FollowParallel:
     num_micro_batches: int | None = None
     rng: RandomBits | None = field(default=None, kw_only=True)
 
+    runs_step: ClassVar[bool] = True
+
+    @property
+    def cluster(self) -> AnyCluster | str | Path | None:
+        """The hardware that the followed step is planned for."""
+        return self.src_func.method.cluster
+
+    @property
+    def random_bits(self) -> RandomBits:
+        """The random bits of microbatches."""
+        return self.src_func.method.random_bits if self.rng is None else self.rng
+
     def __post_init__(self) -> None:
         check(
             self,
@@ -478,6 +567,8 @@ class CreateStateParallel:
 
     train_step: Any
     other_args: Any
+
+    runs_step: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check(self, train_step=_PARALLELIZED)

@@ -9,10 +9,12 @@ from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import autopar
+from autopar import methods
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = {
@@ -24,10 +26,15 @@ FILES = [path for package in FORBIDDEN for path in sorted((ROOT / package).rglob
 
 
 @cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
     """Return the import statements of a file, also those inside functions."""
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [node for node in nodes_of(path) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imported(path: Path) -> set[str]:
@@ -140,10 +147,48 @@ def test_class_names_are_unique_within_a_package(package):
         node.name
         for path in FILES
         if path.relative_to(ROOT).parts[0] == package and path.parent.name != "tutorials"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def is_class_of(value: object, module: ModuleType) -> bool:
+    """Return whether a value is a class that a module defines."""
+    return isinstance(value, type) and value.__module__ == module.__name__
+
+
+METHODS = {name for name, value in vars(methods).items() if is_class_of(value, methods)}
+"""Names of the classes of methods."""
+
+
+def class_tests(path: Path) -> list[str]:
+    """Return "file:line" of the tests whether a value is an executable or a method of a class."""
+    lines = []
+    for node in nodes_of(path):
+        classes: list[ast.AST] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            classes = list(ast.walk(node.args[1]))
+        elif isinstance(node, ast.MatchClass):
+            classes = [node.cls]
+        names = {ast.unparse(part).rpartition(".")[2] for part in classes}
+        if names & METHODS or any(name.endswith("Executable") for name in names):
+            lines.append(f"{path.relative_to(ROOT).as_posix()}:{node.lineno}")
+    return lines
+
+
+def test_one_match_dispatches_over_methods_and_none_over_executables():
+    """What differs between methods or executables is a method of their classes instead."""
+    tests = [
+        line for path in FILES if path.parent.name != "tutorials" for line in class_tests(path)
+    ]
+    (dispatch,) = (
+        node
+        for node in nodes_of(ROOT / "autopar" / "api.py")
+        if isinstance(node, ast.Match) and ast.unparse(node.subject) == "self.method"
+    )
+    *cases, _ = dispatch.cases
+    assert set(tests) == {f"autopar/api.py:{case.pattern.lineno}" for case in cases}
 
 
 def test_the_layout_page_has_every_package_and_only_files_that_exist():
@@ -185,7 +230,7 @@ def used_names(path: Path) -> set[tuple[str, str]]:
     """
     names: set[tuple[str, str]] = set()
     modules: dict[str, str] = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 names.add((alias.name, ""))
@@ -195,7 +240,7 @@ def used_names(path: Path) -> set[tuple[str, str]]:
                 full = f"{node.module}.{alias.name}"
                 names.add((full, "") if full in PUBLIC else (node.module, alias.name))
                 modules[alias.asname or alias.name] = full
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and modules.get(ast.unparse(node.value)) in PUBLIC:
             names.add((modules[ast.unparse(node.value)], node.attr))
     return {pair for pair in names if pair[0].split(".")[0] in ("autopar", "simulator")}

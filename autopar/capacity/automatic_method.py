@@ -17,11 +17,21 @@ def automatic_method(cluster: AnyCluster, num_micro_batches: int | None = None) 
     """
     if cluster.num_devices == 1:
         return ShardParallel(num_micro_batches=num_micro_batches or 1)
+    return automatic_pipeline("auto", num_micro_batches)
+
+
+def automatic_pipeline(schedule: str, num_micro_batches: int | None = None) -> PipeshardParallel:
+    """Return the fastest pipeline with layers and stages of the planner's choice.
+
+    Args:
+        schedule: the name of the schedule, or "auto".
+        num_micro_batches: number of microbatches; if None, the fastest.
+    """
     return PipeshardParallel(
         num_micro_batches=num_micro_batches or "auto",
         layer_option="auto",
         stage_option="auto",
-        pipeline_schedule="auto",
+        pipeline_schedule=schedule,
     )
 
 
@@ -33,8 +43,9 @@ def mesh_of_hosts(method: PlanningMethod, cluster: AnyCluster) -> tuple[int, ...
     Returns:
         The shape; None if the method decides.
     """
-    is_pipeline = isinstance(method, PipeshardParallel)
-    if not isinstance(cluster, Cluster) or method.devices is not None or is_pipeline:
+    if not isinstance(cluster, Cluster) or method.devices is not None:
+        return None
+    if method.has_stage_meshes:
         return None
     if cluster.hosts > 1:
         return cluster.hosts, cluster.devices_per_host

@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 from autopar.capacity.budgeted_step import BudgetedStep, checked_cluster
 from autopar.capacity.fit_result import Fewest, Fit, Largest
-from autopar.capacity.memory_savings import METHOD, budget_of_method
+from autopar.capacity.memory_savings import budget_of_method
 from autopar.capacity.size_attempts import SizeAttempts, settled
 from autopar.capacity.sized_steps import MadeStep, check_takes, made_step
 from autopar.checks import FLAG, NONE, OptionError, checked, integer, one_of, short_repr
 from autopar.devices import requested_mesh
-from autopar.methods import PlanningMethod
+from autopar.methods import PLANNING_METHOD, PlanningMethod
 from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster
 from simulator.hardware.cluster import Cluster
@@ -107,7 +107,7 @@ def fit(
     maker = _Maker(
         make_step,
         checked_cluster(any_cluster(cluster), "fit"),
-        checked("method", method, METHOD),
+        checked("method", method, NONE | PLANNING_METHOD),
         memory_budget,
     )
     if largest is not None:

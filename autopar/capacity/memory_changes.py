@@ -4,11 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from autopar.capacity.budgeted_step import BudgetedStep
-from autopar.checks import OptionError
-from autopar.layering.layers import AutoLayerOption, ManualLayerOption
 from autopar.methods import (
     DataParallel,
-    PipeshardParallel,
     PlanningMethod,
     ShardParallel,
     Zero2Parallel,
@@ -43,7 +40,9 @@ class MemoryChange:
 
 def memory_changes(step: BudgetedStep) -> Iterator[tuple[MemoryChange, ...]]:
     """Yield the changes that a step allows; each with stronger forms of itself after it."""
-    yield (MemoryChange(_recomputing_text(step), _recomputing),)
+    if step.planning_method.recomputing is not None:
+        text, _ = step.planning_method.recomputing
+        yield (MemoryChange(text, _recomputing),)
     for method, text in _MORE_SHARDED.items():
         yield (MemoryChange(text, _Sharding(method)),)
     count = step.planning_method.num_micro_batches
@@ -58,47 +57,9 @@ def memory_changes(step: BudgetedStep) -> Iterator[tuple[MemoryChange, ...]]:
     )
 
 
-def _recomputing_text(step: BudgetedStep) -> str:
-    method = step.planning_method
-    changed = _recomputing(step)
-    if changed is not None and type(changed.method) is not type(method):
-        return 'ShardParallel with remat="auto"'
-    if isinstance(method, PipeshardParallel) and _layers_may_recompute(method):
-        return "remat_layer=True in the layer_option"
-    return 'remat="auto"'
-
-
-def _layers_may_recompute(method: PipeshardParallel) -> bool:
-    layers = method.layer_option
-    return isinstance(layers, AutoLayerOption | ManualLayerOption) and not layers.remat_layer
-
-
 def _recomputing(step: BudgetedStep) -> BudgetedStep | None:
-    """Return the step with recomputation; a pipeline's layers are recomputed as a whole."""
-    method = step.planning_method
-    if isinstance(method, PipeshardParallel):
-        layers = method.layer_option
-        if isinstance(layers, AutoLayerOption | ManualLayerOption):
-            if not _layers_may_recompute(method):
-                return None
-            changed = replace(method, layer_option=replace(layers, remat_layer=True))
-            return replace(step, method=changed)
-        count = method.num_micro_batches
-        whole = ShardParallel(
-            method.devices,
-            count if isinstance(count, int) else 1,
-            options=method.default_auto_sharding_option,
-            rng=method.rng,
-            batch_statistics=method.batch_statistics,
-            remat="auto",
-        )
-        return replace(step, method=whole)
-    if method.remat == "auto":
-        return None
-    try:
-        return replace(step, method=replace(method, remat="auto"))
-    except OptionError:
-        return None
+    change = step.planning_method.recomputing
+    return change and replace(step, method=change[1])
 
 
 @dataclass(frozen=True)

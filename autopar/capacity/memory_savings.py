@@ -8,11 +8,11 @@ from typing import Any
 
 from autopar.capacity.budgeted_step import BudgetedStep, DoesNotFit, checked_cluster
 from autopar.capacity.memory_changes import MemoryChange, memory_changes
-from autopar.checks import BYTES, NONE, checked, instance
+from autopar.checks import BYTES, NONE, checked
 from autopar.ir.step_graph import MicrobatchError
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import LayerError
-from autopar.methods import PlanningMethod
+from autopar.methods import PLANNING_METHOD, PlanningMethod
 from autopar.pipeline.stage_options import StageError
 from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster
@@ -144,17 +144,12 @@ def savings(
     Example:
         >>> print(autopar.savings(train_step, args, cluster="dgx_a100_80"))
     """
-    method = checked("method", method, METHOD)
+    method = checked("method", method, NONE | PLANNING_METHOD)
     hardware = checked_cluster(any_cluster(cluster), "savings")
     budget = budget_of_method(memory_budget, method, hardware.device.usable_bytes)
     step = BudgetedStep(fun, args, hardware, budget, method, batch_argnums)
     with shared_traces():
         return memory_savings(step)
-
-
-METHOD = NONE | instance(
-    "one of autopar.methods that make a plan, e.g. autopar.ShardParallel()", PlanningMethod
-)
 
 
 def budget_of_method(

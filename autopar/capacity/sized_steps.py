@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from autopar.checks import OptionError, short_repr
-from autopar.methods import PlanningMethod
+from autopar.checks import NONE, OptionError, checked, short_repr
+from autopar.methods import PLANNING_METHOD
 
 STEP_OPTIONS = ("batch_argnums", "donate_argnums", "tokens", "method")
 """The options that a function may return after step and arguments.
@@ -112,9 +112,4 @@ def _check_options(name: str, options: object) -> None:
             f"{name} returns the option {short_repr(unknown[0])}; expected some of"
             f" {', '.join(STEP_OPTIONS)}"
         )
-    method = options.get("method")
-    if method is not None and not isinstance(method, PlanningMethod):
-        raise OptionError(
-            f"{name} returns method {short_repr(method)}; expected a planning method, such as"
-            " autopar.ShardParallel()"
-        )
+    checked(f"the method that {name} returns", options.get("method"), NONE | PLANNING_METHOD)

@@ -1,16 +1,14 @@
 """The planning methods of `--method`, and planning with them."""
 
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
-from autopar.capacity.automatic_method import automatic_method, mesh_of_hosts
+from autopar.capacity.automatic_method import automatic_pipeline, mesh_of_hosts
 from autopar.command_line.user_step import UserStep
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import LayerError
 from autopar.methods import (
     DataParallel,
-    PipeshardParallel,
     PlanningMethod,
     ShardParallel,
     Zero2Parallel,
@@ -100,8 +98,4 @@ def method_of_name(
     """Return a method by its name; see `plan_with`."""
     if name in _WHOLE_STEP or cluster.num_devices == 1:
         return _WHOLE_STEP.get(name, ShardParallel)(num_micro_batches=micro_batches or 1)
-    method = automatic_method(cluster, micro_batches)
-    if name is MethodName.AUTO:
-        return method
-    assert isinstance(method, PipeshardParallel)
-    return replace(method, pipeline_schedule="1f1b")
+    return automatic_pipeline("auto" if name is MethodName.AUTO else "1f1b", micro_batches)

@@ -36,17 +36,11 @@ class RayBackend(Backend):
     @override
     def target(self, method: PlanningMethod) -> Target:
         mesh = logical_mesh(mesh_shape(self.hosts.layout, method.devices))
-        return Target(mesh, self.cluster(method, {}), platform=self.hosts.platform)
+        return Target(mesh, self.cluster(method.cluster, {}), platform=self.hosts.platform)
 
     @override
     def devices_of_plan(self, plan: Plan, devices: Devices) -> Present:
         check_plan(self.hosts.layout, plan, devices)
-        return {}
-
-    @override
-    def devices_of(self, executable: Executable) -> Present:
-        if not isinstance(executable, RemoteExecutable) or executable.hosts is not self.hosts:
-            raise ValueError("the step has not been compiled for these hosts yet; call it first")
         return {}
 
     @override

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from autopar import report
+from autopar.devices import Device
 from autopar.hosts.arrays import DistributedArray
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.job_export import export_job
@@ -133,6 +134,11 @@ class RemoteExecutable(Executable):
 
     def _device_ids(self, numbers: Sequence[int]) -> tuple[int, ...]:
         return tuple(numbers)
+
+    @property
+    @override
+    def present(self) -> Mapping[int, Device]:
+        return {}
 
     @property
     @override

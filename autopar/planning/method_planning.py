@@ -1,4 +1,4 @@
-"""Planning by method: the one place that dispatches on the planning methods."""
+"""Planning of a step by a planning method, as one program or as a pipeline."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -91,82 +91,85 @@ def plan_by_method(
         MemoryBudgetError, NoStagesError: no plan fits on the devices.
         ClusterError: one mesh would span devices of different kinds.
     """
-    if isinstance(method, PipeshardParallel):
-        return _plan_pipeline(method, fun, args, batch, target)
-    name = type(method).__name__
-    cluster = single_pool(target.cluster, name)
-    try:
-        return _plan_whole(method, fun, args, batch, target.mesh, cluster)
-    except MemoryBudgetError as error:
-        if suggests and method.remat != "auto":
-            recomputing = replace(method, remat="auto")
-            with suppress(InfeasibleError, MicrobatchError):
-                found = _plan_whole(recomputing, fun, args, batch, target.mesh, cluster)
-                error.add_note(
-                    f'with remat="auto" instead of "{method.remat}" it fits: the backward pass then'
-                    f" computes {len(found.plan.recomputed)} equations again"
-                )
-        raise
+    return method.plan_with(_Planning(fun, args, batch, target, suggests))
 
 
-def _plan_whole(
-    method: PlanningMethod,
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    batch: Sequence[int],
-    mesh: LogicalMesh,
-    cluster: Cluster,
-) -> PlannedStep:
-    """Trace and plan `fun` as one program on a mesh; `plan_by_method` has the other arguments."""
-    count = method.num_micro_batches
-    keeps_remat = method.remat == "keep"
-    exactness = method.exactness
-    with progress_part(0, _TRACING):
-        step = trace(fun, args, batch, count, exactness=exactness, keeps_remat=keeps_remat)
-    with progress_part(_TRACING, 1):
-        return make_planned(
-            step,
-            mesh,
-            cluster,
-            method.sharding_of(step),
-            type(method).__name__,
-            memory_budget=method.memory_budget,
-            remat=method.remat,
-        )
+@dataclass(frozen=True)
+class _Planning:
+    """A step and the hardware that it is planned for; `plan_by_method` describes the attributes."""
+
+    fun: Callable[..., Any]
+    args: Sequence[Any]
+    batch: Sequence[int]
+    target: Target
+    suggests: bool
+
+    def as_program(self, method: PlanningMethod) -> PlannedStep:
+        """Plan the step as one program on the target's mesh."""
+        cluster = single_pool(self.target.cluster, type(method).__name__)
+        try:
+            return self._program(method, cluster)
+        except MemoryBudgetError as error:
+            if self.suggests and method.remat != "auto":
+                with suppress(InfeasibleError, MicrobatchError):
+                    found = self._program(replace(method, remat="auto"), cluster)
+                    error.add_note(
+                        f'with remat="auto" instead of "{method.remat}" it fits: the backward pass'
+                        f" then computes {len(found.plan.recomputed)} equations again"
+                    )
+            raise
+
+    def _program(self, method: PlanningMethod, cluster: Cluster) -> PlannedStep:
+        count = method.num_micro_batches
+        keeps_remat = method.remat == "keep"
+        exactness = method.exactness
+        with progress_part(0, _TRACING):
+            step = trace(
+                self.fun,
+                self.args,
+                self.batch,
+                count,
+                exactness=exactness,
+                keeps_remat=keeps_remat,
+            )
+        with progress_part(_TRACING, 1):
+            return make_planned(
+                step,
+                self.target.mesh,
+                cluster,
+                method.sharding_of(step),
+                type(method).__name__,
+                memory_budget=method.memory_budget,
+                remat=method.remat,
+            )
+
+    def as_pipeline(self, method: PipeshardParallel) -> PlannedStep:
+        """Plan the step in stages on the target's devices."""
+        stages = method.stages
+        mesh = self.target.mesh
+        cluster = self.target.cluster.first_devices(mesh.num_devices)
+        planning = _PipelinePlanning(method, self.fun, self.args, self.batch, self.target, cluster)
+        leaves = [leaf for i in self.batch for leaf in jax.tree.leaves(self.args[i])]
+        rows = [leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())]
+        counts = micro_batch_counts(method.num_micro_batches, rows)
+        with shared_traces():
+            layers = method.layer_option
+            if layers == "auto":
+                with progress_part(0, _FIRST_TRACES):
+                    layers = planning.layers_of_step(counts[0])
+            space = OptionSpace(
+                counts,
+                layer_options(layers),
+                schedules(method.pipeline_schedule, method.chunks),
+                _whole_step_meshes(method, cluster, mesh),
+            )
+            name = type(method).__name__
+            with progress_part(_FIRST_TRACES, 1):
+                return PlannedStep(*search(planning, space, stages, name, start_search()))
 
 
 _TRACING = 0.4
 """Usual share of tracing in the time of planning a step as one program."""
-
-
-def _plan_pipeline(
-    method: PipeshardParallel,
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    batch: Sequence[int],
-    target: Target,
-) -> PlannedStep:
-    stages = method.stages
-    cluster = target.cluster.first_devices(target.mesh.num_devices)
-    planning = _PipelinePlanning(method, fun, args, batch, target, cluster)
-    leaves = [leaf for i in batch for leaf in jax.tree.leaves(args[i])]
-    rows = [leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())]
-    counts = micro_batch_counts(method.num_micro_batches, rows)
-    with shared_traces():
-        layers = method.layer_option
-        if layers == "auto":
-            with progress_part(0, _FIRST_TRACES):
-                layers = planning.layers_of_step(counts[0])
-        space = OptionSpace(
-            counts,
-            layer_options(layers),
-            schedules(method.pipeline_schedule, method.chunks),
-            _whole_step_meshes(method, cluster, target.mesh),
-        )
-        name = type(method).__name__
-        with progress_part(_FIRST_TRACES, 1):
-            return PlannedStep(*search(planning, space, stages, name, start_search()))
-
 
 _FIRST_TRACES = 0.1
 """Usual share of the choice of layers in the time of planning a pipeline."""

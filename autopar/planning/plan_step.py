@@ -12,7 +12,7 @@ from autopar.checks import SHAPE, OptionError, checked, instance, short_repr
 from autopar.devices import logical_mesh, mesh_on_cluster, requested_mesh
 from autopar.ir.spec import LogicalMesh
 from autopar.lowering.planned import PlannedStep
-from autopar.methods import PLAN, PipeshardParallel, PlanningMethod, ShardParallel
+from autopar.methods import PLAN, PLANNING_METHOD, PlanningMethod, ShardParallel
 from autopar.plan import Plan
 from autopar.planning.method_planning import Target, any_cluster, plan_by_method, trace_for
 from autopar.planning.stage_problem import NoStagesError
@@ -66,7 +66,7 @@ def plan_step(
             and not as many as the cluster has.
     """
     method = ShardParallel() if method is None else method
-    checked("method", method, _METHOD)
+    checked("method", method, PLANNING_METHOD)
     cluster = any_cluster(cluster)
     if method.cluster is not None and any_cluster(method.cluster) != cluster:
         raise OptionError(
@@ -132,9 +132,6 @@ They are 4 MiB for each matrix product, of which two may run at the same time.
 """
 
 
-_METHOD = instance(
-    "one of autopar.methods that make a plan, e.g. autopar.ShardParallel()", PlanningMethod
-)
 _ARGS = instance("the arguments of the step, in a tuple or a list", tuple, list)
 
 
@@ -175,12 +172,9 @@ def _mesh(
     if method.devices is None:
         return mesh
     method_mesh = requested_mesh(method.devices, cluster.num_devices)
-    agree = (
-        method_mesh.num_devices == mesh.num_devices
-        if isinstance(method, PipeshardParallel)
-        else method_mesh.shape == mesh.shape
-    )
-    if not agree:
+    same_number = method_mesh.num_devices == mesh.num_devices
+    same_shape = method_mesh.shape == mesh.shape
+    if not (same_number if method.has_stage_meshes else same_shape):
         raise OptionError(
             f"mesh_shape is {mesh.shape}, but method.devices make a mesh of shape"
             f" {method_mesh.shape}; leave one out"

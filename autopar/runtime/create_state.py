@@ -57,6 +57,11 @@ class CreateStateExecutable:
         self._run = load(step, train_step.description.inputs[:count])
         self.compile_seconds = time.perf_counter() - start
 
+    @property
+    def placed_by(self) -> Executable:
+        """The step whose plan places the values: the training step."""
+        return self.train_step
+
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
         """Return `args` unchanged, since every mesh receives all of them."""
         return args

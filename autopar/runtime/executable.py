@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar import report
 from autopar.checks import checked, integer
+from autopar.devices import Device
 from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.job import Array
@@ -43,6 +44,7 @@ class Executable(ABC):
         out_shardings: a pytree like the result with its shardings.
         plan_seconds: seconds of tracing and planning.
         compile_seconds: seconds of compiling.
+        hosts: the hosts of a Ray cluster that run the step; None for this process.
     """
 
     planned: PlannedStep
@@ -52,6 +54,17 @@ class Executable(ABC):
     out_shardings: Any
     plan_seconds: float
     compile_seconds: float
+    hosts: Any = None
+
+    @property
+    def placed_by(self) -> "Executable":
+        """The step whose plan places the values: this one."""
+        return self
+
+    @property
+    @abstractmethod
+    def present(self) -> Mapping[int, Device]:
+        """The devices of this process that run the step, by their number in the plan."""
 
     @property
     def step(self) -> StepGraph:

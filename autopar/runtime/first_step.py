@@ -16,8 +16,6 @@ from autopar.ir.keys import is_key
 from autopar.ir.spec import partition_spec
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.stage_lowering import StageLowering
-from autopar.runtime.create_state import CreateStateExecutable
-from autopar.runtime.local_executable import LocalExecutable
 
 
 class FirstStepError(RuntimeError):
@@ -43,15 +41,13 @@ def checked_first_step(fun: Callable[..., Any], executable: Any, args: Sequence[
         ValueError: the step runs on other hosts, or its microbatches differ from the batch by
             choice.
     """
-    compiled = (
-        executable.train_step if isinstance(executable, CreateStateExecutable) else executable
-    )
-    if not isinstance(compiled, LocalExecutable):
+    placed_by = executable.placed_by
+    if placed_by.hosts is not None:
         raise ValueError(
             "check='first step' compares steps of this process; leave it out on other hosts"
             " (autopar.init(cluster='ray'))"
         )
-    choices = asdict(compiled.plan.exactness).items()
+    choices = asdict(placed_by.plan.exactness).items()
     if chosen := [f"{name}={choice!r}" for name, choice in choices if choice != "exact"]:
         raise ValueError(
             f"check='first step' compares with the step without microbatches, but by"
@@ -87,7 +83,7 @@ def _first_equation(
 ) -> str:
     """Describe the first equation whose result differs; "" if there is none or it is unknown."""
     step = executable.step
-    if not isinstance(executable, LocalExecutable) or step.microbatching is not None:
+    if executable is not executable.placed_by or step.microbatching is not None:
         return ""
     (stage,), (mesh,) = executable.plan.stages, executable.meshes
     lowering = StageLowering(executable.planned.graphs[0], [stage], mesh)

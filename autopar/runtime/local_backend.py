@@ -19,7 +19,7 @@ from autopar.ir.step_graph import StepGraph
 from autopar.lowering.job import Array, Delivery, StageMesh
 from autopar.lowering.placement_specs import PlacementSpec
 from autopar.lowering.planned import PlannedStep
-from autopar.methods import Method, PlanningMethod
+from autopar.methods import PlanningMethod
 from autopar.plan import Plan
 from autopar.planning.method_planning import Target, any_cluster
 from autopar.runtime.batch_reading import Batches, Reader, ahead
@@ -39,7 +39,13 @@ type Present = Mapping[int, Device]
 
 
 class Backend(ABC):
-    """Devices that planned steps are compiled for and run on."""
+    """Devices that planned steps are compiled for and run on.
+
+    Attributes:
+        hosts: the hosts of a Ray cluster; None for this process.
+    """
+
+    hosts: Any = None
 
     @abstractmethod
     def target(self, method: PlanningMethod) -> Target:
@@ -61,26 +67,30 @@ class Backend(ABC):
             ValueError: their number differs from the plan's.
         """
 
-    @abstractmethod
     def devices_of(self, executable: Executable) -> Present:
-        """Return the devices that a step runs on.
+        """Return the devices of this process that a step runs on.
 
         Raises:
             ValueError: the step was compiled for another backend.
         """
+        if executable.hosts is not self.hosts:
+            raise ValueError(
+                "the step was compiled for other devices than those of the last autopar.init; call"
+                " it first"
+            )
+        return executable.present
 
     @abstractmethod
     def hardware(self, present: Present) -> AnyCluster:
         """Return the cost model's description of the given devices."""
 
-    def cluster(self, method: Method, present: Present) -> AnyCluster:
-        """Return the cluster that the cost model describes for a method.
+    def cluster(self, given: AnyCluster | str | Path | None, present: Present) -> AnyCluster:
+        """Return the cluster that the cost model describes.
 
         Args:
-            method: its `cluster`, if it has one, takes precedence.
-            present: the devices that are described otherwise.
+            given: the cluster of a method; None for the devices.
+            present: the devices.
         """
-        given = method.cluster if isinstance(method, PlanningMethod) else None
         return self.hardware(present) if given is None else any_cluster(given)
 
     @abstractmethod
@@ -153,19 +163,11 @@ class LocalBackend(Backend):
         mesh = device_mesh(method.devices)
         present = dict(enumerate(mesh.devices.flat))
         logical = LogicalMesh(mesh.devices.shape, mesh.axis_names)
-        return Target(logical, self.cluster(method, present), present, present[0].platform)
+        return Target(logical, self.cluster(method.cluster, present), present, present[0].platform)
 
     @override
     def devices_of_plan(self, plan: Plan, devices: Devices) -> Present:
         return dict(enumerate(devices_of_plan(devices, plan)))
-
-    @override
-    def devices_of(self, executable: Executable) -> Present:
-        if not isinstance(executable, LocalExecutable):
-            raise ValueError(
-                "the step runs on other hosts, which have been left since; call it first"
-            )
-        return executable.job.devices
 
     @override
     def hardware(self, present: Present) -> AnyCluster:

@@ -138,6 +138,11 @@ class LocalExecutable(Executable):
 
     @property
     @override
+    def present(self) -> Mapping[int, Device]:
+        return self.job.devices
+
+    @property
+    @override
     def platform(self) -> str:
         return self.meshes[0].devices.flat[0].platform
 

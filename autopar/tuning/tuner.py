@@ -14,7 +14,7 @@ from autopar.api import parallelize
 from autopar.checks import FUNCTION, PATH, checked, instance, integer, one_of
 from autopar.devices import AXIS_NAMES, Devices, device_mesh, devices_match
 from autopar.lowering.target import target_mesh
-from autopar.methods import ManualShardParallel, PlanningMethod
+from autopar.methods import PlanningMethod
 from autopar.planning.plan_step import plan_step
 from autopar.prediction.predicting import simulate
 from autopar.progress import log_progress
@@ -107,7 +107,7 @@ def _predicted(make: StepFactory, candidate: Candidate, cluster: Cluster) -> Tri
 
     try:
         step, args, method = make(candidate, mesh_of)
-        if compiles and isinstance(method, ManualShardParallel):
+        if compiles and method.sharding.mode == "manual":
             # The compiled program below has the exact memory; the planner only estimates it.
             method = replace(method, memory_budget=inf)
         plan = plan_step(

@@ -563,7 +563,7 @@ PLAN = ("plan", "--cluster", "dgx_h100")
         ((*PLAN, "steps_of_a_user:with_wrong_option"), "the option 'batch_argnum'; expected some"),
         (
             (*PLAN, "steps_of_a_user:with_wrong_method"),
-            "method 'shard'; expected a planning method",
+            "with_wrong_method returns is 'shard', expected",
         ),
         ((*PLAN, "steps_of_a_user:with_options_in_a_list"), "returns options [1]; expected a dict"),
         ((*PLAN, "steps_of_a_user:needs_arguments"), "needs width; expected a function without"),
