@@ -16,13 +16,13 @@ from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import closed_call_p, copy_p, jit_p, remat_p
+from jax.extend.core.primitives import copy_p, remat_p
 
 from autopar._plugins import assume_cudnn
 from autopar.directives.nnx_scopes import MARK
+from autopar.ir.calls import called_jaxpr, has_derivative_rule
 from autopar.ir.graph import Atom, aval_of, needed
 
-_CALLS = {jit_p: "jaxpr", closed_call_p: "call_jaxpr"}
 _METHOD = re.compile(r"\.\w+$")
 
 
@@ -231,12 +231,14 @@ class _ModelGraphBuilder:
         for eqn in jaxpr.eqns:
             invars = [rename(atom) for atom in eqn.invars]
             scopes = join_path(stack, str(eqn.source_info.name_stack))
-            if eqn.primitive in _CALLS:
-                outvars = self.inline(eqn.params[_CALLS[eqn.primitive]], invars, scopes, regions)
-            elif eqn.primitive is remat_p:
-                names: set[str] = set()
-                self.remat.append((names, eqn.params["policy"], eqn.params["prevent_cse"]))
-                outvars = self.inline(eqn.params["jaxpr"], invars, scopes, (*regions, names))
+            called = called_jaxpr(eqn)
+            if called is not None and not has_derivative_rule(eqn):
+                inner = regions
+                if eqn.primitive is remat_p:
+                    names: set[str] = set()
+                    self.remat.append((names, eqn.params["policy"], eqn.params["prevent_cse"]))
+                    inner = (*regions, names)
+                outvars = self.inline(called, invars, scopes, inner)
             else:
                 outvars = [Var(var.aval) for var in eqn.outvars]
                 self._append(

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, Var
 
 from autopar._plugins import assume_cudnn
 from autopar.directives.definitions import DirectiveError
-from autopar.directives.value_layouts import BODY_PARAM
+from autopar.ir.calls import called_jaxpr
 from autopar.tracing.trace import abstract
 
 MARK = "~"
@@ -100,8 +100,8 @@ def _unwrapped_outvars(jaxpr: Jaxpr) -> list[Any]:
     """Return the results of `jaxpr`; for those that a call returns unchanged, its argument."""
     same: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive in BODY_PARAM:
-            inner = eqn.params[BODY_PARAM[eqn.primitive]]
+        inner = called_jaxpr(eqn)
+        if inner is not None:
             arguments = dict(zip(inner.invars, eqn.invars, strict=True))
             for var, result in zip(eqn.outvars, _unwrapped_outvars(inner), strict=True):
                 if isinstance(result, Var) and result in arguments:

@@ -7,10 +7,11 @@ finds how the readers of a draw split it, so that each device draws only its par
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.directives.model_graph import ModelGraph, Node
-from autopar.directives.value_layouts import BODY_PARAM, EquationLayouts, propagate_jaxpr
+from autopar.directives.value_layouts import EquationLayouts, propagate_jaxpr
+from autopar.ir.calls import called_jaxpr
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, replicated
 from autopar.primitives import op_factors
@@ -71,10 +72,11 @@ def _operand_specs(
         for var, result in zip(eqn.outvars, layouts.results, strict=True)
     ]
     current = [result.dims for result in layouts.results]
-    if eqn.primitive in BODY_PARAM and results != current:
-        return _inner_operand_specs(eqn, layouts, results, mesh)
+    body = called_jaxpr(eqn)
+    if body is not None and results != current:
+        return _inner_operand_specs(body, layouts, results, mesh)
     for number, (spec, current_spec) in enumerate(zip(results, current, strict=True)):
-        if spec != current_spec and eqn.primitive.name != DRAW and eqn.primitive not in BODY_PARAM:
+        if spec != current_spec and eqn.primitive.name != DRAW:
             factors = op_factors(eqn)
             axes_by_factor = {
                 dim_factors[0]: axes
@@ -88,10 +90,9 @@ def _operand_specs(
 
 
 def _inner_operand_specs(
-    eqn: JaxprEqn, layouts: EquationLayouts, results: Sequence[Spec], mesh: LogicalMesh
+    jaxpr: Jaxpr, layouts: EquationLayouts, results: Sequence[Spec], mesh: LogicalMesh
 ) -> list[Spec]:
     """Return `_operand_specs` of an equation with a body, by propagation through the body."""
-    jaxpr = eqn.params[BODY_PARAM[eqn.primitive]]
     steps, _ = propagate_jaxpr(jaxpr, layouts.operands, mesh)
     wanted = {
         var: spec for var, spec in zip(jaxpr.outvars, results, strict=True) if isinstance(var, Var)

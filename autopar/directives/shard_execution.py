@@ -15,7 +15,6 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jax.sharding import AbstractMesh
 
 from autopar.directives.value_layouts import (
-    BODY_PARAM,
     LayoutError,
     ValueLayout,
     jaxpr_result_layouts,
@@ -23,6 +22,7 @@ from autopar.directives.value_layouts import (
     propagate,
     whole_layout,
 )
+from autopar.ir.calls import called_jaxpr
 from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of, read
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, local_shape
@@ -51,8 +51,9 @@ def run_eqn(
         return _custom_jvp(eqn, layouts, mesh)(*values)
     if eqn.primitive is custom_vjp_call_p:
         return _custom_vjp(eqn, layouts, mesh)(*values)
-    if eqn.primitive in BODY_PARAM:
-        return run_jaxpr(eqn.params[BODY_PARAM[eqn.primitive]], layouts, values, mesh)
+    body = called_jaxpr(eqn)
+    if body is not None:
+        return run_jaxpr(body, layouts, values, mesh)
     propagated = propagate(eqn, layouts, mesh)
     operand_specs = [operand.dims for operand in propagated.operands]
     result_specs = [result.dims for result in propagated.results]

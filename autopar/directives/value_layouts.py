@@ -10,27 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.core.primitives import (
-    custom_jvp_call_p,
-    custom_vjp_call_p,
-    jit_p,
-    reduce_max_p,
-    remat_p,
-)
+from jax.extend.core.primitives import reduce_max_p
 
+from autopar.ir.calls import called_jaxpr
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, partition_spec
 from autopar.primitives import op_factors, record_of
 from autopar.primitives.factors import OpFactors
 from autopar.primitives.linearity import is_linear
-
-BODY_PARAM = {
-    jit_p: "jaxpr",
-    custom_jvp_call_p: "call_jaxpr",
-    custom_vjp_call_p: "call_jaxpr",
-    remat_p: "jaxpr",
-}
-"""Primitives that compute what a body computes, with the parameter that is the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +96,9 @@ def propagate(eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh) 
                 f"is a partial maximum, and {eqn.primitive.name} needs it whole",
                 layout.partial_max,
             )
-    if eqn.primitive in BODY_PARAM:
-        return EquationLayouts(tuple(layouts), tuple(_propagate_body(eqn, layouts, mesh)))
+    body = called_jaxpr(eqn)
+    if body is not None:
+        return EquationLayouts(tuple(layouts), tuple(_propagate_body(eqn, body, layouts, mesh)))
     operand_partial = _propagated_partial(eqn, layouts)
     factors = op_factors(eqn)
     assignment = _assignment(factors, layouts, mesh)
@@ -172,16 +160,16 @@ def layout_of(atom: Atom, env: dict[Var, ValueLayout]) -> ValueLayout:
 
 
 def _propagate_body(
-    eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh
+    eqn: JaxprEqn, body: Jaxpr, layouts: Sequence[ValueLayout], mesh: LogicalMesh
 ) -> list[ValueLayout]:
-    """Return the layouts of the results of an equation with a body."""
+    """Return the layouts of the results of an equation that calls a body."""
     for k, layout in enumerate(layouts):
         if layout.partial:
             raise LayoutError(
                 k, f"is a partial sum, and {eqn.primitive.name} needs it whole", layout.partial
             )
     try:
-        return jaxpr_result_layouts(eqn.params[BODY_PARAM[eqn.primitive]], layouts, mesh)
+        return jaxpr_result_layouts(body, layouts, mesh)
     except LayoutError as error:
         split = next(k for k, layout in enumerate(layouts) if layout.split)
         raise LayoutError(

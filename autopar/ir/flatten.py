@@ -17,12 +17,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import (
     broadcast_in_dim_p,
-    closed_call_p,
     cond_p,
-    custom_jvp_call_p,
-    custom_vjp_call_p,
     iota_p,
-    jit_p,
     pmax_p,
     pmin_p,
     psum_p,
@@ -35,14 +31,8 @@ from jax.extend.core.primitives import (
 )
 
 from autopar.ir import control_flow
+from autopar.ir.calls import called_jaxpr
 from autopar.ir.graph import Atom, eqns_of_call, needed
-
-_INNER_JAXPR = {
-    jit_p: "jaxpr",
-    closed_call_p: "call_jaxpr",
-    custom_jvp_call_p: "call_jaxpr",
-    custom_vjp_call_p: "call_jaxpr",
-}
 
 
 def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr:
@@ -109,12 +99,11 @@ class _FlatJaxprBuilder:
                 else name_stack + eqn.source_info.name_stack
             )
             call = eqn.source_info.traceback
-            if eqn.primitive in _INNER_JAXPR:
-                outvars = self.inline(eqn.params[_INNER_JAXPR[eqn.primitive]], invars, stack, call)
-            elif eqn.primitive is remat_p:
-                if eqn.params["differentiated"] and (self._keeps_remat or self._depth):
+            called = called_jaxpr(eqn)
+            if called is not None:
+                if eqn.primitive is remat_p and self._keeps_checkpoint(eqn):
                     invars = self._barrier(invars, eqn)
-                outvars = self.inline(eqn.params["jaxpr"], invars, stack, call)
+                outvars = self.inline(called, invars, stack, call)
             elif eqn.primitive in self._control:
                 outvars = self._control[eqn.primitive](_at(eqn, stack), invars, stack)
             else:
@@ -156,6 +145,10 @@ class _FlatJaxprBuilder:
             self._constant_of[id(value)] = new = Var(var.aval)
             self.constants[new] = value
         return self._constant_of[id(value)]
+
+    def _keeps_checkpoint(self, eqn: JaxprEqn) -> bool:
+        """Return whether a `jax.checkpoint` recomputes in the flat jaxpr."""
+        return eqn.params["differentiated"] and (self._keeps_remat or self._depth > 0)
 
     def _barrier(self, invars: list[Atom], eqn: JaxprEqn) -> list[Atom]:
         """Put `invars` behind a barrier, so that the compiler recomputes what follows."""

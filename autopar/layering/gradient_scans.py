@@ -30,7 +30,7 @@ from autopar.layering.layers import (
 )
 from autopar.layering.scan_layers import Iterations, seeds_of
 from autopar.layering.stack_cutting import BackwardScans, Carry, cut_stacks, scan_operands
-from autopar.primitives.linearity import ADDITIONS
+from autopar.primitives import record_of
 
 
 def cut_gradient_scans(
@@ -167,7 +167,7 @@ def _additive(scan: JaxprEqn) -> list[bool]:
         readers = [eqn for eqn in body.eqns if before in eqn.invars]
         additive.append(
             len(readers) == 1
-            and readers[0].primitive in ADDITIONS
+            and record_of(readers[0]).is_addition
             and list(readers[0].invars).count(before) == 1
             and readers[0].outvars[0] is after
             and body.outvars.count(before) == 0

@@ -19,9 +19,6 @@ from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import (
     broadcast_in_dim_p,
     concatenate_p,
-    dynamic_slice_p,
-    reshape_p,
-    slice_p,
 )
 
 from autopar.ir import control_flow
@@ -32,11 +29,6 @@ from autopar.primitives.factors import PARTIAL, Dims, OpFactors
 
 STACK_SCOPE = "pipeline_stack"
 """The named scope of equations that cut arrays into the pieces of layers."""
-
-_WITH_LOCAL_SHAPES = frozenset(
-    {broadcast_in_dim_p, dynamic_slice_p, reshape_p, slice_p, lax.tile_p}
-)
-"""Primitives whose rule for shards depends on the shapes of the shards, but not on their place."""
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "sum": lax.add,
@@ -234,7 +226,7 @@ def _equation_cut(eqn: JaxprEqn, position: tuple[str, int], cut: Cut) -> _Equati
         or record.collective is not None
         or record.runs_body
         or record.is_replicated_only
-        or not (record.local is None or eqn.primitive in _WITH_LOCAL_SHAPES)
+        or not record.ignores_place
     ):
         return None
     try:

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
 from jax.extend.core import JaxprEqn, Var
-from jax.extend.core.primitives import broadcast_in_dim_p, iota_p, scatter_add_p
-from jax.lax import scatter_sub_p, tile_p
+from jax.extend.core.primitives import broadcast_in_dim_p, iota_p
+from jax.lax import tile_p
 
 from autopar.ir.graph import Where, aval_of
 from autopar.microbatch.created_rows import why_whole
 from autopar.microbatch.example_blocks import common_blocks, examples_factor
 from autopar.microbatch.inner_bodies import why_body_differs
 from autopar.primitives import op_factors
-from autopar.primitives.index import indexed_dims
-from autopar.primitives.linearity import algebra_of, data_operands, is_linear
+from autopar.primitives.index import indexed_dims, is_scatter
+from autopar.primitives.linearity import adds, algebra_of, data_operands, is_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> i
 
 def _scatters_rows(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
     """Return whether rows of examples are added into an array without a batch dim."""
-    scatters = eqn.primitive in (scatter_add_p, scatter_sub_p)
+    scatters = is_scatter(eqn) and adds(eqn)
     return scatters and operands[2].form == "rows" and operands[0].form != "rows"
 
 

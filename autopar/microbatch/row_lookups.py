@@ -24,13 +24,11 @@ from jax.extend.core.primitives import (
     reshape_p,
     select_n_p,
 )
-from jax.lax import scatter_add_p, scatter_max_p, scatter_min_p, scatter_mul_p, scatter_p
 
 from autopar.ir.equation_groups import dependents
 from autopar.ir.graph import Atom, aval_of, needed
 from autopar.microbatch.deferred_division import equations
-
-_SCATTERS = frozenset({scatter_p, scatter_add_p, scatter_max_p, scatter_min_p, scatter_mul_p})
+from autopar.primitives.index import is_scatter
 
 
 def with_own_rows(jaxpr: Jaxpr, batch: Collection[int]) -> Jaxpr:
@@ -73,7 +71,7 @@ class _Lookups:
     def add(self, eqn: JaxprEqn) -> None:
         """Append an equation."""
         is_read = eqn.primitive is gather_p and eqn.invars[0] in self.depending
-        if is_read or eqn.primitive in _SCATTERS:
+        if is_read or is_scatter(eqn):
             self._add_lookup(eqn)
             return
         self.eqns.append(eqn)

@@ -29,7 +29,6 @@ from autopar.layering.layers import layer_of
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Partition, Task, Total
 from autopar.pipeline.update_placement import is_small, update_stages
 from autopar.primitives import record_of
-from autopar.primitives.linearity import ADDITIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +272,7 @@ class _PartitionBuilder:
     def _adds_stages(self, unit: Unit, var: Var) -> bool:
         """Whether the unit adds results of different stages for the accumulation alone."""
         eqn = unit.eqns[0][1]
-        if eqn.primitive not in ADDITIONS or self.num_readers[var] > 0:
+        if not record_of(eqn).is_addition or self.num_readers[var] > 0:
             return False
         if len(unit.reads) != 2 or len(eqn.invars) != 2:
             return False

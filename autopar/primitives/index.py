@@ -21,6 +21,11 @@ from autopar.primitives.registry import Algebra, PrimitiveRecord
 from autopar.primitives.rule_helpers import ShardingRule, shape_of
 
 
+def is_scatter(eqn: JaxprEqn) -> bool:
+    """Return whether an equation writes updates to indexed places of an array."""
+    return isinstance(eqn.params.get("dimension_numbers"), lax.ScatterDimensionNumbers)
+
+
 def indexed_dims(eqn: JaxprEqn) -> tuple[int, ...]:
     """Return the dims of the first operand that a gather or scatter indexes; () for others."""
     numbers = eqn.params.get("dimension_numbers")

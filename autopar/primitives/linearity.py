@@ -4,13 +4,9 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
-from jax.extend.core.primitives import add_jaxvals_p, add_p
 
 from autopar.ir.graph import Atom, aval_of
 from autopar.primitives.registry import Algebra, record_of
-
-ADDITIONS = frozenset({add_p, add_jaxvals_p})
-"""Primitives that add two arrays."""
 
 
 def algebra_of(eqn: JaxprEqn) -> Algebra | None:

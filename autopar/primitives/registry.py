@@ -95,6 +95,7 @@ class PrimitiveRecord:
     Attributes:
         factors: how its dims may be sharded.
         local: its form on shards; None: the primitive itself, with the same parameters.
+        local_by_shape: whether `local` depends on the shapes of shards, but not on their place.
         work: its kernel, with the FLOP that it takes.
         fusion: how XLA:GPU fuses it.
         movement: what it does to its operand if it does no arithmetic.
@@ -113,6 +114,7 @@ class PrimitiveRecord:
 
     factors: ShardingRule = _whole_or_refused
     local: LocalRule | None = None
+    local_by_shape: bool = False
     work: KernelRule = _ELEMENTWISE_KERNEL
     fusion: FusionClass = "kernel"
     movement: Movement | None = None
@@ -130,6 +132,16 @@ class PrimitiveRecord:
     def is_replicated_only(self) -> bool:
         """Whether every device computes it whole because no better rule is known."""
         return self.factors in (replicated, _whole_or_refused) and not self.passes_through
+
+    @property
+    def ignores_place(self) -> bool:
+        """Whether all shards are computed alike, wherever in the array they are."""
+        return self.local is None or self.local_by_shape
+
+    @property
+    def is_addition(self) -> bool:
+        """Whether it adds two arrays."""
+        return self.algebra == "sum" and self.commutes
 
     @property
     def passes_through(self) -> bool:

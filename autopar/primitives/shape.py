@@ -187,6 +187,7 @@ RECORDS = {
     "broadcast_in_dim": PrimitiveRecord(
         factors=_broadcast_in_dim,
         local=with_shape("shape"),
+        local_by_shape=True,
         fusion="indexing",
         movement="shape",
         algebra="linear",
@@ -195,6 +196,7 @@ RECORDS = {
     "dynamic_slice": PrimitiveRecord(
         factors=_resized,
         local=with_shape("slice_sizes"),
+        local_by_shape=True,
         fusion="input",
         movement="part",
         algebra="linear",
@@ -208,6 +210,7 @@ RECORDS = {
     "reshape": PrimitiveRecord(
         factors=_reshape,
         local=with_shape("new_sizes"),
+        local_by_shape=True,
         fusion="indexing",
         movement="shape",
         is_view=True,
@@ -215,14 +218,21 @@ RECORDS = {
     ),
     "rev": PrimitiveRecord(factors=along("dimensions"), is_view=True, algebra="linear"),
     "slice": PrimitiveRecord(
-        factors=_resized, local=_local_slice, fusion="indexing", movement="part", algebra="linear"
+        factors=_resized,
+        local=_local_slice,
+        local_by_shape=True,
+        fusion="indexing",
+        movement="part",
+        algebra="linear",
     ),
     "split": PrimitiveRecord(factors=along("axis"), movement="part", algebra="linear"),
     "squeeze": PrimitiveRecord(
         factors=_squeeze, fusion="indexing", movement="shape", is_view=True, algebra="linear"
     ),
     "stack": PrimitiveRecord(factors=_stack, algebra="sum"),
-    "tile": PrimitiveRecord(factors=_tile, local=_local_tile, algebra="linear"),
+    "tile": PrimitiveRecord(
+        factors=_tile, local=_local_tile, local_by_shape=True, algebra="linear"
+    ),
     "transpose": PrimitiveRecord(
         factors=_transpose, fusion="indexing", movement="shape", algebra="linear"
     ),

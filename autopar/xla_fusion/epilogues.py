@@ -11,7 +11,6 @@ from autopar.ir.graph import Atom, aval_of
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
-from autopar.primitives.linearity import ADDITIONS
 from autopar.xla_fusion.views import is_view
 
 
@@ -80,7 +79,7 @@ class Values:
     def only_adds(self, var: Var) -> bool:
         """Return whether the only reader of `var` adds it to another value."""
         reader = self.only_reader(var)
-        return reader is not None and self.eqns[reader].primitive in ADDITIONS
+        return reader is not None and record_of(self.eqns[reader]).is_addition
 
     def is_constant(self, atom: Atom) -> bool:
         """Return whether all elements are the same literal."""
@@ -138,7 +137,7 @@ def find_scattered(values: Values) -> set[Var]:
 
 def _added(values: Values, eqn: JaxprEqn, result: Var) -> Var | None:
     """Return the other operand if `eqn` adds an array of the same dtype to `result`."""
-    if eqn.primitive not in ADDITIONS:
+    if not record_of(eqn).is_addition:
         return None
     others = [atom for atom in eqn.invars if values.shown(atom) is not values.shown(result)]
     if (

@@ -16,7 +16,6 @@ from autopar.ir import control_flow
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
-from autopar.primitives.linearity import ADDITIONS
 from autopar.xla_fusion.epilogues import epilogues
 from autopar.xla_fusion.views import is_view
 
@@ -41,7 +40,7 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
             stored.update(operands if not stored.isdisjoint(eqn.outvars) else ())
         elif not record.is_recomputed:
             stored.update(var for var in eqn.outvars if readers[var] > 1)
-        elif eqn.primitive in ADDITIONS and (
+        elif record_of(eqn).is_addition and (
             scattered := {a for a in operands if _is_sum(makers.get(a), readers)}
         ):
             stored.update(eqn.outvars)

@@ -1,6 +1,9 @@
 """Records belong to JAX's primitives, and their algebra and movement hold numerically."""
 
+import ast
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 from jax.extend.core import JaxprEqn, Primitive
 
+import autopar
 from autopar import report
 from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
@@ -204,3 +208,41 @@ def test_the_table_of_a_steps_primitives_has_their_records() -> None:
     assert table.loc["tanh", "algebra"] == ""
     refused = report.primitives(lambda x: jax.experimental.io_callback(np.sin, x, x), np.float32(1))
     assert "refused" in set(refused["sharding"])
+
+
+TABLES = {
+    "ir/calls.py": "the parameter that is called; flattening is below the registry",
+    "ir/control_flow.py": "defines the markers that it lists",
+    "ir/flatten.py": "one rewrite: reductions over names of `jax.vmap`; below the registry",
+    "microbatch/created_rows.py": "defines the primitives of rows that it lists",
+    "tracing/row_tables.py": "numpy's function of each primitive, for an evaluation of constants",
+}
+"""The modules outside of the registry with a table of primitives, and why it stands there."""
+
+
+def test_what_is_known_of_primitives_stands_in_the_registry() -> None:
+    folder = Path(autopar.__file__).parent
+    paths = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.py"))]
+    outside = [path for path in paths if not path.startswith("primitives/")]
+    assert [path for path in outside if _has_table(folder / path)] == list(TABLES)
+
+
+def _has_table(path: Path) -> bool:
+    """Return whether a constant of a module lists several primitives, as objects or by name."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            objects = set(re.findall(r"\b\w+_p\b", ast.unparse(node.value)))
+            parts = ast.walk(node.value)
+            constants = {part.value for part in parts if isinstance(part, ast.Constant)}
+            if len(objects) > 1 or len(constants & _NAMES) > 2:
+                return True
+    return False
+
+
+_NAMES = {
+    name
+    for family, records in FAMILIES.items()
+    for name in records
+    if isinstance(name, str) and family != "collectives"
+} - {"add", "and", "copy", "max", "min", "name", "not", "or", "rem", "round"}
+"""The names of primitives with a record, without collectives and plain words."""
