@@ -165,7 +165,7 @@ class Worker:
             self._arrays.pop(key, None)
 
     def array_keys(self) -> frozenset[int]:
-        """Return the keys of the stored arrays."""
+        """Return the keys of the stored arrays, for tests."""
         return frozenset(self._arrays)
 
     def num_arrays(self) -> int:

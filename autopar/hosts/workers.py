@@ -161,11 +161,6 @@ class Workers:
         """Whether the workers have been started and not ended."""
         return bool(self._actors)
 
-    @property
-    def live_keys(self) -> frozenset[int]:
-        """Keys of everything that the workers store for the driver."""
-        return frozenset(self._live)
-
     def hosts_of(self, devices: Iterable[int]) -> list[int]:
         """Return the hosts that have any of the devices, in ascending order."""
         return self.layout.hosts_of(devices)

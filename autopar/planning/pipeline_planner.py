@@ -379,22 +379,6 @@ class PipelinePlanner:
         return self._cluster_costs[key]
 
 
-def make_pipeline_plan(
-    step: StepGraph,
-    cluster: AnyCluster,
-    stage_option: StageOption,
-    options: ShardingOptions,
-    schedule: PipelineSchedule,
-    method: str,
-    memory_budget: float | None = None,
-    costs: CostModel | None = None,
-) -> Plan:
-    """Return the plan for a step with one schedule; see `PipelinePlanner` and its `plan`."""
-    return PipelinePlanner(step, cluster, options, memory_budget, costs).plan(
-        stage_option, schedule, method
-    )
-
-
 _SCHEDULES_OF_OBJECTIVE = ("gpipe", "1f1b", "1f1b_overlap_friendly")
 """Schedules whose bubbles the objective of stage construction describes."""
 

@@ -7,7 +7,7 @@ it with the unsharded equation, and `tests/autopar/primitives/test_registry.py` 
 of linearity. A primitive without a record is replicated: every device computes all of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -164,7 +164,7 @@ class PrimitiveRecord:
         return self.algebra == "product" and self.fusion != "elementwise"
 
 
-_PUBLIC = {
+PUBLIC_PRIMITIVES = {
     primitive.name: primitive
     for module in (jax.extend.core.primitives, jax.extend.random, lax)
     for primitive in vars(module).values()
@@ -188,7 +188,7 @@ def register(primitive: Primitive | str, record: PrimitiveRecord) -> None:
     Raises:
         ValueError: the primitive has a record already.
     """
-    key = _PUBLIC.get(primitive, primitive) if isinstance(primitive, str) else primitive
+    key = PUBLIC_PRIMITIVES.get(primitive, primitive) if isinstance(primitive, str) else primitive
     if key in _RECORDS:
         raise ValueError(f"primitive {primitive} has a record already")
     _RECORDS[key] = record
@@ -203,8 +203,3 @@ def record_of(eqn: JaxprEqn) -> PrimitiveRecord:
 def is_registered(primitive: Primitive) -> bool:
     """Return whether the primitive has a record."""
     return primitive in _RECORDS or primitive.name in _RECORDS
-
-
-def public_primitives() -> Mapping[str, Primitive]:
-    """Return the primitives that are public objects of JAX, by name."""
-    return _PUBLIC

@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, NonNegativeInt, PositiveInt, model_validat
 from simulator.hardware.description import Description
 from simulator.hardware.kernel_profile import FusedAttentionKind
 from simulator.transformer.layer_kinds import (
-    DECODER_LAYER,
     PATTERN,
     Experts,
     LatentAttention,
@@ -218,16 +217,6 @@ class Transformer(Description):
     def mlp_matrices(self) -> int:
         """Matrices of an MLP: 3 with a gate, 2 without."""
         return 3 if self.gated else 2
-
-    @property
-    def layer_matrices(self) -> int:
-        """Elements of the matrices of a layer with attention and a dense MLP."""
-        return self.elements(DECODER_LAYER).matrices
-
-    @property
-    def layer_vectors(self) -> int:
-        """Elements of the norms and biases of a layer with attention and a dense MLP."""
-        return self.elements(DECODER_LAYER).vectors
 
     def elements(self, kind: LayerKind) -> "Elements":
         """Return the elements of the parameters of a layer."""

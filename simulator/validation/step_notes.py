@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from simulator.validation.step_rows import StepRow
 
 _SHARDS = re.compile(r"FSDP over (\d+) GPUs|DP \d+ x FSDP (\d+)|\bFSDP (\d+)\b")
-_OPTIMIZER_SHARDS = re.compile(r"zero1=(-?\d+)")
 _NICS = re.compile(r"(\d+) x (\d+) Gb/s (RoCE|IB|EFA)")
 _COMPILED = re.compile(r"(?<!no )(?<!without )(torch\.)?compile", re.IGNORECASE)
 _CONTAINER = re.compile(r"(\d\d)\.(\d\d)[.\d]* container")
@@ -19,7 +18,6 @@ class Notes:
 
     Attributes:
         shards: devices over which parameters are sharded; None if the notes don't say.
-        optimizer_shards: devices over which the optimizer state is sharded; None if not said.
         nics: NICs of each host; None if not said.
         nic_gbit: Gb/s of each NIC.
         squared_relu: whether the MLP has two matrices and a squared ReLU between them.
@@ -32,7 +30,6 @@ class Notes:
     """
 
     shards: int | None = None
-    optimizer_shards: int | None = None
     nics: int | None = None
     nic_gbit: float | None = None
     squared_relu: bool = False
@@ -56,8 +53,6 @@ def notes_of(row: StepRow) -> Notes:
     )
     if match := _SHARDS.search(text):
         notes = replace(notes, shards=int(next(filter(None, match.groups()))))
-    if (match := _OPTIMIZER_SHARDS.search(text)) and int(match[1]) > 0:
-        notes = replace(notes, optimizer_shards=int(match[1]))
     if match := _CONTAINER.search(text):
         notes = replace(notes, container=(int(match[1]), int(match[2])))
     if match := _ONE_NIC.search(text):

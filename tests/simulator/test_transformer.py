@@ -24,6 +24,7 @@ from simulator.transformer import (
     predict,
 )
 from simulator.transformer.layer import layer_passes
+from simulator.transformer.layer_kinds import DECODER_LAYER
 from simulator.transformer.step import pipeline_seconds
 from simulator.transformer.training_memory import saved_activations
 
@@ -67,7 +68,7 @@ def test_activation_bytes_equal_the_formulas_of_korthikanti() -> None:
 
 def test_each_level_of_zero_shards_one_more_kind_of_state() -> None:
     # 2 bytes of parameters, 4 of gradients and 12 of the optimizer, over 8 devices.
-    elements = 16 * (GPT.layer_matrices + GPT.layer_vectors)
+    elements = 16 * GPT.elements(DECODER_LAYER).total
     for zero, sizes in enumerate(
         [(2, 4, 12), (2, 4, 12 / 8), (2, 4 / 8, 12 / 8), (2 / 8, 4 / 8, 12 / 8)]
     ):

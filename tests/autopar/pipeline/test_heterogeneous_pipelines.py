@@ -23,7 +23,7 @@ from autopar.lowering.planned import PlannedStep
 from autopar.lowering.target import compile_for
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan
-from autopar.planning.pipeline_planner import PipelinePlanner, make_pipeline_plan
+from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_construction import stage_problem
 from autopar.sharding.options import AUTO
 from autopar.sharding.solve_within_memory import MemoryBudgetError
@@ -66,9 +66,8 @@ def mlp() -> StepGraph:
 
 def planned(step: StepGraph, cluster: AnyCluster, option=None, **options) -> Plan:
     option = option or AutoStageOption()
-    return make_pipeline_plan(
-        step, cluster, option, AUTO, ONE_F_ONE_B, "PipeshardParallel", **options
-    )
+    planner = PipelinePlanner(step, cluster, AUTO, **options)
+    return planner.plan(option, ONE_F_ONE_B, "PipeshardParallel")
 
 
 def layers_by_pool(plan: Plan, cluster: AnyCluster) -> list[int]:

@@ -12,7 +12,7 @@ from autopar.layering.layers import AutoLayerOption
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.stage_options import ManualStageOption
 from autopar.plan import PipelineSchedule
-from autopar.planning.pipeline_planner import make_pipeline_plan
+from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.tracing.trace import trace
@@ -41,9 +41,8 @@ def planned(step, shapes, options):
         [[0], [1]], [(1, int(np.prod(shape))) for shape in shapes], shapes, options
     )
     cluster = Cluster.load("cpu-virtual")
-    return make_pipeline_plan(
-        step, cluster, layers, AUTO, PipelineSchedule(name="1f1b"), "PipeshardParallel"
-    )
+    planner = PipelinePlanner(step, cluster, AUTO)
+    return planner.plan(layers, PipelineSchedule(name="1f1b"), "PipeshardParallel")
 
 
 def option_fields(options):

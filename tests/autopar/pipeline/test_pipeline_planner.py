@@ -18,7 +18,7 @@ from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan
 from autopar.planning.layer_costs import LayerCosts, MeshChoice, Shape
 from autopar.planning.layer_ranges import LayerRanges, graph_key
-from autopar.planning.pipeline_planner import TOLERANCE, make_pipeline_plan
+from autopar.planning.pipeline_planner import TOLERANCE, PipelinePlanner
 from autopar.planning.stage_construction import stage_problem
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.stage_problem import NoStagesError, PlacedStage, StageProblem, step_seconds
@@ -58,10 +58,12 @@ def traced(name: str, sizes: dict, num_layers: int) -> StepGraph:
     return trace(model_step(model), model.abstract_args(), (1,), BATCHES, layers, marked=True)
 
 
-def planned(step: StepGraph, option, schedule: str = "1f1b", **options) -> Plan:
-    return make_pipeline_plan(
-        step, CLUSTER, option, AUTO, PipelineSchedule(name=schedule), "PipeshardParallel", **options
-    )
+def planned(
+    step: StepGraph, option, schedule: str = "1f1b", chunks: int = 1, options=AUTO, **budget
+) -> Plan:
+    planner = PipelinePlanner(step, CLUSTER, options, **budget)
+    pipeline = PipelineSchedule(name=schedule, num_chunks=chunks)
+    return planner.plan(option, pipeline, "PipeshardParallel")
 
 
 @cache
@@ -221,7 +223,7 @@ def test_smaller_memory_budgets_cost_more_seconds(gpt):
 def test_pins_apply_in_the_stage_that_has_the_pinned_value(mlp, option):
     kernel = "0/params/params/Dense_1/kernel"
     options = replace(AUTO, pins={kernel: P(None, "x")})
-    plan = make_pipeline_plan(mlp, CLUSTER, option, options, ONE_F_ONE_B, "PipeshardParallel")
+    plan = planned(mlp, option, options=options)
     (owner,) = (
         stage for stage in plan.stages if any(value.path == kernel for value in stage.inputs)
     )
@@ -232,9 +234,7 @@ def test_pins_apply_in_the_stage_that_has_the_pinned_value(mlp, option):
 def test_a_pin_that_matches_nothing_in_any_stage_is_refused(mlp):
     options = replace(AUTO, pins={"0/params/params/Dense_1/kernle": P("x")})
     with pytest.raises(ShardingError, match=r"matches no input.*Dense_1/kernel"):
-        make_pipeline_plan(
-            mlp, CLUSTER, UniformStageOption(2), options, ONE_F_ONE_B, "PipeshardParallel"
-        )
+        planned(mlp, UniformStageOption(2), options=options)
 
 
 def test_a_stage_receives_only_values_of_other_stages(gpt):
@@ -357,12 +357,9 @@ def test_unknown_options_are_refused(change, message):
 
 
 def test_several_chunks_without_uniform_stages_are_refused(mlp):
-    schedule = PipelineSchedule(name="interleaved_1f1b", num_chunks=2)
     with pytest.raises(autopar.StageError, match="UniformStageOption"):
-        make_pipeline_plan(mlp, CLUSTER, AutoStageOption(), AUTO, schedule, "PipeshardParallel")
-    plan = make_pipeline_plan(
-        mlp, CLUSTER, UniformStageOption(4), AUTO, schedule, "PipeshardParallel"
-    )
+        planned(mlp, AutoStageOption(), "interleaved_1f1b", 2)
+    plan = planned(mlp, UniformStageOption(4), "interleaved_1f1b", 2)
     assert len({stage.devices for stage in plan.stages}) == 2
 
 
