@@ -93,9 +93,10 @@ def compared_rows(table: Table) -> Table:
 def _groups(table: Table) -> list[Table]:
     """Return the compared rows of each group of alternatives."""
     rows = compared_rows(table)
-    if "group" not in rows:
+    names = [name for name in ("group", "unit") if name in rows]
+    if rows.empty or "group" not in names:
         return []
-    return [group for _, group in rows.groupby(["group", "unit"], sort=False, dropna=False)]
+    return [group for _, group in rows.groupby(names, sort=False, dropna=False)]
 
 
 def _orders(group: Table) -> list[bool]:

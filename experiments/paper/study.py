@@ -53,6 +53,7 @@ class PaperFigure:
 
 _SHIPPED = "simulator/validation/data/published"
 _OWN = "experiments/paper/published"
+_PLANNED = "experiments/models", "experiments/validation"
 
 FIGURES: tuple[PaperFigure, ...] = (
     PaperFigure(
@@ -88,6 +89,70 @@ FIGURES: tuple[PaperFigure, ...] = (
             f"{_SHIPPED}/korthikanti_fig7_act_pct.csv",
         ),
     ),
+    PaperFigure(
+        "sc21_weak_scaling",
+        section="megatron",
+        document="Narayanan et al. (arXiv 2104.04473), tables 1 and 2",
+        difference=(
+            "Table 1 leaves out the microbatch and the interleaving; part of the difference may be"
+            " that ours are others."
+        ),
+        published=(f"{_SHIPPED}/megatron_sc21_table1.csv", f"{_SHIPPED}/megatron_sc21_table2.csv"),
+    ),
+    PaperFigure(
+        "sc21_degrees",
+        section="megatron",
+        document="Narayanan et al. (arXiv 2104.04473), figures 13 to 15, in words",
+    ),
+    PaperFigure(
+        "sc21_interleaving",
+        section="megatron",
+        document="Narayanan et al. (arXiv 2104.04473), figures 12 and 18, in words",
+    ),
+    PaperFigure(
+        "sc21_microbatch",
+        section="megatron",
+        document="Narayanan et al. (arXiv 2104.04473), figures 16 and 17, in words",
+        difference=(
+            "We predict that every batch fits without recomputation, because 1F1B bounds the"
+            " microbatches whose activations are saved; why large batches ran out of memory is not"
+            " known to us."
+        ),
+    ),
+    PaperFigure(
+        "plans_found",
+        section="plans",
+        document="Narayanan et al., table 1; Megatron-LM's README, weak scaling on H100",
+        published=(
+            f"{_SHIPPED}/megatron_sc21_table1.csv",
+            f"{_SHIPPED}/megatron_core_h100_weak.csv",
+        ),
+        parts=("sc21", "core"),
+        smoke_parts=("sc21",),
+    ),
+    PaperFigure(
+        "planning_cost",
+        section="plans",
+        document="Zheng et al. (OSDI'22), table 5",
+        difference="Ours predicts the costs of stages, and so compiles and profiles nothing.",
+        packages=("simulator", "autopar", *_PLANNED),
+        published=(f"{_OWN}/alpa_planning_seconds.csv",),
+        parts=("search", "alpa", "gpt-8", "gpt-16", "gpt-32", "gpt-64"),
+        smoke_parts=("search", "alpa", "gpt-8"),
+        minutes=1.5,
+        memory_mb=3000,
+    ),
+    PaperFigure(
+        "memory_budget",
+        section="plans",
+        packages=("simulator", "autopar", *_PLANNED),
+        parts=("planned", "every_block", "none"),
+        smoke_parts=("every_block",),
+        minutes=1,
+        memory_mb=3000,
+    ),
+    PaperFigure("absent_clusters", section="scale", parts=("A100", "H100", "B200", "GB200")),
+    PaperFigure("public_reach", section="reach", published=("results/tables/reach.csv",)),
 )
 """All figures."""
 
