@@ -35,6 +35,7 @@ from simulator.hardware.topology import Flows, Ring, Routes, strided_ring
 from simulator.work import CollectiveKind
 
 _TREE_EFFICIENCY = 0.92
+_MOST_KNOWN = 1 << 16  # collectives whose seconds a model keeps
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class CollectiveModel:
         return self._known_rings[key]
 
     @cached_property
+    def _known_seconds(self) -> dict[tuple[CollectiveKind, float, Ring], float]:
+        return {}
+
+    @cached_property
     def _known_rings(self) -> dict[tuple[int, int], Ring]:
         return {}
 
@@ -81,9 +86,16 @@ class CollectiveModel:
 
     def seconds(self, kind: CollectiveKind, num_bytes: float, ring: Ring) -> float:
         """Return the seconds of a collective of one group; 0 for a group of one device."""
-        return (
-            min(self.seconds_by_algorithm(kind, num_bytes, ring).values()) if ring.size > 1 else 0.0
-        )
+        if ring.size == 1:
+            return 0.0
+        key = kind, num_bytes, ring
+        seconds = self._known_seconds.get(key)
+        if seconds is None:
+            if len(self._known_seconds) == _MOST_KNOWN:
+                self._known_seconds.clear()
+            seconds = min(self.seconds_by_algorithm(kind, num_bytes, ring).values())
+            self._known_seconds[key] = seconds
+        return seconds
 
     def seconds_by_algorithm(
         self, kind: CollectiveKind, num_bytes: float, ring: Ring
@@ -107,16 +119,26 @@ class CollectiveModel:
 
     def send_seconds(self, num_bytes: float, stride: int) -> float:
         """Return the seconds of a message to the device `stride` further, while all send one."""
+        if stride not in self._known_sends:
+            self._known_sends[stride] = self._sends(stride)
+        return self._permute_seconds(num_bytes, self._known_sends[stride])
+
+    @cached_property
+    def _known_sends(self) -> dict[int, Flows]:
+        return {}
+
+    def _sends(self, stride: int) -> Flows:
+        """Return the contention where each device sends a message to the one `stride` further."""
         cluster, local = self.cluster, self.cluster.devices_per_host
         if stride < local or cluster.inter_host is None:
             at_port = local // (cluster.bridges_per_host or local)
-            return self._permute_seconds(num_bytes, Flows(within=min(stride, at_port), across=0))
+            return Flows(within=min(stride, at_port), across=0)
         leaves = (
             cluster.pod_of(cluster.hosts - 1) > 0
             or cluster.leaf_of(0)[1] != cluster.leaf_of(stride % local)[1]
         )
         slower = cluster.oversubscription if leaves else 1.0
-        return self._permute_seconds(num_bytes, Flows(0, slower * local / cluster.nics_per_host))
+        return Flows(0, slower * local / cluster.nics_per_host)
 
     def _permute_seconds(self, num_bytes: float, flows: Flows) -> float:
         curve = self.curves.curve("collective_permute")

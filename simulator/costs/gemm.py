@@ -80,6 +80,7 @@ class GemmModel:
     split: float
     hot: bool
     _paces: tuple[tuple[int, int, float], ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, device: Device, dtype: str, hot: bool = False) -> Self:
@@ -111,6 +112,10 @@ class GemmModel:
     def __post_init__(self) -> None:
         paces = tuple((rows, columns, self._pace(rows, columns)) for rows, columns in _TILES)
         object.__setattr__(self, "_paces", paces)
+        object.__setattr__(self, "_hash", hash((self.peak, self.core, self.bandwidth, self.width)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1, moved: float | None = None) -> float:
         """Return the seconds of one product, from the end of the previous kernel.
@@ -125,11 +130,6 @@ class GemmModel:
         Raises:
             ValueError: a size is below 1.
         """
-        if min(m, n, k, batch) < 1:
-            raise ValueError(
-                f"a product of ({m}, {k}) by ({k}, {n}), batch {batch};"
-                " expected sizes of at least 1"
-            )
         return _seconds(self, m, n, k, batch, moved)
 
     def seconds_of(
@@ -200,6 +200,10 @@ def _waves(waves, whole: float, ceiling, maximum):
 @lru_cache(maxsize=1 << 16)
 def _seconds(model: GemmModel, m: int, n: int, k: int, batch: int, moved: float | None) -> float:
     """Return `GemmModel.seconds_of` for one product, without the overhead of arrays."""
+    if min(m, n, k, batch) < 1:
+        raise ValueError(
+            f"a product of ({m}, {k}) by ({k}, {n}), batch {batch}; expected sizes of at least 1"
+        )
     cores, whole, tile, power = model.cores, model.wave_quantization, model.tile, model.overlap
     result = m * n * batch
     memory = model.transfer(

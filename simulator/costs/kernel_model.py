@@ -19,6 +19,7 @@ class KernelModel:
         hot: whether the device has been under load long enough to throttle its clock. Otherwise
             long products throttle it.
         products: the model of matrix products of an HLO dtype.
+        launch: seconds from the end of a kernel to the start of the next.
     """
 
     products: Callable[[str], GemmModel]
@@ -26,6 +27,8 @@ class KernelModel:
     def __init__(self, device: Device, hot: bool = False) -> None:
         self.device, self.hot = device, hot
         self.products = cache(partial(GemmModel.of, device, hot=hot))
+        self.launch = device.kernel_launch_us * 1e-6
+        self._memory = self.products("f32")
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the seconds from the end of the previous kernel to the end of this one.
@@ -34,7 +37,7 @@ class KernelModel:
         elementwise kernels and in fused attention they overlap fully. Fused attention is three
         kernels in the backward pass, and assumed to be of the second generation (`FusedAttention`).
         """
-        model, launch = self.products(kernel.dtype), self.device.kernel_launch_us * 1e-6
+        model, launch = self.products(kernel.dtype), self.launch
         traffic = model.transfer(kernel.bytes)
         if kernel.kind == "memory":
             return launch + max(kernel.flops / (self.device.vector_tflop_per_s * 1e12), traffic)
@@ -57,5 +60,4 @@ class KernelModel:
 
     def elementwise(self, num_bytes: float, kernels: int) -> float:
         """Return the seconds of elementwise kernels that together move `num_bytes` bytes."""
-        launch = self.device.kernel_launch_us * 1e-6
-        return kernels * (launch + self.products("f32").transfer(num_bytes / kernels))
+        return kernels * (self.launch + self._memory.transfer(num_bytes / kernels))

@@ -14,6 +14,7 @@ from simulator.transformer.layer_kinds import Mixer
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     COLLECTIVE_LAUNCHES,
+    NO_COST,
     PartPasses,
     PassCost,
     linear_passes,
@@ -37,7 +38,7 @@ def attention_passes(
     exchange = _context_passes(model, execution, machine, core)
     forward = core[0] + elementwise[0] + linear[0] + collectives[0] + exchange[0]
     backward = core[1] + elementwise[1] + linear[1] + collectives[1] + exchange[1]
-    return PartPasses(forward, backward, core[0] if model.attention == "naive" else PassCost())
+    return PartPasses(forward, backward, core[0] if model.attention == "naive" else NO_COST)
 
 
 def _projections(
@@ -146,7 +147,7 @@ def _context_passes(
 ) -> tuple[PassCost, PassCost]:
     """Return what both passes of attention add where the context axis divides sequences."""
     if execution.context == 1:
-        return PassCost(), PassCost()
+        return NO_COST, NO_COST
     match execution.context_exchange:
         case "ring":
             return ring_passes(model, execution, machine, core)

@@ -9,7 +9,7 @@ in PyTorch without fusions (the same as in github.com/Aleph-Alpha/scaling, src/s
 from dataclasses import dataclass
 
 from simulator.transformer.machine import Machine
-from simulator.transformer.pass_cost import PassCost
+from simulator.transformer.pass_cost import NO_COST, PassCost
 from simulator.transformer.scenario import ComposedOperation, Execution, Transformer
 
 Passes = tuple[PassCost, PassCost]
@@ -81,7 +81,7 @@ def composed_passes(
         machine: the machine.
     """
     if operation not in execution.composed:
-        return PassCost(), PassCost()
+        return NO_COST, NO_COST
     kernels = COMPOSED[operation]
     forward = machine.memory_seconds(kernels.forward_bytes * elements, kernels.forward_kernels)
     backward = machine.memory_seconds(kernels.backward_bytes * elements, kernels.backward_kernels)
@@ -96,9 +96,11 @@ def composed_norm(elements: float, execution: Execution, machine: Machine) -> Pa
         execution: the execution, which says what is composed.
         machine: the machine.
     """
+    if not execution.composed:
+        return NO_COST, NO_COST
     parts = composed_passes("norm", elements, execution, machine)
     in_f32 = composed_passes("norm_in_f32", elements, execution, machine)
-    repeated = PassCost()
+    repeated = NO_COST
     if "norm_in_f32" in execution.composed and execution.recompute != "full":
         seconds = machine.memory_seconds(_REPEATED_BYTES * elements, _REPEATED_KERNELS)
         repeated = PassCost(seconds, _REPEATED_KERNELS)

@@ -12,6 +12,7 @@ from simulator.transformer.layer_kinds import Experts
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     COLLECTIVE_LAUNCHES,
+    NO_COST,
     PartPasses,
     PassCost,
     accumulation_seconds,
@@ -172,7 +173,7 @@ def _shared(
     routed_is_divided = execution.sequence_parallel or execution.expert_shards == 1
     if not width:
         if execution.tensor == 1 or routed_is_divided:
-            return PassCost(), PassCost()
+            return NO_COST, NO_COST
         inner = model.experts_section.ffn // execution.expert_shards
         return tensor_collectives(inner, inner, model, execution, machine)
     t, h, w = execution.tensor, model.hidden, 2
@@ -192,7 +193,7 @@ def _latent(
     """Return the passes of the projections to and from the width of tokens that are sent."""
     latent = model.experts_section.latent
     if latent is None:
-        return PassCost(), PassCost()
+        return NO_COST, NO_COST
     shapes = ((latent, model.hidden), (model.hidden, latent))
     return linear_passes(shapes, model, execution, machine, divided=True)
 

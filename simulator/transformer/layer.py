@@ -1,7 +1,6 @@
 """Passes over a layer, the embedding and the loss."""
 
-from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from simulator.transformer.attention_passes import attention_passes
 from simulator.transformer.experts import expert_passes
@@ -10,6 +9,7 @@ from simulator.transformer.machine import Machine
 from simulator.transformer.mamba import mamba_passes
 from simulator.transformer.mlp_passes import mlp_passes
 from simulator.transformer.pass_cost import (
+    NO_COST,
     PartPasses,
     PassCost,
     accumulation_seconds,
@@ -18,8 +18,7 @@ from simulator.transformer.pass_cost import (
 from simulator.transformer.scenario import Execution, Transformer
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPasses:
+class LayerPasses(NamedTuple):
     """The passes over a layer: forward, backward, and what is recomputed of the forward pass."""
 
     forward: PassCost
@@ -36,7 +35,7 @@ def layer_passes(
     backward = parts[0].backward + parts[1].backward
     match execution.recompute:
         case "none":
-            recompute = PassCost()
+            recompute = NO_COST
         case "selective":
             recompute = parts[0].scores + parts[1].scores
         case "mlp":
@@ -111,7 +110,7 @@ def head_passes(
         PassCost(backward, 8, machine.network.seconds(kind, stream, ring), 2 * flops),
     )
     if execution.recompute == "full" and execution.recompute_head:
-        return passes[0], passes[1] + replace(passes[0], flops=0.0)
+        return passes[0], passes[1] + passes[0]._replace(flops=0.0)
     return passes
 
 

@@ -177,7 +177,7 @@ class _Attempts:
                 self.oversized += 1
                 continue
             has_chance = True
-            layout = Layout(execution, predict(self.model, execution, self.machine))
+            layout = Layout(execution, predict(self.model, execution, self.machine, memory))
             if memory.fit_probability >= self.confidence:
                 self.fitting.append(layout)
                 break

@@ -1,7 +1,7 @@
 """Costs of a pass over a part of a layer, and helpers that the parts share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from simulator.engine.stream_rules import added_seconds
 from simulator.transformer.machine import Machine
@@ -16,8 +16,7 @@ Shape = tuple[int, int]
 """The outputs and the inputs of a linear layer on one device."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassCost:
+class PassCost(NamedTuple):
     """The cost of one pass over a layer, or over a part of it, on one device.
 
     Attributes:
@@ -36,7 +35,9 @@ class PassCost:
     hidden: float = 0.0
     dispatch: float = 0.0
 
-    def __add__(self, other: "PassCost") -> "PassCost":
+    def __add__(self, other: "PassCost") -> "PassCost":  # pyright: ignore[reportIncompatibleMethodOverride]
+        if other is NO_COST:
+            return self
         return PassCost(
             self.compute + other.compute,
             self.kernels + other.kernels,
@@ -47,8 +48,10 @@ class PassCost:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PartPasses:
+NO_COST = PassCost()
+
+
+class PartPasses(NamedTuple):
     """The passes over a part of a layer: its mixer or its MLP.
 
     Attributes:
@@ -57,9 +60,9 @@ class PartPasses:
         scores: the part of the forward pass that selective recomputation repeats.
     """
 
-    forward: PassCost = PassCost()
-    backward: PassCost = PassCost()
-    scores: PassCost = PassCost()
+    forward: PassCost = NO_COST
+    backward: PassCost = NO_COST
+    scores: PassCost = NO_COST
 
 
 def linear_passes(
@@ -83,17 +86,22 @@ def linear_passes(
     if divided and execution.sequence_parallel:
         tokens = -(-tokens // execution.tensor)
     gemms = machine.linear_products(model.precision)
-    forward = sum(gemms.seconds(tokens, out, inner) for out, inner in shapes)
+    # lists, which `sum` adds up faster than generators
+    forward = sum([gemms.seconds(tokens, out, inner) for out, inner in shapes])
     backward = sum(
-        gemms.seconds(tokens, inner, out) + gemms.seconds(out, inner, tokens)
-        for out, inner in shapes
+        [
+            gemms.seconds(tokens, inner, out) + gemms.seconds(out, inner, tokens)
+            for out, inner in shapes
+        ]
     )
     count = len(shapes)
     if RECIPES[model.precision].dtype is not None:
         casts = _cast_passes(shapes, tokens, model, execution, machine)
         forward, backward = forward + casts[0], backward + casts[1]
-    backward += sum(accumulation_seconds(out * inner, execution, machine) for out, inner in shapes)
-    flops = sum(2.0 * tokens * out * inner for out, inner in shapes)
+    backward += sum(
+        [accumulation_seconds(out * inner, execution, machine) for out, inner in shapes]
+    )
+    flops = sum([2.0 * tokens * out * inner for out, inner in shapes])
     return PassCost(forward, count, 0.0, flops), PassCost(backward, 2 * count, 0.0, 2 * flops)
 
 
@@ -161,7 +169,7 @@ def tensor_collectives(
         machine: the machine.
     """
     if execution.tensor == 1:
-        return PassCost(), PassCost()
+        return NO_COST, NO_COST
     network = machine.network
     ring = network.ring(execution.tensor)
     tokens, h = execution.tokens(model), model.hidden
@@ -206,12 +214,12 @@ def overlapped(
         machine: the machine.
         between_hosts: whether the collectives are between hosts.
     """
-    total = sum(moved for moved, _ in pairs)
-    if not overlap:
-        return PassCost(kernels=launches, communication=total)
-    contention = machine.tensor_contention(between_hosts)
-    exposed = sum(added_seconds(moved, compute, contention) for moved, compute in pairs)
-    return PassCost(kernels=launches, communication=exposed, hidden=total - exposed)
+    total, exposed = 0.0, 0.0
+    contention = machine.tensor_contention(between_hosts) if overlap else 0.0
+    for moved, compute in pairs:
+        total += moved
+        exposed += added_seconds(moved, compute, contention) if overlap else moved
+    return PassCost(0.0, launches, exposed, 0.0, total - exposed)
 
 
 def residual_passes(

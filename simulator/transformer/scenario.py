@@ -176,39 +176,39 @@ class Transformer(Description):
         """Layers by device as `simulator.transformer.stages` found them, by what decides them."""
         return {}
 
-    @property
+    @cached_property
     def key_heads(self) -> int:
         """Heads of keys and values."""
         return self.kv_heads or self.heads
 
-    @property
+    @cached_property
     def ffn_width(self) -> int:
         """Inner width of the MLP."""
         return self.ffn or 4 * self.hidden
 
-    @property
+    @cached_property
     def head_width(self) -> int:
         """Width of an attention head; with latent attention, its part without positions."""
         return self.head_size or self.hidden // self.heads
 
-    @property
+    @cached_property
     def query_size(self) -> int:
         """Width of a head of queries and keys."""
         latent = self.latent_attention
         return self.head_width + (latent.rotary_size if latent else 0)
 
-    @property
+    @cached_property
     def value_size(self) -> int:
         """Width of a head of values."""
         latent = self.latent_attention
         return latent.value_size if latent else self.head_width
 
-    @property
+    @cached_property
     def attention_width(self) -> int:
         """Width of the values of all heads: inputs of the projection after attention."""
         return self.heads * self.value_size
 
-    @property
+    @cached_property
     def qkv_width(self) -> int:
         """Width of queries, keys and values."""
         return self.heads * self.query_size + self.key_heads * (self.query_size + self.value_size)

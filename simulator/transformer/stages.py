@@ -68,8 +68,22 @@ def stage_sizes(layers: int, execution: Execution) -> Sequence[int]:
     return sizes
 
 
-def device_layers(model: Transformer, execution: Execution) -> tuple[DeviceLayers, ...]:
-    """Return the layers of each device of a pipeline; device d has stages d, d + pipeline, ...
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The layers of each device of a pipeline; device d has stages d, d + pipeline, ...
+
+    Attributes:
+        devices: layers of each device.
+        first_places: the different ones among them, with the place of the first device that has
+            them.
+    """
+
+    devices: tuple[DeviceLayers, ...]
+    first_places: tuple[tuple[DeviceLayers, int], ...]
+
+
+def division_of(model: Transformer, execution: Execution) -> Division:
+    """Return the division of the layers over the devices of a pipeline.
 
     Raises:
         ValueError: layers don't divide as `stage_sizes` says.
@@ -82,9 +96,11 @@ def device_layers(model: Transformer, execution: Execution) -> tuple[DeviceLayer
         execution.loss_as_layer,
     )
     if key not in model.known_divisions:
-        model.known_divisions[key] = _divided(
-            model.kinds, model.prediction_layers, execution.pipeline, execution
-        )
+        devices = _divided(model.kinds, model.prediction_layers, execution.pipeline, execution)
+        places: dict[DeviceLayers, int] = {}
+        for place, device in enumerate(devices):
+            places.setdefault(device, place)
+        model.known_divisions[key] = Division(devices, tuple(places.items()))
     return model.known_divisions[key]
 
 

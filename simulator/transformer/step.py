@@ -1,8 +1,8 @@
 """Seconds of a training step, and their breakdown."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from simulator.engine.prediction import Prediction
 from simulator.hardware.cluster import Cluster
@@ -20,7 +20,7 @@ from simulator.transformer.layer_kinds import LayerKind
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import PassCost
 from simulator.transformer.scenario import Execution, Transformer
-from simulator.transformer.stages import DeviceLayers, device_layers
+from simulator.transformer.stages import DeviceLayers, Division, division_of
 from simulator.transformer.training_memory import (
     DeviceParameters,
     device_parameters,
@@ -42,13 +42,19 @@ It would be infinite if one of them were always ahead.
 """
 
 
-def predict(model: Transformer, execution: Execution, machine: Machine) -> Prediction:
+def predict(
+    model: Transformer,
+    execution: Execution,
+    machine: Machine,
+    memory: Footprint | None = None,
+) -> Prediction:
     """Return the prediction of a training step in closed form.
 
     Args:
         model: the model that is trained.
         execution: how the step is divided over devices.
         machine: the cluster and the software that drives it.
+        memory: the `footprint` of these, where it is known already.
 
     Raises:
         ClusterError: the cluster has fewer devices than the scenario needs, or no 8-bit products.
@@ -57,8 +63,8 @@ def predict(model: Transformer, execution: Execution, machine: Machine) -> Predi
     execution.check(model)
     _check_devices(execution, machine.cluster)
     layers = {kind: layer_passes(model, execution, machine, kind) for kind in model.kind_counts}
-    devices = device_layers(model, execution)
-    stages = _stages(model, execution, machine, layers, devices)
+    division = division_of(model, execution)
+    stages = _stages(model, execution, machine, layers, division)
     slowest = max(stages, key=lambda stage: stage.seconds)
     sends = _sends(model, execution, machine)
     slots = execution.microbatches
@@ -66,12 +72,12 @@ def predict(model: Transformer, execution: Execution, machine: Machine) -> Predi
         [stage.seconds for stage in stages], slots, execution.interleave, sends.total, sends.exposed
     )
     gathers = _parameter_gathers(model, execution, machine, layers)
-    largest = max(
-        (device_parameters(model, execution, device) for device in dict.fromkeys(devices)),
-        key=lambda parameters: parameters.total,
-    )
+    parameters = [
+        device_parameters(model, execution, device) for device, _ in division.first_places
+    ]
+    largest = max(parameters, key=lambda elements: elements.total)
     gradients = _gradient_synchronization(
-        model, execution, machine, slowest, largest, devices[0].layers
+        model, execution, machine, slowest, largest, division.devices[0].layers
     )
     update = _update_seconds(execution, machine, largest)
     step_overhead = machine.backend.step_us * 1e-6
@@ -105,7 +111,7 @@ def predict(model: Transformer, execution: Execution, machine: Machine) -> Predi
             "data": gradients.total + slots * gathers.total,
             **dispatched,
         },
-        memory=footprint(model, execution, machine),
+        memory=memory or footprint(model, execution, machine),
         model_flops=model_flops,
         hardware_flops=model_flops + recomputed_flops,
         peak_flop_per_s=machine.gemms.peak * execution.devices,
@@ -133,7 +139,7 @@ def footprint(model: Transformer, execution: Execution, machine: Machine) -> Foo
     memory = memory_of(model, execution)
     allocated_in_layers = memory.activations + memory.temporaries
     return Footprint(
-        asdict(memory),
+        memory._asdict(),
         reserve=1e9 * device.reserve_gb,
         capacity=device.memory_bytes,
         fragmentation=machine.backend.fragmentation * allocated_in_layers,
@@ -161,8 +167,7 @@ def pipeline_seconds(
     return microbatches * (slowest + 2 * waited), bubble / interleave
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
+class _Stage(NamedTuple):
     """Seconds of one microbatch on one device, in all of its stages.
 
     Attributes:
@@ -193,14 +198,13 @@ class _Stage:
 
     def slowed(self, factor: float) -> "_Stage":
         """Return the stage on a device that computes more slowly; nothing else changes."""
-        return replace(
-            self,
+        return self._replace(
             forward=self.forward * factor,
             backward=self.backward * factor,
             recompute=self.recompute * factor,
         )
 
-    def __add__(self, other: "_Stage") -> "_Stage":
+    def __add__(self, other: "_Stage") -> "_Stage":  # pyright: ignore[reportIncompatibleMethodOverride]
         return _Stage(
             self.forward + other.forward,
             self.backward + other.backward,
@@ -212,7 +216,7 @@ class _Stage:
             self.hidden_dispatch + other.hidden_dispatch,
         )
 
-    def __mul__(self, count: int) -> "_Stage":
+    def __mul__(self, count: int) -> "_Stage":  # pyright: ignore[reportIncompatibleMethodOverride]
         return _Stage(
             self.forward * count,
             self.backward * count,
@@ -230,7 +234,7 @@ def _stages(
     execution: Execution,
     machine: Machine,
     layers: Mapping[LayerKind, LayerPasses],
-    devices: Sequence[DeviceLayers],
+    division: Division,
 ) -> list[_Stage]:
     """Return the stages of the devices of a pipeline; the embedding and the loss are at its ends.
 
@@ -255,8 +259,8 @@ def _stages(
             total = total + head * device.losses + prediction * device.predictions
         return total
 
-    by_device = {device: stage(device) for device in dict.fromkeys(devices)}
-    return [by_device[device] for device in devices]
+    by_device = {device: stage(device) for device, _ in division.first_places}
+    return [by_device[device] for device in division.devices]
 
 
 def _layer(layer: LayerPasses, execution: Execution, machine: Machine) -> _Stage:
@@ -309,8 +313,7 @@ def _host_wait(cost: PassCost, machine: Machine, dispatch: float = 0.0) -> float
     return (host**_HOST_NORM + busy**_HOST_NORM) ** (1 / _HOST_NORM) - busy
 
 
-@dataclass(frozen=True, slots=True)
-class _Communication:
+class _Communication(NamedTuple):
     """Seconds of communication, and the exposed part of them."""
 
     total: float

@@ -1,17 +1,16 @@
 """Peak memory of the device of a pipeline that needs most, by role."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from simulator.transformer.composed_kernels import composed_saved, score_elements
 from simulator.transformer.experts import Routing
 from simulator.transformer.layer_kinds import DECODER_LAYER, LayerKind
 from simulator.transformer.scenario import Execution, Transformer
-from simulator.transformer.stages import DeviceLayers, device_layers
+from simulator.transformer.stages import DeviceLayers, division_of
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes on the device that needs most.
 
     Attributes:
@@ -41,8 +40,7 @@ class Memory:
         return self.states + self.activations + self.temporaries
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceParameters:
+class DeviceParameters(NamedTuple):
     """Elements of parameters on a device, before ZeRO shards them.
 
     Attributes:
@@ -70,47 +68,61 @@ def memory_of(model: Transformer, execution: Execution) -> Memory:
         ValueError: the degrees of parallelism don't divide the sizes of the model.
     """
     execution.check(model)
-    saved = {kind: saved_activations(model, execution, kind) for kind in model.kind_counts}
-    places: dict[DeviceLayers, int] = {}
-    for place, device in enumerate(device_layers(model, execution)):
-        places.setdefault(device, place)  # the first of equal devices has most in flight
-    return max(
+    division = division_of(model, execution)
+    activations: dict[LayerKind, tuple[float, float]] = {}
+    for kind in model.kind_counts:
+        saved = saved_activations(model, execution, kind)
+        activations[kind] = saved, _layer_temporaries(model, execution, kind, saved)
+    states = [
         (
-            _device_memory(model, execution, device, saved, _in_flight(execution, place))
-            for device, place in places.items()
-        ),
-        key=lambda memory: memory.total,
-    )
+            size,
+            execution.replicas if execution.zero >= level else 1,
+            execution.expert_replicas if execution.zero >= level else 1,
+        )
+        for size, level in (
+            (2, 3),
+            (execution.gradient_bytes, 2),
+            (execution.optimizer_bytes, 1),
+        )
+    ]
+    memories = [
+        # the first of equal devices has most in flight
+        _device_memory(model, execution, device, states, activations, _in_flight(execution, place))
+        for device, place in division.first_places
+    ]
+    return max(memories, key=lambda memory: memory.total)
 
 
 def _device_memory(
     model: Transformer,
     execution: Execution,
     device: DeviceLayers,
-    saved: Mapping[LayerKind, float],
+    states: Sequence[tuple[int, int, int]],
+    activations: Mapping[LayerKind, tuple[float, float]],
     in_flight: float,
 ) -> Memory:
-    """Return the memory of a device with `in_flight` microbatches."""
+    """Return the memory of a device.
+
+    Args:
+        model: the model.
+        execution: the execution.
+        device: the layers of the device.
+        states: bytes per element of parameters, gradients and optimizer state, and the numbers of
+            devices over which those outside and inside of experts are sharded.
+        activations: bytes of each kind of layer, saved and temporary.
+        in_flight: microbatches whose activations are stored.
+    """
     elements = device_parameters(model, execution, device)
-    sizes = (2, execution.gradient_bytes, execution.optimizer_bytes)
-    levels = (3, 2, 1)  # of ZeRO, which shard each of them
-    whole = [execution.replicas if execution.zero >= level else 1 for level in levels]
-    routed = [execution.expert_replicas if execution.zero >= level else 1 for level in levels]
-    parameters, gradients, optimizer = (
+    parameters, gradients, optimizer = [
         size * (elements.layers / shards + elements.experts / expert_shards)
-        for size, shards, expert_shards in zip(sizes, whole, routed, strict=True)
-    )
-    embedding = elements.ends * sum(
-        size / shards for size, shards in zip(sizes, whole, strict=True)
-    )
-    activations = in_flight * sum(count * saved[kind] for kind, count in device.counts)
-    temporaries = max(
-        (_layer_temporaries(model, execution, kind, saved[kind]) for kind, _ in device.counts),
-        default=0.0,
-    )
+        for size, shards, expert_shards in states
+    ]
+    embedding = elements.ends * sum([size / shards for size, shards, _ in states])
+    saved = sum([count * activations[kind][0] for kind, count in device.counts])
+    temporaries = max([activations[kind][1] for kind, _ in device.counts], default=0.0)
     if device.losses:
         temporaries = max(temporaries, _loss_temporaries(model, execution))
-    return Memory(parameters, gradients, optimizer, embedding, activations, temporaries)
+    return Memory(parameters, gradients, optimizer, embedding, in_flight * saved, temporaries)
 
 
 def _in_flight(execution: Execution, place: int) -> float:

@@ -136,7 +136,7 @@ def test_the_recomputed_head_is_a_further_forward_pass() -> None:
     again = full.model_copy(update={"recompute_head": True})
     assert head_passes(LLAMA, again, machine) == (
         forward,
-        backward + replace(forward, flops=0.0),
+        backward + forward._replace(flops=0.0),
     )
     without = FUSED.model_copy(update={"recompute_head": True})
     assert head_passes(LLAMA, without, machine) == head_passes(LLAMA, FUSED, machine)

@@ -15,7 +15,7 @@ from simulator.transformer.layer import layer_passes
 from simulator.transformer.layer_kinds import LayerKind
 from simulator.transformer.precision import RECIPES
 from simulator.transformer.scenario_files import Scenario
-from simulator.transformer.stages import device_layers, stage_sizes
+from simulator.transformer.stages import division_of, stage_sizes
 from simulator.transformer.training_memory import device_parameters
 
 EXAMPLES = Path(__file__).parents[2] / "simulator/transformer/examples"
@@ -142,7 +142,7 @@ def test_the_work_of_experts_does_not_depend_on_their_devices() -> None:
 def test_expert_optimizer_state_is_sharded_over_the_copies_of_experts() -> None:
     execution = Execution(data=16, global_batch=16, expert=4, zero=1)
     assert execution.expert_replicas == 4
-    (device,) = device_layers(MOE, execution)
+    (device,) = division_of(MOE, execution).devices
     elements = device_parameters(MOE, execution, device)
     routed = 8 * MOE.elements(LayerKind(mlp="experts")).routed
     assert elements.experts == routed / 4
@@ -327,7 +327,7 @@ def test_uneven_stages_equal_even_ones_where_layers_divide() -> None:
 
 def test_layers_that_predict_further_tokens_are_on_the_last_device() -> None:
     model = MOE.model_copy(update={"prediction_layers": 1})
-    devices = device_layers(model, Execution(pipeline=2, global_batch=2))
+    devices = division_of(model, Execution(pipeline=2, global_batch=2)).devices
     assert [device.layers for device in devices] == [4, 5]
     assert [device.losses for device in devices] == [0, 2]
     machine = h100(8)
