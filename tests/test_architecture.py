@@ -292,3 +292,16 @@ def test_every_exported_name_has_a_docstring(name):
     text = vars(exported).get("__doc__") if isinstance(exported, type) else exported.__doc__
     assert text
     assert not text.startswith(f"{name}(")  # a dataclass without one documents its signature
+
+
+SPELLED_WITH_S = re.compile(r"([a-z]{2,})is(?:e|es|ed|er|ers|ing|ation|ations)\b", re.IGNORECASE)
+"""Words that may have -ise where American English has -ize, without their ending."""
+
+STEMS = ("w", "ra", "no", "prom", "surpr", "exerc", "digit")  # with an s in American English too
+
+
+@pytest.mark.parametrize("folder", ["autopar", "simulator", "experiments", "tests", "docs"])
+def test_words_are_spelled_with_ize(folder):
+    paths = [path for ending in ("py", "md") for path in (ROOT / folder).rglob(f"*.{ending}")]
+    stems = {stem for path in paths for stem in SPELLED_WITH_S.findall(path.read_text())}
+    assert {stem for stem in stems if not stem.lower().endswith(STEMS)} <= {"ar"}

@@ -130,7 +130,7 @@ def _completions(
         equation = producers[atom]
         if not equation.batch:
             pending.extend(equation.eqn.invars)
-        for axis, kind in equation.synchronised(equation.eqn.outvars.index(atom)).items():
+        for axis, kind in equation.synchronized(equation.eqn.outvars.index(atom)).items():
             completions.setdefault(axis, set()).add(kind)
         for kind, axis in equation.completions if equation.batch else ():
             completions.setdefault(axis, set()).add(kind)

@@ -15,7 +15,7 @@ from autopar.ir.spec import LogicalMesh, Spec, axes_of, replicated
 from autopar.lowering.planned import Planned
 from autopar.microbatch.gradients import accumulate_p
 from autopar.primitives.factors import Assignment, OpFactors, assignment_of
-from autopar.sharding.dataflow import analyse
+from autopar.sharding.dataflow import analyze
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ShardedEquation:
         kinds = completions(self.factors, self.assignment, self.results[0])
         return tuple((kind, axis) for kind, axis in kinds if axis not in self.deferred)
 
-    def synchronised(self, result: int) -> dict[str, OneOf["all_reduce", "reduce_scatter"]]:
+    def synchronized(self, result: int) -> dict[str, OneOf["all_reduce", "reduce_scatter"]]:
         """Return the collectives that complete a locally accumulated result, by mesh axis."""
         if self.eqn.primitive is not accumulate_p:
             return {}
@@ -100,7 +100,7 @@ def replay(planned: Planned) -> Replay:
     pins = {(c.eqn, c.side, c.index): c.spec for c in stage.constraints}
     values = {var: value.spec for var, value in zip(step.jaxpr.invars, stage.inputs, strict=True)}
     values.update((var, replicated(len(aval_of(var).shape))) for var in step.jaxpr.constvars)
-    flow = analyse(step)
+    flow = analyze(step)
     in_microbatches: set[int] = set()
     if step.microbatching:
         in_microbatches |= {number for number, _ in step.microbatching.body}

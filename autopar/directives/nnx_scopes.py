@@ -26,7 +26,7 @@ def as_function(model: nnx.Module, updates: bool = False) -> Callable[..., Any]:
     Args:
         model: The model.
         updates: Whether the function returns (result, state without parameters) after the call:
-            statistics of batch normalisation, counters of random numbers. Otherwise it raises
+            statistics of batch normalization, counters of random numbers. Otherwise it raises
             DirectiveError if the call changes the state.
     """
     graphdef, _ = nnx.split(model)

@@ -93,7 +93,7 @@ class DistributedArray(ArrayHandle):
         if not self.hosts.is_live(self.key):
             raise HostsError(
                 f"{self!r} was lost: the workers that stored it were ended by autopar.shutdown or"
-                " by a failure; initialise the state again, or restore a checkpoint"
+                " by a failure; initialize the state again, or restore a checkpoint"
             )
 
     def numbers(self) -> np.ndarray:

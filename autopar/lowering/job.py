@@ -222,7 +222,7 @@ class Job:
     """A step as workers execute it.
 
     Attributes:
-        programs: serialised `jax.export.Exported` by key; empty within one process.
+        programs: serialized `jax.export.Exported` by key; empty within one process.
         meshes: devices of each mesh.
         order: instructions with their meshes, in the order of `walk`.
         calls: call of each run instruction.

@@ -152,7 +152,7 @@ def result_scalings(
     if linear and rows and not own:
         raise NotSeparable(
             f"{where} mixes single examples with a statistic of the whole batch (batch"
-            " normalisation?)"
+            " normalization?)"
         )
     if linear and not own:
         if not is_linear(eqn, linear):

@@ -26,7 +26,7 @@ _whole_arrays: ContextVar[bool] = ContextVar("whole_arrays", default=False)
 
 @contextmanager
 def tracing_whole_arrays() -> Iterator[None]:
-    """Trace steps as functions of whole arrays, to analyse how values depend on single examples."""
+    """Trace steps as functions of whole arrays, to analyze how values depend on single examples."""
     token = _whole_arrays.set(True)
     try:
         yield

@@ -16,7 +16,7 @@ class ResNetNames:
         blocks: A glob that matches the blocks.
         convolutions: The first, the wide, and the last convolution of a block, in the block.
         norms: The norms after the first and the wide convolution, in the block.
-        batch_norms: Globs that match every batch normalisation of the model.
+        batch_norms: Globs that match every batch normalization of the model.
     """
 
     blocks: str

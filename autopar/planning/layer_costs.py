@@ -26,7 +26,7 @@ class MeshChoice:
     Attributes:
         shape: shape of the logical mesh.
         deferred: axes along which each device accumulates gradients of its own examples, to be
-            synchronised once per step.
+            synchronized once per step.
     """
 
     shape: Shape

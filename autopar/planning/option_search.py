@@ -46,7 +46,7 @@ class OptionSpace:
 
     Attributes:
         micro_batch_counts: numbers of microbatches.
-        layer_options: layer options, which say whether layers are rematerialised.
+        layer_options: layer options, which say whether layers are rematerialized.
         schedules: names of schedules, with the number of stages on each submesh.
         whole_step_meshes: logical meshes of the candidates that run the step as one program.
     """

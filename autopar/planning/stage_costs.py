@@ -108,7 +108,7 @@ class StageCosts:
     def mesh_choices(self, shape: Shape) -> tuple[MeshChoice, ...]:
         """Return the choices of deferred axes on a logical mesh of one shape.
 
-        Pure data parallelism defers gradient synchronisation whenever it can, without a comparison.
+        Pure data parallelism defers gradient synchronization whenever it can, without a comparison.
         """
         if shape not in self._mesh_choices:
             choices = self._deferred_choices(shape)

@@ -38,7 +38,7 @@ class StageCost:
 
     Attributes:
         seconds: forward and backward pass of one microbatch.
-        once_seconds: work that happens once per step: gradient synchronisation and the update.
+        once_seconds: work that happens once per step: gradient synchronization and the update.
         fixed_bytes: memory of one device for parameters, optimizer state and temporaries.
         micro_batch_bytes: memory of one device for the activations of each microbatch in flight.
         logical_shape: shape of the logical mesh.
@@ -156,7 +156,7 @@ class NoStagesError(ValueError):
 
 
 def step_seconds(problem: StageProblem, stages: Sequence[PlacedStage]) -> float:
-    """Return the predicted time of a step, the objective that stage construction minimises.
+    """Return the predicted time of a step, the objective that stage construction minimizes.
 
     Args:
         problem: the problem that the stages solve.

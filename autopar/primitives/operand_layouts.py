@@ -32,7 +32,7 @@ def dot_layouts(eqn: JaxprEqn) -> list[OperandLayout | None]:
 def conv_layouts(eqn: JaxprEqn) -> list[OperandLayout | None]:
     """Return the layouts that a convolution needs.
 
-    Its kernel and the gradient of a kernel are transposed; uneven padding is materialised.
+    Its kernel and the gradient of a kernel are transposed; uneven padding is materialized.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]

@@ -67,7 +67,7 @@ DEBUG_FILES = {
 """Suffixes of the files that `dump_debug_info` writes, with their contents.
 
 `{}` is the number of a stage. Files that Alpa dumps, too, have the suffixes of Alpa. Its
-`.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronised before all microbatches
+`.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronized before all microbatches
 have been accumulated.
 """
 

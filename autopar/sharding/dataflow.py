@@ -32,7 +32,7 @@ class Dataflow:
         batch_factors: the factors of each equation that run over the batch.
         per_example: the values that have a batch dim.
         batch_statistics: values without a batch dim that are computed from the batch, and that
-            values with a batch dim depend on; the mean of a batch normalisation.
+            values with a batch dim depend on; the mean of a batch normalization.
         roles: role of each input.
         readers: number of deciding equations that read each value.
     """
@@ -46,7 +46,7 @@ class Dataflow:
 
 
 @memoized_on_step
-def analyse(step: StepGraph) -> Dataflow:
+def analyze(step: StepGraph) -> Dataflow:
     """Return the data dependence of `step` on its batch.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Deferred gradient synchronisation: once per step instead of once per microbatch.
+"""Deferred gradient synchronization: once per step instead of once per microbatch.
 
 Along *deferred* mesh axes each device runs its own examples through all microbatches. In the body
 of the microbatch loop these axes shard only examples, sums over examples stay partial along them,
 and the accumulated values are completed after the loop (`autopar.microbatch.accumulation`). That
-takes one synchronisation instead of one per microbatch, and memory for gradients that are not
+takes one synchronization instead of one per microbatch, and memory for gradients that are not
 sharded along the deferred axes.
 """
 
@@ -25,7 +25,7 @@ type Axes = tuple[str, ...]
 def candidates(step: StepGraph, mesh: LogicalMesh, data_parallel: bool) -> Iterator[Axes]:
     """Yield the sets of axes that may be deferred: those that divide a microbatch evenly.
 
-    Several microbatches save synchronisations; with one there is nothing to defer.
+    Several microbatches save synchronizations; with one there is nothing to defer.
     For pure data parallelism only the set of all axes counts.
     """
     if step.num_micro_batches == 1:
@@ -93,7 +93,7 @@ def partial_completions(
     )
 
 
-def synchronisations(
+def synchronizations(
     shape: Sequence[int],
     width: int,
     sources: Specs,

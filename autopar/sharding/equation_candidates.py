@@ -24,7 +24,7 @@ from autopar.sharding.candidates import (
     scattered_if_possible,
 )
 from autopar.sharding.dataflow import Dataflow
-from autopar.sharding.deferred_sync import fits, leads, partial_completions, synchronisations
+from autopar.sharding.deferred_sync import fits, leads, partial_completions, synchronizations
 from autopar.sharding.distinct_options import each_once
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.options import ShardingOptions
@@ -32,7 +32,7 @@ from autopar.sharding.pins import ShardingError
 
 
 class EquationCandidates:
-    """Lists the options of each equation of a step, and memoises them in the costs of the mesh.
+    """Lists the options of each equation of a step, and memoizes them in the costs of the mesh.
 
     Attributes:
         mesh: the logical mesh.
@@ -98,7 +98,7 @@ class EquationCandidates:
             )
         return candidates
 
-    def synchronising(self, var: Var, specs: Specs) -> list[tuple[Spec, Option]]:
+    def synchronizing(self, var: Var, specs: Specs) -> list[tuple[Spec, Option]]:
         """Return the ways to complete an accumulated value, each with the spec it starts from.
 
         Args:
@@ -106,7 +106,7 @@ class EquationCandidates:
             specs: specs of its partial sums.
         """
         aval = aval_of(var)
-        ways = synchronisations(
+        ways = synchronizations(
             tuple(aval.shape),
             aval.dtype.itemsize,
             specs,

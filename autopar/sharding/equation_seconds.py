@@ -26,7 +26,7 @@ from simulator.work import Kernel
 
 
 class EquationSeconds:
-    """Prices the options of each equation of a step, and memoises them in the costs of the mesh.
+    """Prices the options of each equation of a step, and memoizes them in the costs of the mesh.
 
     Attributes:
         repeats: how often each equation runs in a step.
@@ -96,7 +96,7 @@ class EquationSeconds:
         seconds = self._num_micro_batches * np.array([self._costs.copy(size) for size in sizes])
         return np.array([seconds, np.zeros_like(seconds)])
 
-    def synchronising(self, ways: list[Option]) -> np.ndarray:
+    def synchronizing(self, ways: list[Option]) -> np.ndarray:
         """Return the seconds of each way to complete an accumulated value, shape (2, ways)."""
         combined = self._costs.combined
         seconds = [
@@ -151,7 +151,7 @@ class EquationSeconds:
     def _marker(self, number: int, eqn: JaxprEqn, candidates: Candidates) -> np.ndarray:
         """Return the seconds of a marker, shape (2, options).
 
-        A loop launches a kernel per iteration, which counts. A stacked output is initialised with
+        A loop launches a kernel per iteration, which counts. A stacked output is initialized with
         zeros, and each iteration writes its slice.
         """
         seconds = np.zeros((2, len(candidates.options)))

@@ -35,7 +35,7 @@ class MeshCosts:
         mesh: the logical mesh.
         model: the cost model of its devices.
         forbidden: collectives of infinite cost.
-        memo: results memoised for this mesh, as layers and stages repeat.
+        memo: results memoized for this mesh, as layers and stages repeat.
     """
 
     mesh: LogicalMesh
@@ -44,7 +44,7 @@ class MeshCosts:
     memo: dict[Any, dict[Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Memoise the methods for the lifetime of the object."""
+        """Memoize the methods for the lifetime of the object."""
         for method in (self.groups, self.collective, self.reshard, self.reshard_matrix):
             object.__setattr__(self, method.__name__, lru_cache(maxsize=1 << 18)(method))
 

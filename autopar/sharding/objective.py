@@ -29,7 +29,7 @@ from autopar.primitives import record_of
 from autopar.primitives.factors import OpFactors
 from autopar.progress import count_progress
 from autopar.sharding.candidates import Candidates
-from autopar.sharding.dataflow import analyse
+from autopar.sharding.dataflow import analyze
 from autopar.sharding.equation_candidates import EquationCandidates
 from autopar.sharding.equation_seconds import EquationSeconds
 from autopar.sharding.heuristic import input_placed
@@ -85,7 +85,7 @@ class _ProblemBuilder:
         self.options = options
         self.mesh = costs.mesh
         check_batch_axis(options, self.mesh)
-        self.flow = analyse(step)
+        self.flow = analyze(step)
         memory_traffic = traffic(step, costs.fuses_rows)
         self.decisions = Decisions(leaders=memory_traffic.leaders)
         self.pins = Pins(options.pins, step, self.mesh)
@@ -167,7 +167,7 @@ class _ProblemBuilder:
         if eqn.primitive is accumulate_p:
             self._accumulate(number, eqn, placed)
         if eqn.primitive is accumulate_p and self.deferred:
-            self._synchronise(number, eqn, placed)
+            self._synchronize(number, eqn, placed)
         elif factors is None:
             self.decisions.placements.update(zip(eqn.outvars, placed, strict=True))
             if eqn.primitive is accumulate_p:
@@ -266,7 +266,7 @@ class _ProblemBuilder:
             seconds = self.seconds.accumulating(atom, var, placement.specs)
             self._add_seconds(number, placement.decision, seconds)
 
-    def _synchronise(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
+    def _synchronize(self, number: int, eqn: JaxprEqn, placed: Sequence[Placement | None]) -> None:
         """Complete accumulated values along the deferred axes; how is a decision per value."""
         micro = self.step.microbatching
         assert micro is not None
@@ -278,9 +278,9 @@ class _ProblemBuilder:
         ):
             result = placement
             if placement is not None and combine[var] not in ("same", "rows"):
-                ways = self.candidates.synchronising(var, placement.specs)
+                ways = self.candidates.synchronizing(var, placement.specs)
                 result = self._decide("accumulate", tuple(way.results[0] for _, way in ways))
-                seconds = self.seconds.synchronising([way for _, way in ways])
+                seconds = self.seconds.synchronizing([way for _, way in ways])
                 self._add_seconds(number, result.decision, seconds)
                 self._use(number, k, atom, result.decision, tuple(source for source, _ in ways))
             results.append(result)

@@ -92,7 +92,7 @@ def plan_shardings(
         model: the cost model of the mesh's devices and network.
         options: what a sharding may do.
         memory_budget: bytes of one device that the step may use.
-        costs: `model` on `mesh`, with its memoised costs; None: a new one.
+        costs: `model` on `mesh`, with its memoized costs; None: a new one.
         start: a sharding to start from. Its deferred axes are kept if that fits.
         with_specs: whether to return the spec of every value, too.
 

@@ -144,7 +144,7 @@ class Reduction:
     def _drop_dead_ends(self, i: int, known: dict[tuple[bytes, ...], np.ndarray]) -> bool:
         """Drop the dead ends of `i`.
 
-        `known` memoises dead ends by content: layers repeat, so most are known.
+        `known` memoizes dead ends by content: layers repeat, so most are known.
         """
         if (
             len(self.costs[i]) ** 2 * sum(cost.shape[1] for cost in self.edges[i].values())

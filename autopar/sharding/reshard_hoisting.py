@@ -1,7 +1,7 @@
 """Hoist reshardings above equations that only reverse a value or widen its dtype.
 
 The value has fewer bytes there, and the reversed kernel of a convolution stays next to the
-convolution, where XLA recognises it.
+convolution, where XLA recognizes it.
 """
 
 from jax.extend.core import JaxprEqn, Var

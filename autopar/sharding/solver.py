@@ -276,7 +276,7 @@ class _SelectionSearch:
         self.offer(dict(zip(self.work.costs, chosen, strict=True)))
 
     def check_limits(self) -> None:
-        """Minimise the use of each capacity constraint, for a first choice that satisfies it.
+        """Minimize the use of each capacity constraint, for a first choice that satisfies it.
 
         HiGHS takes long to prove that a constraint can't be satisfied.
 

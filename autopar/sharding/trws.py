@@ -15,15 +15,15 @@ from autopar.sharding.presolve import Reduction
 
 
 def make_finite(work: Reduction) -> None:
-    """Replace infinite costs by one that exceeds every allowed choice, and normalise."""
-    normalise(work)
+    """Replace infinite costs by one that exceeds every allowed choice, and normalize."""
+    normalize(work)
     arrays = [*work.costs.values(), *(cost for i, j, cost in _edges(work))]
     enough = 1.0 + sum(float(np.max(cost, where=np.isfinite(cost), initial=0.0)) for cost in arrays)
     for cost in arrays:
         cost[~np.isfinite(cost)] = enough
 
 
-def normalise(work: Reduction) -> None:
+def normalize(work: Reduction) -> None:
     """Subtract the least cost of each decision and edge, and add it to the constant."""
     for cost in (*work.costs.values(), *(cost for i, j, cost in _edges(work))):
         least = cost.min()
@@ -136,7 +136,7 @@ def price(work: Reduction, change: np.ndarray) -> None:
             if i < j:
                 work.join(i, j, np.tensordot(change, uses, 1))
     work.constant -= float(change @ work.bounds)
-    normalise(work)
+    normalize(work)
 
 
 def used(work: Reduction, choice: dict[int, int]) -> np.ndarray:

@@ -37,7 +37,7 @@ class GatherOnUse(Layout):
         return jax.checkpoint(gathered, policy=None if remat else all_but_weights)
 
     def _gather(self, shard: jax.Array) -> jax.Array:
-        # Parameters of one dim belong to normalisation, which computes in float32.
+        # Parameters of one dim belong to normalization, which computes in float32.
         cast = shard.astype(self._dtype) if shard.ndim > 1 else shard
         return checkpoint_name(manual.all_gather(cast, "data", dim=0), _GATHERED)
 

@@ -193,7 +193,7 @@ def _attention(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> j
 
 
 def _norm(layout: Layout, params: Params, x: jax.Array) -> jax.Array:
-    """Apply layer normalisation in float32."""
+    """Apply layer normalization in float32."""
     wide = x.astype(jnp.float32)
     mean = layout.feature_mean(wide)
     variance = layout.feature_mean(wide**2) - mean**2

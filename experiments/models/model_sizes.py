@@ -2,7 +2,7 @@
 
 Sizes of papers are those of Alpa's benchmark suites (Zheng et al., OSDI'22, section 8 and the
 folder `benchmark` of its repository): hidden size, layers and heads or experts of GPT and MoE,
-channels and width of Wide-ResNet. GPT and MoE train in float16 with rematerialisation, Wide-ResNet
+channels and width of Wide-ResNet. GPT and MoE train in float16 with rematerialization, Wide-ResNet
 in float32. Batches fit on a single host of eight devices without microbatches.
 """
 

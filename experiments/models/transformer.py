@@ -64,7 +64,7 @@ class Block(nn.Module):
     """Attention and a feed-forward layer with skip connections.
 
     Attributes:
-        norm_first: normalise before each layer, as GPT does, not after the sum, as BERT does.
+        norm_first: normalize before each layer, as GPT does, not after the sum, as BERT does.
     """
 
     num_heads: int

@@ -1,4 +1,4 @@
-"""A Wide-ResNet (Zagoruyko and Komodakis, 2016) with batch normalisation."""
+"""A Wide-ResNet (Zagoruyko and Komodakis, 2016) with batch normalization."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ BLOCKS = {8: (1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 
 class NormState(TrainState):
-    """A train state with the running means and variances of batch normalisation."""
+    """A train state with the running means and variances of batch normalization."""
 
     batch_stats: Any
 

@@ -142,7 +142,7 @@ jax.debug.visualize_array_sharding(y)
 
 
 # %%
-# This cell is the tutorial's. It is meant to normalise rows, but takes the mean of the two entries
+# This cell is the tutorial's. It is meant to normalize rows, but takes the mean of the two entries
 # at the same place in the shards of the two devices along j. Of two numbers, one is a standard
 # deviation below their mean and the other a standard deviation above, so all results are 1 or -1.
 @partial(jax.shard_map, mesh=mesh, in_specs=P("i", "j"), out_specs=P("i", "j"))
@@ -160,7 +160,7 @@ print("Absolute values", np.unique(np.abs(out).round(2)))
 
 
 # %%
-# To normalise rows, take the mean over the device's own columns first, then over the devices.
+# To normalize rows, take the mean over the device's own columns first, then over the devices.
 @partial(jax.shard_map, mesh=mesh, in_specs=P("i", "j"), out_specs=P("i", "j"))
 def normalize_rows(x: jax.Array) -> jax.Array:
     def row_mean(x: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ ADAM = optax.adam(1e-2)
 
 
 def state_of(dtype=np.float32):
-    """Return a state with a bias before a normalisation.
+    """Return a state with a bias before a normalization.
 
     The gradient of the bias is rounding error, which Adam turns into a step of full size.
     """

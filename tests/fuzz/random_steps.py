@@ -138,10 +138,10 @@ def shaping(draw) -> dict[str, Operation]:
         "accumulated": lambda a, o, i: jnp.cumsum(a, axis=draw.randrange(a.ndim)),
         "centred by examples": lambda a, o, i: a - a.mean(0),
         "centred by features": lambda a, o, i: a - a.mean(-1, keepdims=True),
-        "normalised by features": lambda a, o, i: (
+        "normalized by features": lambda a, o, i: (
             (a - a.mean(-1, keepdims=True)) * lax.rsqrt(a.var(-1, keepdims=True) + 1e-3)
         ),
-        "normalised by examples": lambda a, o, i: (a - a.mean(0)) * lax.rsqrt(a.var(0) + 1e-3),
+        "normalized by examples": lambda a, o, i: (a - a.mean(0)) * lax.rsqrt(a.var(0) + 1e-3),
         "products of examples": lambda a, o, i: flat(a) @ flat(a).T,
         "contrasted": lambda a, o, i: jax.nn.log_softmax(flat(a) @ flat(a).T, axis=-1),
     }
@@ -525,7 +525,7 @@ def update_of(state, gradients, examples):
         "by size": lambda: plain(gradients, 0.1 / examples),
         "clipped": lambda: plain(jax.tree.map(lambda g: g / jnp.maximum(norm(), 1.0), gradients)),
         "momentum": momentum,
-        "normalised": lambda: plain(jax.tree.map(lambda g: g / (jnp.abs(g) + 1e-2), gradients)),
+        "normalized": lambda: plain(jax.tree.map(lambda g: g / (jnp.abs(g) + 1e-2), gradients)),
         "skipped": lambda: jax.tree.map(
             lambda p, new: jnp.where(is_finite(), new, p), params, plain(gradients)
         ),

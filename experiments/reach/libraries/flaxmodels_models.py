@@ -30,7 +30,7 @@ class _State(TrainState):
 
 
 def resnet18() -> PublicStep:
-    """training/resnet: ResNet18 with batch normalisation.
+    """training/resnet: ResNet18 with batch normalization.
 
     Images of 32 x 32 end in one pixel, whose variance over a microbatch is ill-conditioned.
     """

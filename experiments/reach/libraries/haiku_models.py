@@ -24,7 +24,7 @@ def mlp() -> PublicStep:
             hk.Flatten()(images), dropout_rate=0.1 if is_training else None, rng=hk.next_rng_key()
         )
 
-    optimiser = optax.adam(1e-3)
+    optimizer = optax.adam(1e-3)
     batch = {"image": features(8, 8), "label": classes()}
     params = network.init(jax.random.key(0), batch["image"], True)
 
@@ -35,10 +35,10 @@ def mlp() -> PublicStep:
             return _cross_entropy(logits, batch["label"]) + 1e-4 * l2
 
         grads = jax.grad(loss_fn)(params)
-        updates, opt_state = optimiser.update(grads, opt_state)
+        updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state
 
-    args = (params, optimiser.init(params), batch, jax.random.key(1))
+    args = (params, optimizer.init(params), batch, jax.random.key(1))
     return PublicStep(update, args, options={"batch_argnums": 2})
 
 
@@ -63,14 +63,14 @@ def transformer() -> PublicStep:
             h = h + hk.dropout(hk.next_rng_key(), 0.1, dense(layer_norm(h)))
         return hk.Linear(VOCABULARY)(layer_norm(h))
 
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3, b1=0.9, b2=0.99))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3, b1=0.9, b2=0.99))
     ids = tokens()
     batch = {"obs": ids, "target": jnp.roll(ids, -1, 1)}
     params = language_model.init(jax.random.key(0), ids)
     state = {
         "step": jnp.zeros([], jnp.int32),
         "rng": jax.random.key(1),
-        "opt_state": optimiser.init(params),
+        "opt_state": optimizer.init(params),
         "params": params,
     }
 
@@ -84,7 +84,7 @@ def transformer() -> PublicStep:
     def update(state, data):
         rng, new_rng = jax.random.split(state["rng"])
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], rng, data)
-        updates, opt_state = optimiser.update(grads, state["opt_state"])
+        updates, opt_state = optimizer.update(grads, state["opt_state"])
         new_state = {
             "step": state["step"] + 1,
             "rng": new_rng,
@@ -97,7 +97,7 @@ def transformer() -> PublicStep:
 
 
 def resnet18() -> PublicStep:
-    """examples/imagenet: hk.nets.ResNet18 with batch normalisation, its state in the step."""
+    """examples/imagenet: hk.nets.ResNet18 with batch normalization, its state in the step."""
 
     @hk.transform_with_state
     def forward(images):
@@ -114,7 +114,7 @@ def resnet18() -> PublicStep:
 
 
 def _with_state(forward: Any, images: jax.Array, decay: tuple[float, float]) -> PublicStep:
-    optimiser = optax.sgd(0.1, momentum=decay[1], nesterov=True)
+    optimizer = optax.sgd(0.1, momentum=decay[1], nesterov=True)
     batch = {"images": images, "labels": classes()}
     params, state = forward.init(jax.random.key(0), images)
 
@@ -127,10 +127,10 @@ def _with_state(forward: Any, images: jax.Array, decay: tuple[float, float]) -> 
     def train_step(train_state, batch):
         params, state, opt_state = train_state
         grads, (loss, state) = jax.grad(loss_fn, has_aux=True)(params, state, batch)
-        updates, opt_state = optimiser.update(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), state, opt_state), {"loss": loss}
 
-    args = (params, state, optimiser.init(params)), batch
+    args = (params, state, optimizer.init(params)), batch
     return PublicStep(train_step, args, uses_batch_statistics=True)
 
 
@@ -143,7 +143,7 @@ def lstm() -> PublicStep:
         output, _ = hk.dynamic_unroll(core, sequence, core.initial_state(sequence.shape[1]))
         return hk.BatchApply(hk.Linear(VOCABULARY))(output)
 
-    optimiser = optax.adam(1e-3)
+    optimizer = optax.adam(1e-3)
     ids = tokens().T
     batch = {"input": jax.nn.one_hot(ids, VOCABULARY), "target": jnp.roll(ids, -1, 0)}
     params = forward.init(jax.random.key(0), batch["input"])
@@ -154,10 +154,10 @@ def lstm() -> PublicStep:
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["target"]).mean()
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = optimiser.update(grads, opt_state)
+        updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    args = (params, optimiser.init(params), batch)
+    args = (params, optimizer.init(params), batch)
     return PublicStep(update, args, options={"batch_argnums": {2: 1}})
 
 

@@ -111,7 +111,7 @@ FITTING |= {
     "an imaginary factor": lambda p, b: jnp.imag(
         per_example(p, b).astype(jnp.complex64) * (1j / len(b["x"]))
     ).sum(),
-    "layer normalisation by hand": lambda p, b: jnp.var(outputs(p, b), axis=-1).mean(),
+    "layer normalization by hand": lambda p, b: jnp.var(outputs(p, b), axis=-1).mean(),
     "nan as a constant": lambda p, b: jnp.nan_to_num(
         jnp.where(outputs(p, b) > 9, jnp.nan, outputs(p, b))
     ).mean(),
@@ -142,8 +142,8 @@ REPAIRED = {
     "weights scaled by their mean": lambda p, b: (
         (per_example(p, b) * b["mask"] / b["mask"].mean()).mean() ** 1
     ),
-    "normalised weights": lambda p, b: (
-        (per_example(p, b) * normalised(b["mask"])).mean() + mean_loss(p, b)
+    "normalized weights": lambda p, b: (
+        (per_example(p, b) * normalized(b["mask"])).mean() + mean_loss(p, b)
     ),
     "sum with weight decay": lambda p, b: per_example(p, b).sum() + (p["w"] ** 2).sum(),
     "square root of the size of the batch": lambda p, b: (
@@ -179,8 +179,8 @@ def preferences(scores, size):
     return -jax.nn.log_sigmoid(groups[:, 0] - groups[:, 1]).mean()
 
 
-def normalised(weights):
-    """Return normalised weights; the deviation depends on the mean."""
+def normalized(weights):
+    """Return normalized weights; the deviation depends on the mean."""
     return (weights - weights.mean()) / jnp.sqrt(((weights - weights.mean()) ** 2).mean() + 1e-6)
 
 
@@ -194,7 +194,7 @@ REFUSED = {
     "perplexity": lambda p, b: jnp.exp(mean_loss(p, b)),
     "square of the mean": lambda p, b: mean_loss(p, b) ** 2,
     "largest": lambda p, b: per_example(p, b).max(),
-    "batch normalisation": lambda p, b: ((outputs(p, b) - outputs(p, b).mean(0)) ** 2).mean(),
+    "batch normalization": lambda p, b: ((outputs(p, b) - outputs(p, b).mean(0)) ** 2).mean(),
     "contrastive": lambda p, b: jax.nn.logsumexp(outputs(p, b) @ outputs(p, b).T, axis=1).mean(),
     "neighbours": lambda p, b: (per_example(p, b)[1:] * per_example(p, b)[:-1]).mean(),
     "positions as constants": lambda p, b: (
@@ -273,7 +273,7 @@ def test_a_single_example_per_microbatch_is_told_to_be_the_reason():
         autopar.MicrobatchError, match="has a single example: fewer microbatches may do"
     ):
         trace(
-            step_of(REPAIRED["normalised weights"]),
+            step_of(REPAIRED["normalized weights"]),
             (PARAMS, BATCH),
             (1,),
             num_micro_batches=8,
@@ -482,10 +482,10 @@ def test_rows_come_back_in_order_from_an_evaluation_that_groups_neighbours():
 
 
 def test_statistics_that_divide_a_loss_are_accumulated_in_loops_before_it():
-    """Weights are normalised by mean, then by deviation; only the last loop runs the model."""
+    """Weights are normalized by mean, then by deviation; only the last loop runs the model."""
 
     def step(params, batch):
-        return autopar.grad(lambda p: (per_example(p, batch) * normalised(batch["mask"])).mean())(
+        return autopar.grad(lambda p: (per_example(p, batch) * normalized(batch["mask"])).mean())(
             params
         )
 

@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar.ir.spec import LogicalMesh
-from autopar.sharding.deferred_sync import candidates, check_parts, fits, leads, synchronisations
+from autopar.sharding.deferred_sync import candidates, check_parts, fits, leads, synchronizations
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ShardingOptions
 from autopar.sharding.plan_shardings import plan_shardings
 from autopar.sharding.solve_within_memory import MemoryBudgetError
@@ -124,11 +124,11 @@ def test_a_spec_fits_deferral_if_the_axes_divide_only_the_batch_dim():
 
 def test_a_deferred_sum_is_all_reduced_or_scattered_from_its_spec():
     """The value is (8, 6) of 4 bytes with its first dim split over y; it is summed over x."""
-    ways = synchronisations((8, 6), 4, ((("y",), ()),), True, SQUARE, ("x",))
+    ways = synchronizations((8, 6), 4, ((("y",), ()),), True, SQUARE, ("x",))
     assert [(way.results[0], way.collectives) for _, way in ways] == [
         ((("y",), ()), (("all_reduce", 96, ("x",)),)),
         ((("x", "y"), ()), (("reduce_scatter", 96, ("x",)),)),
         ((("y",), ("x",)), (("reduce_scatter", 96, ("x",)),)),
     ]
     assert {source for source, _ in ways} == {(("y",), ())}
-    assert len(synchronisations((8, 6), 4, ((("y",), ()),), False, SQUARE, ("x",))) == 1
+    assert len(synchronizations((8, 6), 4, ((("y",), ()),), False, SQUARE, ("x",))) == 1
