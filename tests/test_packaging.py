@@ -153,6 +153,22 @@ def test_the_simulator_predicts_the_same_without_jax(tmp_path):
     assert float(output) == predict(scenario.model, scenario.execution, machine).seconds
 
 
+def test_the_command_without_jax_says_in_a_line_what_to_install(tmp_path):
+    block = WITHOUT_JAX.partition("import simulator")[0].replace(', "autopar"', "")
+    start = f"{block}from simulator.entry_point import main\nmain()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", start, "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"autopar: jax is not installed; run `pip install autopar`.*\n", done.stderr
+    )
+
+
 # The wheel
 
 STEP = """

@@ -11,6 +11,7 @@ from simulator.calibration.shipped_profiles import write_profile
 from simulator.cli.common_options import Json, print_json, print_written
 from simulator.cli.error_lines import usage_errors
 from simulator.files import check_writable, read_table
+from simulator.hardware import collective_profile, kernel_profile
 from simulator.hardware.schema import SCHEMAS
 
 
@@ -39,21 +40,29 @@ def fit_profiles(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The profile to write, .yaml.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The profile to write, .yaml, by default the table's name. Without a table, the "
+            "folder of the profiles.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Fit the curves of collectives to a table of measurements.
 
     A fifth of the rows is not fitted to; the errors are those on that fifth. Without a table, fit
-    the shipped profiles of GPUs and links again, in place, to the measurements shipped with them.
+    the shipped profiles of GPUs and links again to the measurements shipped with them, and write
+    them to the folder --output.
     """
     if measurements is None:
-        if output is not None:
+        if output is None:
             raise typer.BadParameter(
-                "--output is for a table of measurements; the shipped profiles are written in place"
+                "give a table of measurements, or --output FOLDER for the shipped profiles, fitted "
+                "again to the shipped measurements"
             )
-        _fit_shipped_profiles(as_json)
+        _fit_shipped_profiles(output, as_json)
         return
     if not measurements.name:  # "" and "/"
         raise typer.BadParameter(f"{measurements}: is a folder; expected a .csv file")
@@ -73,11 +82,18 @@ def fit_profiles(
     print_written(output)
 
 
-def _fit_shipped_profiles(as_json: bool) -> None:
+def _fit_shipped_profiles(folder: Path, as_json: bool) -> None:
+    """Fit the shipped profiles again, and write them to `kernels` and `collectives` of a folder."""
+    try:
+        for part in (kernel_profile.PROFILES, collective_profile.PROFILES):
+            (folder / part.name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--output: {folder} can't be made: {error.strerror}") from error
     paths = []
     for path, profile in shipped_profiles.fit_profiles():
-        write_profile(path, profile)
-        paths.append(f"{path.parent.name}/{path.name}")
+        written = folder / path.parent.name / path.name
+        write_profile(written, profile)
+        paths.append(str(written))
         if not as_json:
             typer.echo(paths[-1])
     if as_json:

@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 from simulator.calibration.measured_samples import DATA
 from simulator.cli import app
 from simulator.engine.breakdown import predict
+from simulator.hardware import collective_profile
 from simulator.hardware.cluster import Cluster
+from simulator.hardware.collective_profile import CollectiveProfile
+from simulator.hardware.description import read, validate
 from simulator.program import Program, Run
 from simulator.program_file import save_program
 from simulator.work import Kernel
@@ -129,6 +132,21 @@ def test_a_profile_is_fitted_to_a_table_of_measurements(tmp_path: Path) -> None:
     profile = yaml.safe_load((tmp_path / "mine.yaml").read_text())
     assert profile["gpu"] == h200[0].split(",")[0]
     assert profile["all_reduce"]["held_out_error"] < 0.1
+
+
+def test_the_shipped_profiles_are_fitted_again_only_into_a_folder_that_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = collective_profile.PROFILES / "h200.yaml"
+    profile = validate(CollectiveProfile, read(shipped), shipped)
+    fitted = lambda: [(shipped, profile)]  # noqa: E731
+    monkeypatch.setattr("simulator.calibration.shipped_profiles.fit_profiles", fitted)
+    before = shipped.read_bytes()
+    assert "or --output FOLDER" in run("fit-profiles", code=2)
+    assert "h200.yaml" in run("fit-profiles", "-o", tmp_path / "fitted")
+    written = tmp_path / "fitted" / "collectives" / "h200.yaml"
+    assert validate(CollectiveProfile, read(written), written) == profile
+    assert shipped.read_bytes() == before
 
 
 @pytest.mark.parametrize(
