@@ -396,7 +396,7 @@ class Plan(_Model):
         title = (
             f"{self.method} on {self.cluster}, mesh {mesh}, {schedule}{self.num_micro_batches}"
             f" microbatch(es){once}, {self.predicted_seconds * 1e3:.3g} ms and"
-            f" {self.predicted_bytes / 1e9:.3g} GB per device predicted"
+            f" {self.predicted_bytes / 1e9:.3g} GB per device by the planner's estimate"
         )
         if split := str(self.predicted_memory):
             title += f": {split}"
