@@ -48,7 +48,10 @@ def _projections(
     t, h, latent = execution.tensor, model.hidden, model.latent_attention
     output = (h, model.attention_width // t)
     if latent is None:
-        return linear_passes(((model.qkv_width // t, h), output), model, execution, machine)
+        shapes = ((model.qkv_width // t, h), output)
+        adapters = model.adapters
+        adapted = 0 if adapters is None else 1 if adapters.of == "qkv" else len(shapes)
+        return linear_passes(shapes, model, execution, machine, adapted=adapted)
     queries = model.heads * model.query_size // t
     keys_and_values = model.heads * (model.head_width + model.value_size) // t
     # projections to latents are whole on each device

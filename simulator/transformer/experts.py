@@ -143,10 +143,9 @@ def _grouped(
     shapes = ((up, routing.width), (routing.width, routing.inner))
     gemms = machine.linear_products(model.precision)
     forward = sum(gemms.seconds(rows, out, inner, groups) for out, inner in shapes)
-    backward = sum(
-        gemms.seconds(rows, inner, out, groups) + gemms.seconds(out, inner, rows, groups)
-        for out, inner in shapes
-    )
+    backward = sum(gemms.seconds(rows, inner, out, groups) for out, inner in shapes)
+    if model.adapters is None:
+        backward += sum(gemms.seconds(out, inner, rows, groups) for out, inner in shapes)
     elements = groups * sum(out * inner for out, inner in shapes)
     cast_bytes = RECIPES[model.precision].cast_bytes
     if cast_bytes and machine.backend.expert_kernels != "fused":
@@ -156,12 +155,14 @@ def _grouped(
         written = routing.rows * sum(out for out, _ in shapes)
         forward += machine.memory_seconds(cast_bytes * read, 4)
         backward += machine.memory_seconds(cast_bytes * written, 2)
-    backward += accumulation_seconds(elements, execution, machine)
+    if model.adapters is None:
+        backward += accumulation_seconds(elements, execution, machine)
     flops = 2.0 * rows * elements
     launches = groups if machine.backend.expert_kernels == "looped" else 1
+    products = model.products_of_weights - 1
     return (
         PassCost(forward, 2 * launches, 0.0, flops),
-        PassCost(backward, 4 * launches, 0.0, 2 * flops),
+        PassCost(backward, 2 * products * launches, 0.0, products * flops),
     )
 
 
@@ -207,9 +208,10 @@ def _router(
     scores = 4.0 * tokens * count
     flops = 2.0 * tokens * count * h
     forward = gemms.seconds(tokens, count, h) + machine.memory_seconds(4 * scores, 3)
-    backward = gemms.seconds(tokens, h, count) + gemms.seconds(count, h, tokens)
-    backward += machine.memory_seconds(3 * scores, 2)
-    backward += accumulation_seconds(count * h, execution, machine)
+    backward = gemms.seconds(tokens, h, count) + machine.memory_seconds(3 * scores, 2)
+    if model.adapters is None:
+        backward += gemms.seconds(count, h, tokens)
+        backward += accumulation_seconds(count * h, execution, machine)
     return (
         PassCost(forward, _ROUTER_KERNELS, 0.0, flops),
         PassCost(backward, _ROUTER_KERNELS, 0.0, 2 * flops),

@@ -89,12 +89,11 @@ def head_passes(
     forward = gemms.seconds(tokens, columns, model.hidden) + machine.memory_seconds(
         forward_traffic[0] * logits, forward_traffic[1]
     )
-    backward = gemms.seconds(tokens, model.hidden, columns) + gemms.seconds(
-        model.hidden, columns, tokens
-    )
-    backward += machine.memory_seconds(
-        backward_traffic[0] * logits, backward_traffic[1]
-    ) + accumulation_seconds(columns * model.hidden, execution, machine)
+    backward = gemms.seconds(tokens, model.hidden, columns)
+    backward += machine.memory_seconds(backward_traffic[0] * logits, backward_traffic[1])
+    if model.adapters is None:
+        backward += gemms.seconds(model.hidden, columns, tokens)
+        backward += accumulation_seconds(columns * model.hidden, execution, machine)
     stream = 2.0 * tokens * model.hidden
     ring = machine.network.ring(execution.tensor)
     kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
@@ -107,7 +106,12 @@ def head_passes(
     backward += machine.memory_seconds(6 * tokens * model.hidden, 2)
     passes = (
         PassCost(forward, 9, gathered, flops),
-        PassCost(backward, 8, machine.network.seconds(kind, stream, ring), 2 * flops),
+        PassCost(
+            backward,
+            8,
+            machine.network.seconds(kind, stream, ring),
+            (model.products_of_weights - 1) * flops,
+        ),
     )
     if execution.recompute == "full" and execution.recompute_head:
         return passes[0], passes[1] + passes[0]._replace(flops=0.0)
@@ -135,23 +139,24 @@ def embedding_passes(
 ) -> tuple[PassCost, PassCost]:
     """Return the forward and backward pass of the input embedding.
 
-    Forward: a gather, a sum with the positions, and dropout. Backward: scatters of the gradient.
+    Forward: a gather, a sum with the positions, and dropout. Backward: scatters of the gradient,
+    unless the embedding is frozen.
     """
     stream = execution.tokens(model) * model.hidden
     ring = machine.network.ring(execution.tensor)
     kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
     table = model.vocab // execution.tensor * model.hidden
+    forward = PassCost(
+        machine.memory_seconds(15.0 * stream, 4),
+        4,
+        machine.network.seconds(kind, 2.0 * stream, ring),
+    )
+    if model.adapters is not None:
+        return forward, PassCost()
     zeros = machine.memory_seconds(2.0 * table, 1)  # the target of the scatter
     backward = (
         machine.memory_seconds(16.0 * stream, 4)
         + zeros
         + accumulation_seconds(table, execution, machine)
     )
-    return (
-        PassCost(
-            machine.memory_seconds(15.0 * stream, 4),
-            4,
-            machine.network.seconds(kind, 2.0 * stream, ring),
-        ),
-        PassCost(backward, 6),
-    )
+    return forward, PassCost(backward, 6)

@@ -99,6 +99,23 @@ class Experts(Description):
         return self.count * hidden + matrices * hidden * self.shared_ffn + latent
 
 
+class Adapters(Description):
+    """Low-rank adapters, which alone are trained (LoRA, Hu et al., arXiv 2106.09685).
+
+    A linear layer may have one: a product to `rank` columns, and one back, whose result is added to
+    that of the linear layer. All other parameters are frozen: they have no gradients and no
+    optimizer state. Experts, Mamba and latent attention have no adapters.
+
+    Attributes:
+        rank: inner width of an adapter.
+        of: linear layers that have one: those of queries, keys and values ("qkv"), all of attention
+            ("attention"), or those of dense MLPs too ("all").
+    """
+
+    rank: PositiveInt
+    of: Literal["qkv", "attention", "all"] = "all"
+
+
 class LatentAttention(Description):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 

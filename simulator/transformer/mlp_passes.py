@@ -16,7 +16,10 @@ def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> Pa
     t, h, w = execution.tensor, model.hidden, 2
     up = (2 if model.gated else 1) * model.ffn_width // t
     down = model.ffn_width // t
-    linear = linear_passes(((up, h), (h, down)), model, execution, machine)
+    shapes = ((up, h), (h, down))
+    adapters = model.adapters
+    adapted = len(shapes) if adapters is not None and adapters.of == "all" else 0
+    linear = linear_passes(shapes, model, execution, machine, adapted=adapted)
     inner = w * execution.tokens(model) * model.ffn_width / t
     read_and_written = 3 if model.gated else 2
     elementwise = residual_passes(

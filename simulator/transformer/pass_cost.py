@@ -71,8 +71,11 @@ def linear_passes(
     execution: Execution,
     machine: Machine,
     divided: bool = False,
+    adapted: int = 0,
 ) -> tuple[PassCost, PassCost]:
     """Return the passes of linear layers, with two products each in the backward pass.
+
+    Frozen layers have one product, that of the gradient of the inputs.
 
     Args:
         shapes: outputs and inputs of each layer on a device.
@@ -81,6 +84,7 @@ def linear_passes(
         machine: the machine.
         divided: whether weights are whole on each device, which computes only its part of the
             sequence where sequence parallelism divides it.
+        adapted: layers that have adapters, from the first.
     """
     tokens = execution.tokens(model)
     if divided and execution.sequence_parallel:
@@ -88,21 +92,45 @@ def linear_passes(
     gemms = machine.linear_products(model.precision)
     # lists, which `sum` adds up faster than generators
     forward = sum([gemms.seconds(tokens, out, inner) for out, inner in shapes])
-    backward = sum(
-        [
-            gemms.seconds(tokens, inner, out) + gemms.seconds(out, inner, tokens)
-            for out, inner in shapes
-        ]
-    )
-    count = len(shapes)
+    backward = sum([gemms.seconds(tokens, inner, out) for out, inner in shapes])
+    count, products = len(shapes), model.products_of_weights - 1
+    if model.adapters is None:
+        backward += sum([gemms.seconds(out, inner, tokens) for out, inner in shapes])
+        backward += sum(
+            [accumulation_seconds(out * inner, execution, machine) for out, inner in shapes]
+        )
     if RECIPES[model.precision].dtype is not None:
         casts = _cast_passes(shapes, tokens, model, execution, machine)
         forward, backward = forward + casts[0], backward + casts[1]
-    backward += sum(
-        [accumulation_seconds(out * inner, execution, machine) for out, inner in shapes]
-    )
     flops = sum([2.0 * tokens * out * inner for out, inner in shapes])
-    return PassCost(forward, count, 0.0, flops), PassCost(backward, 2 * count, 0.0, 2 * flops)
+    passes = (
+        PassCost(forward, count, 0.0, flops),
+        PassCost(backward, products * count, 0.0, products * flops),
+    )
+    if model.adapters is None:
+        return passes
+    rank = model.adapters.rank
+    adapters = [_adapter_passes(shape, rank, tokens, machine) for shape in shapes[:adapted]]
+    return (
+        sum((forward for forward, _ in adapters), passes[0]),
+        sum((backward for _, backward in adapters), passes[1]),
+    )
+
+
+def _adapter_passes(
+    shape: Shape, rank: int, tokens: int, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of an adapter: its products in 16 bits, and the sums of its results."""
+    out, inner = shape
+    gemms = machine.gemms
+    forward = gemms.seconds(tokens, rank, inner) + gemms.seconds(tokens, out, rank)
+    inputs = gemms.seconds(tokens, rank, out) + gemms.seconds(tokens, inner, rank)
+    weights = gemms.seconds(out, rank, tokens) + gemms.seconds(rank, inner, tokens)
+    # two reads and a write of the results, and of the gradient of the inputs
+    forward += machine.memory_seconds(6.0 * tokens * out, 1)
+    backward = inputs + weights + machine.memory_seconds(6.0 * tokens * inner, 1)
+    flops = 2.0 * tokens * rank * (out + inner)
+    return PassCost(forward, 3, 0.0, flops), PassCost(backward, 5, 0.0, 2 * flops)
 
 
 def _cast_passes(
@@ -137,7 +165,8 @@ def _cast_passes(
 def accumulation_seconds(elements: float, execution: Execution, machine: Machine) -> float:
     """Return the seconds by which a product is slower that adds a weight gradient to its sum.
 
-    It reads and writes the sum over microbatches instead of writing a gradient.
+    It reads and writes the sum over microbatches instead of writing a gradient. Frozen layers have
+    none.
     """
     if not execution.accumulates:
         return 0.0

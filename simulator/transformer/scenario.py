@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt, model_validator
@@ -12,6 +13,7 @@ from simulator.hardware.description import Description
 from simulator.hardware.kernel_profile import FusedAttentionKind
 from simulator.transformer.layer_kinds import (
     PATTERN,
+    Adapters,
     Experts,
     LatentAttention,
     LayerKind,
@@ -61,6 +63,7 @@ class Transformer(Description):
             MLP, E for experts; by default each layer is attention followed by an MLP.
         prediction_layers: layers after the last that predict further tokens (DeepSeek-V3, arXiv
             2412.19437, section 2.2), each with a projection and a loss.
+        adapters: adapters that alone are trained (LoRA); by default all parameters are.
     """
 
     layers: PositiveInt
@@ -85,6 +88,7 @@ class Transformer(Description):
     mamba: Mamba | None = None
     pattern: str | None = None
     prediction_layers: NonNegativeInt = 0
+    adapters: Adapters | None = None
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -270,6 +274,18 @@ class Transformer(Description):
         matrices += latent.key_rank * self.heads * (self.head_width + self.value_size)
         return matrices + self.attention_width * h, norm + (rank or 0) + latent.key_rank
 
+    def adapter_elements(self, kind: LayerKind) -> int:
+        """Return the elements of the adapters of a layer."""
+        if self.adapters is None:
+            return 0
+        h, width = self.hidden, 0
+        if kind.mixer in ("attention", "window") and self.latent_attention is None:
+            width += h + self.qkv_width
+            width += h + self.attention_width if self.adapters.of != "qkv" else 0
+        if kind.mlp == "dense" and self.adapters.of == "all":
+            width += 2 * h + self.mlp_matrices * self.ffn_width
+        return self.adapters.rank * width
+
     @property
     def experts_section(self) -> Experts:
         """The section `experts` of a model whose layers have some."""
@@ -340,7 +356,8 @@ class Transformer(Description):
         """Return the model FLOP of a step: forward and backward, without recomputation.
 
         The scores of attention count in full, also those that a causal mask removes, as in
-        published model FLOP.
+        published model FLOP. Frozen matrices have no weight gradients, and those of adapters are
+        not counted.
 
         Args:
             sequences: sequences of the global batch.
@@ -350,10 +367,16 @@ class Transformer(Description):
         for kind, count in self.kind_counts.items():
             elements = self.elements(kind)
             matrices = elements.matrices + elements.routed_active
-            layers += count * (2.0 * matrices + self.mixing_flops(kind.mixer))
-        layers += 2.0 * self.prediction_layers * self.prediction_elements
-        heads = 1 + self.prediction_layers
-        return 3.0 * tokens * (layers + heads * 2.0 * self.hidden * self.vocab)
+            mixing = self.mixing_flops(kind.mixer)
+            layers += count * (2.0 * self.products_of_weights * matrices + 3.0 * mixing)
+        heads = (1 + self.prediction_layers) * self.hidden * self.vocab
+        heads += self.prediction_layers * self.prediction_elements
+        return tokens * (layers + 2.0 * self.products_of_weights * heads)
+
+    @property
+    def products_of_weights(self) -> int:
+        """Products of a step with each matrix; frozen ones have no gradient of the weights."""
+        return 3 if self.adapters is None else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +456,10 @@ class Execution(Description):
             that and complete MLPs or experts ("mlp"), or complete layers ("full").
         zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3
             parameters too.
+        sharding_group: neighbouring devices of the data axis, context included, over which ZeRO
+            shards; groups are replicas of each other (HSDP, MiCS). By default it shards over all.
+        broadcasts: whether each device broadcasts the parameters that it updated (ZeRO-1 and 2),
+            which pays the latency of a collective for each device, instead of one all_gather.
         gradient_bytes: bytes of an element of the gradients that are summed over microbatches.
         communicated_gradient_bytes: bytes of an element of the gradients that are communicated;
             `gradient_bytes` by default.
@@ -478,6 +505,8 @@ class Execution(Description):
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     recompute: Recompute = "none"
     zero: Literal[0, 1, 2, 3] = 0
+    sharding_group: PositiveInt | None = None
+    broadcasts: bool = False
     gradient_bytes: Literal[2, 4] = 4
     communicated_gradient_bytes: Literal[2, 4] | None = None
     optimizer_bytes: PositiveInt = 12
@@ -501,6 +530,11 @@ class Execution(Description):
             )
         if self.interleave > 1 and self.pipeline == 1:
             raise ValueError(f"interleave: given {self.interleave}, expected 1 where pipeline is 1")
+        if self.replicas % self.shards:
+            raise ValueError(
+                f"sharding_group: given {self.shards}, expected a divisor of context * data, which "
+                f"is {self.replicas}"
+            )
         if self.zero == 3 and self.pipeline > 1:
             raise ValueError(
                 "zero: given 3, expected at most 2 with a pipeline: parameters would be gathered "
@@ -517,6 +551,16 @@ class Execution(Description):
     def expert_replicas(self) -> int:
         """Devices with the same experts, which ZeRO may shard over them."""
         return self.tensor * self.replicas // (self.expert * self.expert_shards)
+
+    @property
+    def shards(self) -> int:
+        """Devices over which ZeRO shards parameters outside of experts."""
+        return self.sharding_group or self.replicas
+
+    @property
+    def expert_replica_shards(self) -> int:
+        """Devices over which ZeRO shards parameters of experts, within a sharding group."""
+        return gcd(self.shards, self.expert_replicas)
 
     @property
     def devices(self) -> int:

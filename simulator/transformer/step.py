@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
+from simulator.costs.collective_model import CollectiveModel
 from simulator.engine.prediction import Prediction
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
@@ -26,6 +27,7 @@ from simulator.transformer.training_memory import (
     device_parameters,
     layer_parameters,
     memory_of,
+    trained_parameters,
 )
 
 _MEMORY_DEVIATION = 0.04
@@ -73,7 +75,8 @@ def predict(
     )
     gathers = _parameter_gathers(model, execution, machine, layers)
     parameters = [
-        device_parameters(model, execution, device) for device, _ in division.first_places
+        trained_parameters(model, execution, device_parameters(model, execution, device), device)
+        for device, _ in division.first_places
     ]
     largest = max(parameters, key=lambda elements: elements.total)
     gradients = _gradient_synchronization(
@@ -358,23 +361,21 @@ def _gradient_synchronization(
         execution: the execution.
         machine: the machine.
         stage: the stage of the slowest device.
-        parameters: parameters of the device that has most.
+        parameters: trained parameters of the device that has most.
         layers: layers of the first device.
     """
     if execution.zero == 3:  # layer by layer, with the parameters
         return _NO_COMMUNICATION
     network = machine.network
     reduced, gathered, far = 0.0, 0.0, False
-    for elements, ring in _replicated(parameters, execution, machine):
-        gradient = elements * execution.sent_gradient_bytes
-        far = far or ring.hosts > 1
+    for part in _replicated(parameters, execution, machine):
+        far = far or part.hosts > 1
+        gradient = part.elements * execution.sent_gradient_bytes
+        reduced += part.reduce_seconds(gradient, network, bool(execution.zero))
         if execution.zero:
-            reduced += network.seconds("reduce_scatter", gradient, ring)
-            gathered += network.seconds("all_gather", 2.0 * elements, ring)
-        else:
-            reduced += network.seconds("all_reduce", gradient, ring)
+            gathered += part.gather_seconds(2.0 * part.elements, network, execution.broadcasts)
     tied = 0.0
-    if model.tied and execution.pipeline > 1:
+    if model.tied and execution.pipeline > 1 and model.adapters is None:
         # the first and the last stage sum the gradients of their copies of the embedding
         table = model.vocab * model.hidden / execution.tensor * execution.sent_gradient_bytes
         tied = network.send_seconds(
@@ -395,20 +396,83 @@ def _gradient_synchronization(
     return _Communication(total, exposed + tied)
 
 
+class _Replicated(NamedTuple):
+    """Parameters that devices have copies of, which ZeRO shards within groups of them.
+
+    Attributes:
+        elements: number of parameters.
+        ring: all devices with copies.
+        shards: devices of a group.
+        copies: devices with the same shard, in different groups; None if there is one group.
+    """
+
+    elements: float
+    ring: Ring
+    shards: Ring
+    copies: Ring | None
+
+    @property
+    def hosts(self) -> int:
+        """Hosts with copies."""
+        return self.ring.hosts
+
+    def reduce_seconds(self, num_bytes: float, network: CollectiveModel, sharded: bool) -> float:
+        """Return the seconds of the sum of gradients, of which a device keeps its shard.
+
+        Args:
+            num_bytes: bytes of the gradients.
+            network: costs of collectives.
+            sharded: whether it keeps its shard alone.
+        """
+        if not sharded:
+            return network.seconds("all_reduce", num_bytes, self.ring)
+        seconds = network.seconds("reduce_scatter", num_bytes, self.shards)
+        if self.copies is not None:
+            shard = num_bytes / self.shards.size
+            seconds += network.seconds("all_reduce", shard, self.copies)
+        return seconds
+
+    def gather_seconds(self, num_bytes: float, network: CollectiveModel, broadcasts: bool) -> float:
+        """Return the seconds in which devices get all parameters of their group.
+
+        Args:
+            num_bytes: bytes of the parameters.
+            network: costs of collectives.
+            broadcasts: whether devices broadcast their shards one after the other.
+        """
+        seconds = network.seconds("all_gather", num_bytes, self.shards)
+        if broadcasts:
+            seconds += (self.shards.size - 1) * network.seconds("all_gather", 0.0, self.shards)
+        return seconds
+
+
 def _replicated(
     parameters: DeviceParameters, execution: Execution, machine: Machine
-) -> list[tuple[float, Ring]]:
-    """Return the elements of parameters outside and inside of experts, with their data rings."""
-    groups = [
-        (
-            parameters.layers + parameters.ends,
-            machine.data_ring(execution.replicas, execution.tensor),
+) -> list[_Replicated]:
+    """Return the parameters outside and inside of experts, with the groups that have copies."""
+
+    def part(elements: float, replicas: int, shards: int, stride: int) -> _Replicated:
+        copies = replicas // shards
+        return _Replicated(
+            elements,
+            machine.data_ring(replicas, stride),
+            machine.data_ring(shards, stride),
+            machine.data_ring(copies, stride * shards) if copies > 1 else None,
         )
-    ]
+
+    whole = parameters.layers + parameters.ends
+    parts = [part(whole, execution.replicas, execution.shards, execution.tensor)]
     if parameters.experts:
         stride = execution.expert * execution.expert_shards
-        groups.append((parameters.experts, machine.data_ring(execution.expert_replicas, stride)))
-    return groups
+        parts.append(
+            part(
+                parameters.experts,
+                execution.expert_replicas,
+                execution.expert_replica_shards,
+                stride,
+            )
+        )
+    return parts
 
 
 def _parameter_gathers(
@@ -420,6 +484,7 @@ def _parameter_gathers(
     """Return the communication of ZeRO-3 per microbatch.
 
     Parameters are gathered before each layer, in either pass, and gradients scattered after it.
+    Adapters are small: their gradients are not counted.
     """
     if execution.zero < 3:
         return _NO_COMMUNICATION
@@ -428,14 +493,12 @@ def _parameter_gathers(
     for kind, count in model.kind_counts.items():
         layer = layers[kind]
         gather, scatter, far = 0.0, 0.0, False
-        for elements, ring in _replicated(
-            layer_parameters(model, execution, kind), execution, machine
-        ):
-            far = far or ring.hosts > 1
-            gather += network.seconds("all_gather", 2.0 * elements, ring)
-            scatter += network.seconds(
-                "reduce_scatter", execution.sent_gradient_bytes * elements, ring
-            )
+        for part in _replicated(layer_parameters(model, execution, kind), execution, machine):
+            far = far or part.hosts > 1
+            gather += part.gather_seconds(2.0 * part.elements, network, broadcasts=False)
+            if model.adapters is None:
+                gradient = execution.sent_gradient_bytes * part.elements
+                scatter += part.reduce_seconds(gradient, network, sharded=True)
         forward = layer.forward.compute + layer.forward.communication
         backward = layer.backward.compute + layer.recompute.compute
         regather = gather if machine.backend.regathers and execution.recompute == "full" else 0.0
@@ -453,6 +516,6 @@ def _update_seconds(execution: Execution, machine: Machine, parameters: DevicePa
     """Return the seconds of the optimizer's pass over the parameters of a device."""
     elements, experts = parameters.layers + parameters.ends, parameters.experts
     if execution.zero:
-        elements /= execution.replicas
-        experts /= execution.expert_replicas
+        elements /= execution.shards
+        experts /= execution.expert_replica_shards
     return machine.memory_seconds((elements + experts) * machine.backend.update_bytes, 10)

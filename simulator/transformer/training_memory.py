@@ -76,8 +76,8 @@ def memory_of(model: Transformer, execution: Execution) -> Memory:
     states = [
         (
             size,
-            execution.replicas if execution.zero >= level else 1,
-            execution.expert_replicas if execution.zero >= level else 1,
+            execution.shards if execution.zero >= level else 1,
+            execution.expert_replica_shards if execution.zero >= level else 1,
         )
         for size, level in (
             (2, 3),
@@ -113,11 +113,18 @@ def _device_memory(
         in_flight: microbatches whose activations are stored.
     """
     elements = device_parameters(model, execution, device)
+    trained = trained_parameters(model, execution, elements, device)
+    held = (elements, trained, trained)
     parameters, gradients, optimizer = [
-        size * (elements.layers / shards + elements.experts / expert_shards)
-        for size, shards, expert_shards in states
+        size * (part.layers / shards + part.experts / expert_shards)
+        for part, (size, shards, expert_shards) in zip(held, states, strict=True)
     ]
-    embedding = elements.ends * sum([size / shards for size, shards, _ in states])
+    if model.adapters is not None:
+        size, shards, _ = states[0]
+        parameters += size * trained.layers / shards
+    embedding = sum(
+        [size * part.ends / shards for part, (size, shards, _) in zip(held, states, strict=True)]
+    )
     saved = sum([count * activations[kind][0] for kind, count in device.counts])
     temporaries = max([activations[kind][1] for kind, _ in device.counts], default=0.0)
     if device.losses:
@@ -156,6 +163,23 @@ def device_parameters(
     return DeviceParameters(layers, experts, ends / execution.tensor)
 
 
+def trained_parameters(
+    model: Transformer, execution: Execution, parameters: DeviceParameters, device: DeviceLayers
+) -> DeviceParameters:
+    """Return the elements of those parameters on a device that are trained.
+
+    Args:
+        model: the model.
+        execution: the execution.
+        parameters: all parameters of the device but adapters.
+        device: the layers of the device.
+    """
+    if model.adapters is None:
+        return parameters
+    adapters = sum(count * model.adapter_elements(kind) for kind, count in device.counts)
+    return DeviceParameters(adapters / execution.tensor, 0.0)
+
+
 def layer_parameters(model: Transformer, execution: Execution, kind: LayerKind) -> DeviceParameters:
     """Return the elements of parameters of a layer on a device."""
     elements = model.elements(kind)
@@ -185,7 +209,7 @@ def _layer_temporaries(
     gradients = inner + 2 * 2.0 * tokens * model.hidden
     if kind.mixer in ("attention", "window"):
         gradients = max(gradients, _score_gradients(model, execution))
-    largest = execution.gradient_bytes * matrix
+    largest = execution.gradient_bytes * matrix if model.adapters is None else 0.0
     parameters = layer_parameters(model, execution, kind)
     gathered = 2.0 * 2.0 * parameters.total if execution.zero == 3 else 0.0
     return recomputed + gradients + largest + gathered
@@ -228,6 +252,8 @@ def _loss_temporaries(model: Transformer, execution: Execution) -> float:
     t = execution.tensor
     elements = execution.tokens(model) * model.vocab
     largest = execution.gradient_bytes * model.vocab * model.hidden / t
+    if model.adapters is not None:
+        largest = 0.0
     return _bytes_per_logit(execution) * elements + largest
 
 

@@ -98,14 +98,20 @@ SOFTWARE: Mapping[str, Software] = {
             "composed": ("rotary", "activation"),
         },
     ),
+    # its tables of performance are of InternLM when it was installed with flash attention 1.0.5
+    # (github.com/InternLM/InternLM, doc/en/install.md, doc/en/train_performance.md)
     "internevo": Software(
         EAGER,
-        "flash2",
+        "flash1",
         {
             "overlap_gradients": True,
             "gradient_bytes": 2,
             "communicated_gradient_bytes": 2,
             "composed": ("norm_in_f32",),
+            "broadcasts": True,
+            # beside 12 bytes of state: the gradients in one array, and that array in f32
+            # (internlm/solver/optimizer/hybrid_zero_optim.py)
+            "optimizer_bytes": 18,
         },
     ),
     # github.com/Aleph-Alpha/scaling: gradients in bf16 and summed in f32, the loss on gathered
@@ -188,6 +194,7 @@ def scenario_of(row: StepRow) -> StepScenario:
         ValueError: the degrees don't divide the sizes.
     """
     notes = notes_of(row)
+    row = _completed(row, notes)
     software = software_of(row.framework)
     if software is _MEGATRON_CORE and row.gpu.startswith("V100"):
         software = _MEGATRON_2021
@@ -202,14 +209,30 @@ def scenario_of(row: StepRow) -> StepScenario:
     else:
         per_replica = max(1, fields["global_batch"] // fields["data"])
         micros = [size for size in _MICROBATCHES if per_replica % size == 0]
-    # FSDP of XLA that doesn't fit without recomputation has a policy that its table doesn't say
-    jitted_shards = software.backend is JITTED and fields["zero"] == 3
-    unsaid = recompute_of(row) is None and jitted_shards
+    # FSDP that doesn't fit without recomputation has a policy that its table doesn't say
+    dense = software.backend is JITTED or (software.backend is EAGER and model.experts is None)
+    unsaid = recompute_of(row) is None and row.zero == 3 and dense
     kinds = UNSAID if unsaid else (fields["recompute"],)
     candidates = [
         fields | {"microbatch": micro, "recompute": kind} for micro in micros for kind in kinds
     ]
     return _fastest(model, candidates, machine)
+
+
+def _completed(row: StepRow, notes: Notes) -> StepRow:
+    """Return a row with what its notes say of empty cells, and of degrees that can't be.
+
+    Where a table contradicts itself and the batch is smaller than the degree of data parallelism,
+    the other devices divide sequences.
+    """
+    row = replace(row, seq=row.seq or notes.seq)
+    if row.global_batch is None and notes.microbatches and row.micro_batch:
+        batch = notes.microbatches * row.micro_batch * row.replicas
+        return replace(row, global_batch=batch)
+    batch = row.global_batch or row.replicas
+    if notes.doubts_degrees and row.replicas > batch and row.replicas % batch == 0:
+        return replace(row, cp=row.cp * (row.replicas // batch), dp=batch)
+    return row
 
 
 def software_of(framework: str) -> Software:
@@ -226,8 +249,6 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
     for pattern, what in _OTHER_ARCHITECTURES.items():
         if pattern.search(name):
             raise StepRowError(f"column model: {what}; scenarios describe decoders")
-    if notes.adapters:
-        raise StepRowError("column framework: steps of adapters (LoRA) are not expressed yet")
     if notes.experts or has_experts(row):
         return expert_model(row, _look_up(row, "precision", _PRECISIONS))
     hidden, heads = row.required("hidden"), row.required("heads")
@@ -247,8 +268,27 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
         "dropout": gpt and software.attention == "naive",
         "attention": _look_up(row, "kernel", _KERNELS)[0] if row.kernel else software.attention,
         "precision": _look_up(row, "precision", _PRECISIONS),
+        "adapters": _adapters(row, notes),
     }
     return validate(Transformer, fields, "model")
+
+
+_ADAPTED: Mapping[re.Pattern[str], str] = {
+    re.compile(r"nemo automodel"): "all",
+    re.compile(r"nemo mlperf|pax|maxtext"): "attention",
+}
+"""Layers with adapters by framework; recipes of NeMo and Megatron-Bridge adapt linear_qkv alone."""
+
+_DEFAULT_RANK = 32
+"""Rank of adapters in recipes of NeMo and Megatron-Bridge, for rows that don't say it."""
+
+
+def _adapters(row: StepRow, notes: Notes) -> dict[str, Any] | None:
+    if not notes.adapters:
+        return None
+    name = row.framework.lower()
+    layers = next((where for pattern, where in _ADAPTED.items() if pattern.match(name)), "qkv")
+    return {"rank": notes.adapter_rank or _DEFAULT_RANK, "of": layers}
 
 
 def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[str, Any]:
@@ -274,7 +314,14 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
         "recompute": recompute_of(row) or "none",
         # parameters stay gathered between the microbatches of a pipeline (reshard_after_forward)
         "zero": min(zero, 2) if row.pp > 1 else zero,
+        "sharding_group": _sharding_group(row, notes),
     }
+
+
+def _sharding_group(row: StepRow, notes: Notes) -> int | None:
+    """Return the devices over which ZeRO shards, if they are fewer than all that have copies."""
+    replicas = row.replicas * row.cp
+    return notes.shards if notes.shards and replicas % notes.shards == 0 else None
 
 
 def _uneven_stages(row: StepRow, model: Transformer) -> dict[str, Any]:

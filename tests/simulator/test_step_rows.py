@@ -1,6 +1,7 @@
 """Tables of training steps: rows with wrong cells, and the scenarios of rows of each framework."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,35 @@ def test_rows_without_a_measurement_are_refused(tmp_path: Path) -> None:
         "columns step_s, tokens_per_s_per_gpu and tflops_per_gpu: empty"
     ]
     assert memory.statistics.count == 2
+
+
+def test_notes_of_adapters_and_sharding_groups_become_fields() -> None:
+    row = row_with(framework="NeMo MLPerf v5.0 LoRA r16", zero=1, notes="zero1=4; micro_num 4")
+    scenario = scenario_of(row)
+    assert scenario.model.adapters is not None
+    assert (scenario.model.adapters.rank, scenario.model.adapters.of) == (16, "attention")
+    assert scenario.execution.shards == 4
+    bridge = scenario_of(row_with(framework="Megatron-Bridge", notes="LoRA Performance"))
+    assert bridge.model.adapters is not None
+    assert bridge.model.adapters.of == "qkv"
+
+
+def test_notes_complete_empty_cells_and_degrees_that_contradict_the_batch() -> None:
+    notes = "GPU memory test, micro_num 4, seq not stated (7B_sft config: 2048)"
+    row = row_with(gpus=4, pp=4, seq=None, global_batch=None, notes=notes, framework="InternEvo")
+    scenario = scenario_of(row)
+    assert scenario.model.seq == 2048
+    assert scenario.execution.global_batch == 4
+    doubted = row_with(gpus=64, tp=2, cp=2, global_batch=8, micro_batch=None, dp=16)
+    with pytest.raises(ValueError, match="global_batch: given 8"):
+        scenario_of(doubted)
+    execution = scenario_of(replace(doubted, notes="table prints DP 4")).execution
+    assert (execution.context, execution.data) == (4, 8)
+
+
+def test_a_row_with_memory_alone_belongs_to_no_set_of_times() -> None:
+    times, memory = (
+        next(entry for entry in STEP_SETS if entry.name == name)
+        for name in ("internevo", "internevo-memory")
+    )
+    assert (len(list(times.cases())), len(list(memory.cases()))) == (27, 8)

@@ -91,8 +91,14 @@ def _cases_of_rows(
     for row in rows:
         if isinstance(row, BadRow):
             yield Unpredicted(row.name, row.why)
-        elif wanted is None or wanted(row):
+        elif (wanted is None or wanted(row)) and not _states_memory_alone(row):
             yield from _cases(row)
+
+
+def _states_memory_alone(row: StepRow) -> bool:
+    """Return whether a row states the memory of a step, but neither its time nor its outcome."""
+    times = (row.step_s, row.tokens_per_s_per_gpu, row.tflops_per_gpu)
+    return row.memory_gb is not None and not row.outcome and not any(times)
 
 
 def _memory_of_rows(rows: Sequence[StepRow]) -> Iterator[Case | Unpredicted]:
