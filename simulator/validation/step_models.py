@@ -56,6 +56,78 @@ FAMILIES = (
             "experts": {"count": 8, "top_k": 2, "ffn": 16384},
         },
     ),
+    # sizes of the public configurations (config.json of each model on huggingface.co)
+    Family(
+        re.compile(r"deepseek.?v2$|deepseek.?v2.?236b"),
+        "deepseek_v3",
+        {
+            "layers": 60,
+            "hidden": 5120,
+            "ffn": 12288,
+            "vocab": 102400,
+            "prediction_layers": 0,
+            "experts": {"count": 160, "top_k": 6, "ffn": 1536, "shared_ffn": 3072, "first_dense": 1}
+            | {"max_hosts": 3},
+        },
+    ),
+    Family(
+        re.compile(r"moonlight.?16b"),
+        "deepseek_v3",
+        {
+            "layers": 27,
+            "hidden": 2048,
+            "heads": 16,
+            "ffn": 11264,
+            "vocab": 163840,
+            "prediction_layers": 0,
+            "latent_attention": {"key_rank": 512, "rotary_size": 64, "value_size": 128},
+            "experts": {"count": 64, "top_k": 6, "ffn": 1408, "shared_ffn": 2816, "first_dense": 1}
+            | {"max_hosts": None},
+        },
+    ),
+    Family(
+        re.compile(r"llama.?4.*(maverick|400b)"),
+        "qwen3_30b_a3b",
+        {
+            "layers": 48,
+            "hidden": 5120,
+            "heads": 40,
+            "kv_heads": 8,
+            "head_size": 128,
+            "ffn": 16384,
+            "vocab": 202048,
+            "experts": {"count": 128, "top_k": 1, "ffn": 8192, "shared_ffn": 8192, "every": 2},
+        },
+    ),
+    Family(
+        re.compile(r"llama.?4.*(scout|109b)"),
+        "qwen3_30b_a3b",
+        {
+            "layers": 48,
+            "hidden": 5120,
+            "heads": 40,
+            "kv_heads": 8,
+            "head_size": 128,
+            "ffn": 16384,
+            "vocab": 202048,
+            "experts": {"count": 16, "top_k": 1, "ffn": 8192, "shared_ffn": 8192},
+        },
+    ),
+    Family(
+        re.compile(r"glm.?4\.5.?air"),
+        "qwen3_30b_a3b",
+        {
+            "layers": 46,
+            "hidden": 4096,
+            "heads": 96,
+            "kv_heads": 8,
+            "head_size": 128,
+            "ffn": 10944,
+            "vocab": 151552,
+            "experts": {"count": 128, "top_k": 8, "ffn": 1408, "shared_ffn": 1408}
+            | {"first_dense": 1},
+        },
+    ),
     Family(re.compile(r"grok"), "grok1_314b"),
     Family(re.compile(r"nemotron.?3.?nano"), "nemotron_3_nano"),
     Family(re.compile(r"nemotron.?3.?super"), "nemotron_3_super"),

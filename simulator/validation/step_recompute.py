@@ -11,12 +11,12 @@ from simulator.validation.step_rows import StepRow, StepRowError
 
 _KINDS: tuple[tuple[re.Pattern[str], Recompute], ...] = (
     (re.compile(r"none|no"), "none"),
-    (re.compile(r"(remat )?full"), "full"),
+    (re.compile(r"(remat )?(full|save_nothing|nothing_saveable)"), "full"),
     (re.compile(r"selective|core_attn"), "selective"),
     # every second product of a layer is computed again (torchtitan's activation_checkpoint)
     (re.compile(r"selective[ _-]op|op"), "mlp"),
     # policies of Pax and MaxText that save what attention projects, and nothing of the MLP
-    (re.compile(r"(remat )?save_((qkv|out)_\w*proj|dot\w*_except_mlp)\w*"), "mlp"),
+    (re.compile(r"(remat )?(save_)?((qkv|out)_\w*proj|dot\w*_except_mlp)\w*"), "mlp"),
     # policies that save the result of each product
     (re.compile(r"(remat )?(save_dot_only|minimal\w*|save_dots?\w*)"), "none"),
 )

@@ -159,11 +159,16 @@ _CLUSTERS = {
     "GB300": "gb300_nvl72",
     "B300": "dgx_b300",
     "V100-16GB": "p3.16xlarge",
+    "GH200": "gh200_quad",
+    "H100-PCIe": "h100_pcie_8",
 }
 """Shipped clusters by the name of the GPU."""
 
 _PRECISIONS = {"bf16": "bf16", "fp16": "f16", "f16": "f16", "fp8": "f8", "fp8 hybrid": "f8"}
-_PRECISIONS |= {"mxfp8": "mxfp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "": "bf16"}
+# abbreviations of NeMo and Megatron-Bridge: a scale per tensor, of this step (CS) or an earlier one
+# (DS), per block (SC), or microscaling (MX)
+_PRECISIONS |= {"fp8-cs": "f8", "fp8-ds": "f8", "fp8-sc": "f8-block", "fp8-block": "f8-block"}
+_PRECISIONS |= {"fp8-mx": "mxfp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "": "bf16"}
 
 _KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "torch": ("naive", ("softmax", "norm")),
@@ -346,12 +351,20 @@ def _look_up(row: StepRow, column: str, entries: Mapping[str, Any]) -> Any:
 
 
 def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
-    if row.gpu not in _CLUSTERS:
+    gpu = _gpu_name(row.gpu)
+    if gpu not in _CLUSTERS:
         raise StepRowError(f"column gpu: given {row.gpu!r}, expected one of {', '.join(_CLUSTERS)}")
     backend = software.backend
     if backend is MEGATRON_CORE and has_fused_experts(row):
         backend = MEGATRON_GRAPHS
-    return _cached_machine(_CLUSTERS[row.gpu], row.gpus, notes.nics, notes.nic_gbit, backend)
+    return _cached_machine(_CLUSTERS[gpu], row.gpus, notes.nics, notes.nic_gbit, backend)
+
+
+def _gpu_name(given: str) -> str:
+    """Return the name of a GPU without what is the same for all of its kind."""
+    name = re.sub(r"^(NVIDIA|Tesla)[ -]", "", given)
+    name = re.sub(r"[ -]?SXM\d?", "", name).replace(" ", "-")
+    return re.sub(r"^(H100|H200|B200|GB200|B300|GB300|A800)-\d+GB$", r"\1", name)
 
 
 @cache

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from simulator.cli import app
 from simulator.files import FileError
+from simulator.transformer import EAGER
 from simulator.validation.report import Comparison
 from simulator.validation.sets.steps import STEP_SETS, STEPS, sets_of_file
 from simulator.validation.step_notes import notes_of
@@ -272,3 +273,44 @@ def test_a_row_with_memory_alone_belongs_to_no_set_of_times() -> None:
         for name in ("internevo", "internevo-memory")
     )
     assert (len(list(times.cases())), len(list(memory.cases()))) == (27, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "active"),
+    [
+        ("deepseek-v2", 236, 21),
+        ("moonlight-16b", 16, 3),
+        ("Llama4 Maverick", 401, 17),
+        ("llama-4-scout", 108, 17),
+        ("GLM-4.5-Air", 107, 13),
+    ],
+)
+def test_models_with_experts_have_the_parameters_that_their_cards_state(
+    model: str, total: int, active: int
+) -> None:
+    row = row_with(model=model, seq=4096, ep=8, layers=None, heads=None, vocab=None, hidden=None)
+    scenario = scenario_of(replace(row, ffn=None, kv_heads=None, framework="Megatron-Bridge"))
+    assert scenario.model.parameters / 1e9 == pytest.approx(total, rel=0.01)
+    assert scenario.model.active_parameters / 1e9 == pytest.approx(active, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("given", "as_if"),
+    [("NVIDIA H100 80GB", "H100"), ("H100-SXM5", "H100"), ("NVIDIA GB200", "GB200")],
+)
+def test_a_gpu_is_known_by_its_longer_names(given: str, as_if: str) -> None:
+    assert scenario_of(row_with(gpu=given)).machine is scenario_of(row_with(gpu=as_if)).machine
+
+
+def test_rows_of_torchtitan_have_its_kernels_and_sharding() -> None:
+    row = row_with(
+        framework="torchtitan", zero=3, recompute="selective op", gpus=128, micro_batch=2
+    )
+    plain = scenario_of(replace(row, global_batch=256, notes="FSDP 128; no compile"))
+    compiled = scenario_of(replace(row, global_batch=256, notes="FSDP 8; torch.compile"))
+    assert plain.execution.composed == ("rotary", "activation")
+    assert compiled.execution.composed == ()
+    assert (plain.execution.zero, plain.execution.recompute) == (3, "mlp")
+    assert (plain.execution.shards, compiled.execution.shards) == (128, 8)
+    assert plain.execution.sent_gradient_bytes == 4
+    assert plain.machine.backend is EAGER
