@@ -62,12 +62,6 @@ def changed_files(folder: Path, figure: PaperFigure) -> list[Path]:
     return [path for path in existing if hashes.get(path.name) != _hash(path)]
 
 
-def is_stale(folder: Path, figure: PaperFigure) -> bool:
-    """Whether the rows of a figure were computed by other code than the present one."""
-    record = record_path(folder, figure)
-    return not record.exists() or json.loads(record.read_text())["code"] != rows_code(figure)
-
-
 def mark_changed(
     folder: Path, markers: Path, figures: Iterable[PaperFigure] = FIGURES
 ) -> list[Path]:

@@ -56,14 +56,18 @@ def claims_of(figure: str) -> dict[str, Claim]:
 def checked_claims(figure: PaperFigure, table: Table) -> dict[Claim, bool]:
     """Return whether each claim that a figure checks holds for its rows.
 
+    Claims of a figure of which a part failed are not checked.
+
     Args:
         figure: the figure.
-        table: its rows that did not fail.
+        table: its rows.
 
     Raises:
         ValueError: the file of claims and the figure's module have different claims.
     """
     claims = claims_of(figure.name)
+    if (table["status"] != "ok").any():
+        return {}
     if not hasattr(figure.module, "claims"):
         holds: dict[str, bool] = {}
     else:

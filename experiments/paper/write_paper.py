@@ -33,7 +33,7 @@ def main(folder: str, text: str) -> None:
         figure.name: pd.read_csv(results / f"{figure.name}.csv") for figure in FIGURES
     }
     good = {name: table[table["status"] == "ok"] for name, table in tables.items()}
-    claims = {figure.name: checked_claims(figure, good[figure.name]) for figure in FIGURES}
+    claims = {figure.name: checked_claims(figure, tables[figure.name]) for figure in FIGURES}
     agreements = [agreement(name, table, claims[name]) for name, table in tables.items()]
     summary = pd.DataFrame(one.as_row() for one in agreements)
     write_table(summary, results / "summary.csv")

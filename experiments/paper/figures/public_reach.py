@@ -49,7 +49,7 @@ def draw(table: Table) -> Figure:
             label={"equal": "equal to one device"}.get(outcome, outcome),
         )
         left = left + values
-    axes.set_xlabel("public models")
+    axes.set_xlabel("pairs of a public model and a method")
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     legend_above(figure, axes)
