@@ -12,6 +12,7 @@ from autopar.ir import graph
 from autopar.ir.array_cuts import NO_ARRAYS, CutTree
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import aval_of
+from autopar.ir.preparation import Place, Preparation
 
 
 class MicrobatchError(ValueError):
@@ -116,6 +117,11 @@ class Microbatching:
         return [len(loop.marks) for loop in self.loops]
 
 
+def _places(step: "StepGraph") -> tuple[Place, ...]:
+    """Return the values that a step computes for the whole batch before its microbatches."""
+    return step.preparation.places if step.preparation else ()
+
+
 def _joins(microbatching: Microbatching) -> list[bool]:
     """Return for each accumulated value whether it has the rows of all microbatches."""
     return [how == "rows" for how in microbatching.combine]
@@ -151,6 +157,8 @@ class StepGraph:
             the same time.
         positions: The number of an input that is no argument: the positions of the examples in the
             batch (`autopar.microbatch.row_positions`). None if the step needs none.
+        preparation: What the inputs after the arguments are computed from before the step
+            (`autopar.microbatch.prepared_inputs`). None if there are no such inputs.
     """
 
     jaxpr: Jaxpr
@@ -170,6 +178,7 @@ class StepGraph:
     saved_for_backward: tuple[Var, ...] = ()
     in_flight: int = 1
     positions: int | None = None
+    preparation: Preparation | None = None
 
     def leaves(self, args: Sequence[Any]) -> list[Any]:
         """Return the inputs that the user's arguments `args` consist of.
@@ -198,6 +207,11 @@ class StepGraph:
             raise MicrobatchError(
                 "the parts of a microbatch depend otherwise on the positions of their examples than"
                 " a microbatch does"
+            )
+        if _places(parts) != _places(self):
+            raise MicrobatchError(
+                "the parts of a microbatch need other values of the whole batch than a microbatch"
+                " does"
             )
         if parts.microbatching and self.microbatching:
             if self.run_length % parts.run_length:

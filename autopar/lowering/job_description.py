@@ -32,6 +32,7 @@ class JobDescription:
         outputs: each output where it is after the step; a constant as itself.
         donated: numbers of the inputs whose memory the step may reuse.
         functions: function of each task, by the task's name.
+        prepared: each input that is computed from the arguments before the step.
     """
 
     job: Job
@@ -39,6 +40,7 @@ class JobDescription:
     outputs: tuple[Array | Constant, ...]
     donated: frozenset[int] = frozenset()
     functions: Mapping[str, TaskFunction] = field(default_factory=dict)
+    prepared: tuple[Array, ...] = ()
 
 
 def mesh_of(stage: Stage) -> StageMesh:
@@ -104,8 +106,10 @@ class _Describer:
             output.value if isinstance(output, Output) else output for output in outputs
         )
         functions = {task.name: function for task, function in self._functions.items()}
-        arguments = homes[: self._step.in_tree.num_leaves]
-        return JobDescription(job, arguments, whole_outputs, self._donated, functions)
+        count = self._step.in_tree.num_leaves
+        made = self._step.preparation.places if self._step.preparation else ()
+        prepared = homes[count : count + len(made)]
+        return JobDescription(job, homes[:count], whole_outputs, self._donated, functions, prepared)
 
     def _array(self, stage: int, var: Var, name: str) -> Array:
         values = self._planned.values[stage]

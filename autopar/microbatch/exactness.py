@@ -1,5 +1,7 @@
 """How the microbatches of a step differ from the whole batch, by the user's choice."""
 
+from collections.abc import Sequence
+
 from autopar.ir.step_graph import Exactness, StepGraph
 from autopar.microbatch.created_rows import folds_position
 
@@ -22,6 +24,11 @@ def exactness_warnings(step: StepGraph) -> list[str]:
     """Return a warning for each way in which microbatches differ from the whole batch."""
     exactness = exactness_of(step)
     warnings = []
+    if step.preparation is not None:
+        warnings.append(
+            "computed for the whole batch before the step, and not in its predicted time and"
+            f" memory: {_listed(step.preparation.lines)}"
+        )
     if exactness.rng == "fold_in":
         warnings.append(
             "rng='fold_in': each microbatch draws random bits from a key of its own, so they are"
@@ -29,12 +36,16 @@ def exactness_warnings(step: StepGraph) -> list[str]:
         )
     if exactness.batch_statistics == "microbatch":
         assert step.microbatching is not None
-        lines = step.microbatching.own_statistics
-        named = ", ".join(lines[:_MOST_LINES])
-        more = f" and {len(lines) - _MOST_LINES} more lines" if len(lines) > _MOST_LINES else ""
+        named = _listed(step.microbatching.own_statistics)
         warnings.append(
             f"batch_statistics='microbatch': each microbatch uses statistics of its own at {named}"
-            f"{more}, so the results are not those of the step without microbatches; what is"
+            ", so the results are not those of the step without microbatches; what is"
             " computed from these statistics afterwards, as running averages, has their mean"
         )
     return warnings
+
+
+def _listed(lines: Sequence[str]) -> str:
+    """Return the first of some lines of code, and how many more there are."""
+    more = f" and {len(lines) - _MOST_LINES} more lines" if len(lines) > _MOST_LINES else ""
+    return ", ".join(lines[:_MOST_LINES]) + more

@@ -22,6 +22,7 @@ from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
 from autopar.runtime.executable import Executable
 from autopar.runtime.loaded_job import LoadedJob, Values, is_at
+from autopar.runtime.preparing import Preparer
 from autopar.runtime.tasks import CompiledTask, compile_tasks
 from autopar.runtime.timing import dummy_inputs, executed_timeline
 from autopar.runtime.transports import MoveCarrier, Transport, default_transport
@@ -77,6 +78,9 @@ class LocalExecutable(Executable):
             partial(MoveCarrier, devices=devices, transport=transport),
         )
         self.homes = [self.job.sharding(array) for array in self.description.inputs]
+        preparation = planned.step.preparation
+        prepared = [self.job.sharding(array) for array in self.description.prepared]
+        self._prepare = None if preparation is None else Preparer(preparation, prepared)
         self._outputs = self._output_sources()
         self.in_shardings = jax.tree.unflatten(self.step.in_tree, self.homes)
         out_shardings = [
@@ -116,9 +120,14 @@ class LocalExecutable(Executable):
         for leaf, home in zip(leaves, self.homes, strict=True):
             if not is_at(leaf, home):
                 raise ValueError("an argument is not where the plan wants it; see shard_args")
-        values = self.job.run(dict(enumerate(leaves)), {})
+        values = self.job.run(self.inputs(leaves), {})
         results = [self._take(output, values) for output in self._outputs]
         return self.step.result.joined(results)
+
+    def inputs(self, leaves: Sequence[jax.Array]) -> dict[int, jax.Array]:
+        """Return the inputs of the job by number: the arguments, and what is computed from them."""
+        prepared = self._prepare(leaves) if self._prepare else []
+        return dict(enumerate([*leaves, *prepared]))
 
     def _take(self, output: "Output | jax.stages.Wrapped", values: Sequence[Values]) -> jax.Array:
         """Return an output; a constant gets new memory, which the next step may reuse."""

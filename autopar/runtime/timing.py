@@ -38,7 +38,7 @@ def executed_timeline(executable: "LocalExecutable", leaves: list[jax.Array]) ->
         executable: the step.
         leaves: its inputs, sharded as the plan says.
     """
-    values = executable.job.start(dict(enumerate(leaves)), {})
+    values = executable.job.start(executable.inputs(leaves), {})
     compute: dict[int, float] = defaultdict(float)
     communication: dict[int, float] = defaultdict(float)
     arrived: dict[tuple[str, int], float] = {}

@@ -16,6 +16,7 @@ from autopar.ir.array_cuts import Cut, CutTree
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of, error_line
+from autopar.ir.preparation import Place, Preparation
 from autopar.ir.step_graph import EXACT, Exactness, MicrobatchError, Microbatching, StepGraph
 from autopar.layering.gradient_layers import gradient_layers
 from autopar.layering.gradient_scans import cut_gradient_scans
@@ -29,6 +30,13 @@ from autopar.layering.layers import (
 )
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
 from autopar.microbatch.gradients import tracing_whole_arrays
+from autopar.microbatch.prepared_inputs import (
+    PREPARED,
+    more_prepared,
+    preparation,
+    prepared_rows,
+    with_prepared,
+)
 from autopar.microbatch.row_lookups import with_own_rows
 from autopar.microbatch.row_positions import POSITIONS, add_positions, without_unread_positions
 from autopar.microbatch.splitting import split, split_once
@@ -151,6 +159,43 @@ class _Trace(NamedTuple):
     batch: frozenset[int]
 
 
+class _Numbered(NamedTuple):
+    """The traces of a step with inputs that are no arguments.
+
+    Attributes:
+        pairs: The traces for a part of the batch, each with that for all of it.
+        batch: The numbers of the inputs whose first dim is the batch.
+        positions: The number of the input with the positions of the examples, or None.
+    """
+
+    pairs: Sequence[tuple[Jaxpr, Jaxpr]]
+    batch: frozenset[int]
+    positions: int | None
+
+
+class _Split(NamedTuple):
+    """A step as it runs in microbatches.
+
+    Attributes:
+        jaxpr: The flat jaxpr.
+        microbatching: Which equations run when; None without microbatches.
+        preparation: What is computed before the step; None if nothing is.
+        rows: The numbers of the inputs whose first dim is the batch, with prepared ones, without
+            the positions of the examples.
+    """
+
+    jaxpr: Jaxpr
+    microbatching: Microbatching | None
+    preparation: Preparation | None = None
+    rows: frozenset[int] = frozenset()
+
+    @property
+    def prepared_paths(self) -> list[str]:
+        """The paths of the inputs that are computed before the step."""
+        places = self.preparation.places if self.preparation else ()
+        return [f"{PREPARED} {k}" for k in range(len(places))]
+
+
 class _StepTracer:
     """Traces of a step for several numbers of microbatches; see `trace` for the arguments.
 
@@ -258,28 +303,31 @@ class _StepTracer:
             jaxpr = gradient_layers(jaxpr, self.layers)
             traced = traced._replace(jaxpr=jaxpr)
         out_paths = traced.result.piece_paths
-        microbatching = None
+        step = _Split(jaxpr, None)
         if self.marked or count > 1:
-            jaxpr, microbatching = self._split(traced, count)
-        num_inputs = len(traced.in_keys)
-        has_positions = len(jaxpr.invars) > num_inputs
+            step = self._split(traced, count)
+        jaxpr = step.jaxpr
+        paths = [*traced.arguments.piece_paths, *step.prepared_paths]
+        has_positions = len(jaxpr.invars) > len(paths)
+        positions = len(paths) if has_positions else None
         return StepGraph(
             jaxpr=jaxpr,
-            in_paths=(*traced.arguments.piece_paths, *([POSITIONS] if has_positions else [])),
+            in_paths=(*paths, *([POSITIONS] if has_positions else [])),
             out_paths=out_paths,
-            batch=traced.batch | ({num_inputs} if has_positions else set()),
+            batch=traced.batch | step.rows | ({len(paths)} if has_positions else set()),
             carried=_carried(jaxpr, traced.in_keys, traced.out_keys, traced.batch),
-            positions=num_inputs if has_positions else None,
+            positions=positions,
+            preparation=step.preparation,
             in_tree=traced.arguments.piece_tree,
             out_tree=traced.result.piece_tree,
             arguments=traced.arguments,
             result=traced.result,
             name=self.name,
-            microbatching=microbatching,
+            microbatching=step.microbatching,
             retrace=self.graph,
         )
 
-    def _split(self, traced: _Trace, count: int) -> tuple[Jaxpr, Microbatching]:
+    def _split(self, traced: _Trace, count: int) -> _Split:
         """Return the step as it runs in microbatches; `traced` is the step for one of them.
 
         Values of a microbatch with a single example, or a single run of examples, may have dims of
@@ -310,38 +358,70 @@ class _StepTracer:
             " padded graphs, and apply the model to each by jax.vmap."
         )
 
-    def _split_like(self, scale: int, traced: _Trace, count: int) -> tuple[Jaxpr, Microbatching]:
-        """Return the step, split like the step for a batch that is larger by `scale`."""
+    def _split_like(self, scale: int, traced: _Trace, count: int) -> _Split:
+        """Return the step, split like the step for a batch that is larger by `scale`.
+
+        What the step computes from the whole batch alone is computed before its microbatches, if
+        these can't be right otherwise.
+        """
         micro = traced.jaxpr
-        batch = traced.batch
         on_shards = any(eqn.primitive.name == SHARD_MAP for eqn in micro.eqns)
         if count == 1:
-            return split_once(micro, batch, self.forward)
+            return _Split(*split_once(micro, traced.batch, self.forward))
         whole = self._traced(Fraction(1), True, False).jaxpr
         part = self._traced(Fraction(1, count), True, on_shards).jaxpr
         small = self._traced(Fraction(scale, count), True, on_shards).jaxpr
         large = self._traced(Fraction(scale), True, on_shards).jaxpr
         part_of = self._traced(Fraction(1), True, on_shards).jaxpr
-        pairs = [(micro, whole), (part, part_of), (small, large)]
+        traces = micro, whole, part, part_of, small, large
+        places: tuple[Place, ...] = ()
+        refused: MicrobatchError | None = None
+        while True:
+            numbered = self._numbered(traces, traced.batch, places, count)
+            try:
+                return self._split_numbered(numbered, traces, places, count)
+            except MicrobatchError as error:
+                refused = refused or error
+                more = more_prepared(traces, numbered.pairs[-1], numbered.batch, count)
+                if not more:
+                    raise refused from None
+                places += more
+
+    def _numbered(
+        self, traces: Sequence[Jaxpr], batch: frozenset[int], places: Sequence[Place], count: int
+    ) -> _Numbered:
+        """Return traces with the values at `places` and the positions as inputs."""
+        num_inputs = len(traces[0].invars) + len(places)
+        batch |= prepared_rows(traces[0], batch, places)
+        prepared = [with_prepared(trace, places) for trace in traces]
+        pairs = list(zip(prepared[::2], prepared[1::2], strict=True))
         numbered = add_positions(pairs, batch, count, self.exactness.rng == "fold_in")
-        positions = None
-        if numbered is not None:
-            (micro, whole), (part, _), (small, large) = numbered
-            positions = len(traced.in_keys)
-            batch |= {positions}
+        if numbered is None:
+            return _Numbered(pairs, batch, None)
+        return _Numbered(numbered, batch | {num_inputs}, num_inputs)
+
+    def _split_numbered(
+        self, numbered: _Numbered, traces: Sequence[Jaxpr], places: Sequence[Place], count: int
+    ) -> _Split:
+        """Return the step as it runs in microbatches; `traces` are those without more inputs."""
+        (micro, whole), (part, _), (small, large) = numbered.pairs
         jaxpr, microbatching = split(
             micro,
             whole,
             (small, large),
-            batch,
+            numbered.batch,
             count,
             part,
             gradient_free=self.forward or not self.marked,
             stages=self.marked,
-            positions=positions,
+            positions=numbered.positions,
             own_statistics=self.exactness.batch_statistics == "microbatch",
         )
-        return without_unread_positions(jaxpr, positions), microbatching
+        jaxpr = without_unread_positions(jaxpr, numbered.positions)
+        if not places:
+            return _Split(jaxpr, microbatching)
+        rows = numbered.batch - {numbered.positions}
+        return _Split(jaxpr, microbatching, preparation(traces[1], places), rows)
 
 
 def _traced_jaxpr(

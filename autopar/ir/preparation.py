@@ -1,0 +1,37 @@
+"""Inputs of a step that are no arguments: they are computed from the arguments before the step."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, Var
+
+from autopar.ir.evaluate import evaluate, unchanged
+
+type Place = tuple[int, int]
+"""The number of an equation and of one of its results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What is computed for the whole batch before the first microbatch.
+
+    Attributes:
+        jaxpr: the equations that compute it, with all arguments of the step as inputs.
+        places: the values in the traces of the step.
+        lines: the lines of code that compute the values, as "FILE:LINE".
+        reads: numbers of the arguments that it depends on.
+    """
+
+    jaxpr: Jaxpr = field(repr=False)
+    places: tuple[Place, ...]
+    lines: tuple[str, ...]
+    reads: tuple[int, ...]
+
+    def compute(self, *operands: jax.Array) -> list[jax.Array]:
+        """Return the values, from the arguments `reads`."""
+        jaxpr = self.jaxpr
+        env: dict[Var, Any] = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+        env.update(zip((jaxpr.invars[i] for i in self.reads), operands, strict=True))
+        evaluate(enumerate(jaxpr.eqns), env, before=unchanged, after=unchanged)
+        return [env[var] for var in jaxpr.outvars if isinstance(var, Var)]

@@ -1,0 +1,221 @@
+"""Values that a step computes from the whole batch before its first microbatch.
+
+A step may mix examples before its model sees them: it adds a rolled or permuted batch (mixup),
+standardizes advantages by their mean and deviation, or divides by a sum of weights. No microbatch
+has what that needs. But such values depend on the inputs alone, so they are computed once for the
+whole batch, and the microbatches take them as further inputs: values with a row per example are cut
+like the batch, others are the same for all. This changes where a value is computed and never what
+it is, so the results stay those of the whole batch.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from autopar.ir.equation_groups import Unit, dependents, has_backward, units
+from autopar.ir.graph import Atom, aval_of, needed, source_line
+from autopar.ir.keys import is_key
+from autopar.ir.preparation import Place, Preparation
+from autopar.ir.step_graph import MicrobatchError
+from autopar.microbatch.batch_scaling import BatchScalings
+from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
+from autopar.primitives import record_of
+
+PREPARED = "prepared input"
+"""The first words of the path of an input that is computed from the whole batch."""
+
+
+def preparation(whole: Jaxpr, places: Sequence[Place]) -> Preparation:
+    """Return the equations that compute the values at `places`.
+
+    Args:
+        whole: flat jaxpr of the step for the whole batch.
+        places: the values.
+    """
+    values = [_value(whole, place) for place in places]
+    pure = [(n, eqn) for n, eqn in enumerate(whole.eqns) if not eqn.effects]
+    eqns = [eqn for _, eqn in needed(pure, values)]
+    read = {atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var)}
+    jaxpr = whole.replace(eqns=eqns, outvars=values, effects=frozenset())
+    lines = dict.fromkeys(source_line(whole.eqns[number]) for number, _ in places)
+    reads = tuple(i for i, var in enumerate(whole.invars) if var in read)
+    return Preparation(jaxpr, tuple(places), tuple(lines), reads)
+
+
+def with_prepared(jaxpr: Jaxpr, places: Iterable[Place]) -> Jaxpr:
+    """Return a trace that takes the values at `places` as its last inputs."""
+    new = {value: Var(value.aval) for value in (_value(jaxpr, place) for place in places)}
+
+    def renamed(atoms: Iterable[Atom]) -> list[Atom]:
+        return [new.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
+
+    eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns]
+    return jaxpr.replace(
+        invars=[*jaxpr.invars, *new.values()], eqns=eqns, outvars=renamed(jaxpr.outvars)
+    )
+
+
+def prepared_rows(jaxpr: Jaxpr, batch: Collection[int], places: Sequence[Place]) -> frozenset[int]:
+    """Return which of the inputs of `with_prepared` have a row per example.
+
+    Args:
+        jaxpr: a trace of the step, without the inputs.
+        batch: its inputs whose first dim is the batch.
+        places: the values that become inputs.
+    """
+    examples = {aval_of(jaxpr.invars[i]).shape[0] for i in batch}
+    shapes = [aval_of(_value(jaxpr, place)).shape for place in places]
+    first = len(jaxpr.invars)
+    return frozenset(
+        first + k for k, shape in enumerate(shapes) if shape and examples == {shape[0]}
+    )
+
+
+def more_prepared(
+    traces: Sequence[Jaxpr], sizes: tuple[Jaxpr, Jaxpr], batch: frozenset[int], count: int
+) -> tuple[Place, ...]:
+    """Return values that a step may compute before its microbatches, which else refuse it.
+
+    Args:
+        traces: the traces of the step, in turns for a part of the batch and for `count` times as
+            many examples.
+        sizes: the last two of the traces with further inputs: values that are prepared, and the
+            positions of the examples.
+        batch: inputs of `sizes` whose first dim is the batch.
+        count: number of microbatches.
+
+    Returns:
+        The values that are not separable and, if there are none, the statistics of the batch.
+        Empty if nothing can be prepared.
+    """
+    names = [eqn.primitive for eqn in traces[0].eqns]
+    if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
+        return ()
+    try:
+        found = BatchScalings(*sizes, batch, count)
+    except MicrobatchError:
+        return ()
+    search = _Search(traces, sizes[0], batch, found)
+    return search.places(search.inseparable() or search.statistics())
+
+
+class _Search:
+    """The search for values that can be prepared; see `more_prepared` for the arguments."""
+
+    def __init__(
+        self, traces: Sequence[Jaxpr], small: Jaxpr, batch: Collection[int], found: BatchScalings
+    ) -> None:
+        smallest = traces[-2]
+        self._traces = traces
+        self._kinds = found.kinds
+        self._examples = [i for i in batch if i < len(smallest.invars)]
+        self._units = units(enumerate(small.eqns))
+        self._unit_of = {var: unit for unit in self._units for var in unit.makes}
+        self._place = {
+            var: (n, r) for n, eqn in enumerate(smallest.eqns) for r, var in enumerate(eqn.outvars)
+        }
+        self._candidates = _of_inputs_alone(smallest, self._examples)
+
+    def places(self, values: Iterable[Var]) -> tuple[Place, ...]:
+        """Return the places of values in all traces."""
+        return tuple(self._place[var] for var in values)
+
+    def inseparable(self) -> list[Var]:
+        """Return the values that are not separable, where what can't be prepared reads them."""
+        bad = {var for var in self._candidates if isinstance(self._kinds[var], NotSeparable)}
+        chosen: dict[Var, None] = {}
+
+        def choose(var: Var) -> bool:
+            if self._fits(var):
+                chosen[var] = None
+                return True
+            reads = [other for other in self._unit_of[var].reads if other in bad]
+            return bool(reads) and all([choose(other) for other in reads])
+
+        for var in self._read_by_model(lambda var: isinstance(self._kinds[var], NotSeparable)):
+            if var in bad and not choose(var):
+                return []
+        return list(chosen)
+
+    def statistics(self) -> list[Var]:
+        """Return the sums, means and functions of them that the model or its loss reads."""
+
+        def is_statistic(var: Var) -> bool:
+            kind = self._kinds[var]
+            return isinstance(kind, BatchScaling) and kind.form in ("linear", "function")
+
+        read = self._read_by_model(lambda var: True)
+        return [var for var in read if is_statistic(var) and self._fits(var)]
+
+    def _read_by_model(self, condition: Callable[[Var], bool]) -> list[Var]:
+        """Return the candidates that others read, if these compute a value that meets it."""
+        readers = (
+            unit
+            for unit in self._units
+            if self._candidates.isdisjoint(unit.makes) and any(map(condition, unit.makes))
+        )
+        read = (var for unit in readers for var in unit.reads if var in self._candidates)
+        return list(dict.fromkeys(read))
+
+    def _fits(self, var: Var) -> bool:
+        """Return whether a value has a row per example, or one shape for any batch, and no keys."""
+        place = self._place.get(var)
+        if place is None or is_key(aval_of(var).dtype):
+            return False
+        shapes = [aval_of(_value(trace, place)).shape for trace in self._traces]
+        if len(set(shapes)) == 1:
+            return True
+        batches = [
+            {aval_of(trace.invars[i]).shape[0] for i in self._examples} for trace in self._traces
+        ]
+        return len({shape[1:] for shape in shapes}) == 1 and all(
+            shape and rows == {shape[0]} for shape, rows in zip(shapes, batches, strict=True)
+        )
+
+
+def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
+    """Return the cheap values that depend neither on the model nor on a gradient.
+
+    Every array of floating-point numbers that is not of the batch may be the model's. Products of
+    matrices and loops over what is in the batch are no preparation.
+
+    Args:
+        jaxpr: flat jaxpr of a step.
+        examples: inputs whose first dim is the batch, without the positions of the examples.
+    """
+    numbered = list(enumerate(jaxpr.eqns))
+    groups = units(numbered)
+    of_batch = dependents(numbered, (jaxpr.invars[i] for i in examples))
+    sources: list[Var] = [
+        var
+        for i, var in enumerate(jaxpr.invars)
+        if i not in examples
+        and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
+        and aval_of(var).ndim > 0
+    ]
+    for unit in groups:
+        is_costly = not of_batch.isdisjoint(unit.reads) and any(map(_is_costly, _eqns(unit)))
+        if is_costly or has_backward(unit):
+            sources += unit.makes
+    excluded = dependents(numbered, sources)
+    return {var for unit in groups if excluded.isdisjoint(unit.makes) for var in unit.makes}
+
+
+def _may_be_of_model(var: Var) -> bool:
+    aval = aval_of(var)
+    return aval.ndim > 0 and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _eqns(unit: Unit) -> list[JaxprEqn]:
+    return [eqn for _, eqn in unit.eqns]
+
+
+def _is_costly(eqn: JaxprEqn) -> bool:
+    record = record_of(eqn)
+    return record.is_contraction or record.runs_body or bool(eqn.effects)
+
+
+def _value(jaxpr: Jaxpr, place: Place) -> Var:
+    number, result = place
+    return jaxpr.eqns[number].outvars[result]
