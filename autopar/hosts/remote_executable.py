@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, override
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar import report
@@ -68,6 +69,8 @@ class RemoteExecutable(Executable):
         self.out_shardings = jax.tree.unflatten(
             self.step.out_tree, [array.sharding for array in self._output_arrays]
         )
+        if self.step.preparation is not None:
+            self._compute = jax.jit(self.step.preparation.compute)
         self.compile_seconds = time.perf_counter() - start
 
     # -- running
@@ -93,13 +96,19 @@ class RemoteExecutable(Executable):
         outputs = {
             o: array for o, array in enumerate(self.description.outputs) if isinstance(array, Array)
         }
-        handles = self.hosts.run(self._number, leaves, outputs)
+        handles = self.hosts.run(self._number, [*leaves, *self._prepared(leaves)], outputs)
         for i in self.description.donated:
             if isinstance(leaves[i], DistributedArray):
                 leaves[i].is_donated = True
         # Outputs without a handle are constants.
         results = [handles.get(o, output) for o, output in enumerate(self.description.outputs)]
         return self.step.result.joined(results)
+
+    def _prepared(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Return the inputs that are computed from the arguments, in this process."""
+        if self.step.preparation is None:
+            return []
+        return self._compute(*(jnp.asarray(leaves[i]) for i in self.step.preparation.reads))
 
     def _check(self, i: int, leaf: Any, wanted: Array) -> None:
         """Raise an error unless input `i` can be used as it is."""

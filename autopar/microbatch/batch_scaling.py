@@ -174,6 +174,8 @@ class BatchScalings:
 
     def _of_equation(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
         """Return the scalings of the results of an equation that is no marker."""
+        if not eqn.outvars:
+            return []  # it has an effect, such as that of jax.debug.print
         try:
             repairable = number in self._rules.repaired and number not in self._unrepaired
             repaired = self._repaired(eqn, whole) if repairable else None

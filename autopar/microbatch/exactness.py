@@ -26,8 +26,8 @@ def exactness_warnings(step: StepGraph) -> list[str]:
     warnings = []
     if step.preparation is not None:
         warnings.append(
-            "computed for the whole batch before the step, and not in its predicted time and"
-            f" memory: {_listed(step.preparation.lines)}"
+            "computed for the whole batch before the step, and not in its predicted time: "
+            + _listed(step.preparation.lines)
         )
     if exactness.rng == "fold_in":
         warnings.append(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import random_bits_p, random_split_p
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.graph import Atom, aval_of, needed, source_line
@@ -20,6 +21,7 @@ from autopar.ir.preparation import Place, Preparation
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
+from autopar.microbatch.created_rows import is_exact_by_row
 from autopar.primitives import record_of
 
 PREPARED = "prepared input"
@@ -178,7 +180,8 @@ def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
     """Return the cheap values that depend neither on the model nor on a gradient.
 
     Every array of floating-point numbers that is not of the batch may be the model's. Products of
-    matrices and loops over what is in the batch are no preparation.
+    matrices and loops over what is in the batch are no preparation. Nor are random bits that a
+    generator draws for all examples together: the masks of all dropouts would be inputs.
 
     Args:
         jaxpr: flat jaxpr of a step.
@@ -196,7 +199,7 @@ def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
     ]
     for unit in groups:
         is_costly = not of_batch.isdisjoint(unit.reads) and any(map(_is_costly, _eqns(unit)))
-        if is_costly or has_backward(unit):
+        if is_costly or has_backward(unit) or any(map(_draws_together, _eqns(unit))):
             sources += unit.makes
     excluded = dependents(numbered, sources)
     return {var for unit in groups if excluded.isdisjoint(unit.makes) for var in unit.makes}
@@ -214,6 +217,10 @@ def _eqns(unit: Unit) -> list[JaxprEqn]:
 def _is_costly(eqn: JaxprEqn) -> bool:
     record = record_of(eqn)
     return record.is_contraction or record.runs_body or bool(eqn.effects)
+
+
+def _draws_together(eqn: JaxprEqn) -> bool:
+    return eqn.primitive in (random_bits_p, random_split_p) and not is_exact_by_row(eqn)
 
 
 def _value(jaxpr: Jaxpr, place: Place) -> Var:

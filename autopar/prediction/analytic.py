@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from jax.extend.core import Var
+
 from autopar.analysis.choices import recover
 from autopar.analysis.planned_collectives import collectives_by_equation
 from autopar.analysis.replay import ShardedEquation
@@ -178,7 +180,9 @@ class _StageModel:
             *self._step.cross_task_values,
         }
         for _, mark in self._step.microbatching.marks if self._step.microbatching else ():
-            task_values.update((*mark.invars, *mark.outvars))
+            task_values.update(
+                atom for atom in (*mark.invars, *mark.outvars) if isinstance(atom, Var)
+            )
         return _rounded(self._memory.roles_at_peak(self._choices.selected, numbers, task_values))
 
     @cached_property

@@ -360,14 +360,6 @@ def halved(x, goes_on):
     )[1]
 
 
-def summed_up(hidden, key):
-    def add(total, key):
-        return total + jax.random.normal(key), total
-
-    _, sums = lax.scan(add, jnp.zeros(()), jax.random.split(key, len(hidden)))
-    return hidden * sums[:, None]
-
-
 def on_shards(change: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of hidden values and a key that runs on shards of the examples."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -376,10 +368,6 @@ def on_shards(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "permutation": (
-        lambda h, k, p, b: h * jax.random.permutation(k, len(h))[:, None],
-        "sort at",
-    ),
     "shuffled examples": (lambda h, k, p, b: h * jax.random.permutation(k, h), "sort at"),
     "chosen examples": (lambda h, k, p, b: h + h[np.array([0, 2])].sum(), "at"),
     "examples chosen without a sign": (
@@ -398,14 +386,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda h, k, p, b: h + (h @ h.T * jnp.eye(len(h))) @ h,
         "dot_general",
     ),
-    "a row for each pair": (
-        lambda h, k, p, b: h * jax.random.normal(k, (len(h), len(h))).sum(1)[:, None],
-        "random_bits at .* depends on the size of the batch",
-    ),
-    "one row less": (
-        lambda h, k, p, b: h * jax.random.normal(k, (len(h) - 1,)).sum(),
-        "random_bits at .* depends on the size of the batch",
-    ),
     "random bits of a shard": (
         lambda h, k, p, b: h + on_shards(lambda x, k: dropout(k, x))(b["x"], k).sum(1)[:, None],
         "shard_map at .* draws random bits for examples",
@@ -414,7 +394,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda h, k, p, b: h + on_shards(lambda x, k: x * len(x))(b["x"], k).sum(1)[:, None],
         "shard_map at .* uses the size of the batch inside its body",
     ),
-    "a loop through the examples": (lambda h, k, p, b: summed_up(h, k), "a loop at"),
     "a row of a table by the size of the batch": (
         lambda h, k, p, b: h * p["table"][len(h) - 1],
         "start_indices, .* slice at",

@@ -186,7 +186,6 @@ def normalized(weights):
 
 REFUSED = {
     "square of a masked mean": lambda p, b: masked_mean(p, b) ** 2,
-    "logarithm of a masked mean": lambda p, b: jnp.log(masked_mean(p, b)),
     "weights that are learned": lambda p, b: (
         (outputs(p, b)[:, 0]).sum() / (outputs(p, b)[:, 1] ** 2).sum()
     ),
