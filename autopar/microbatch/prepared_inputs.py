@@ -98,12 +98,12 @@ def more_prepared(
         found = BatchScalings(*sizes, batch, count)
     except MicrobatchError:
         return ()
-    search = _Search(traces, sizes[0], batch, found)
+    search = _PreparableValues(traces, sizes[0], batch, found)
     return search.places(search.inseparable() or search.statistics())
 
 
-class _Search:
-    """The search for values that can be prepared; see `more_prepared` for the arguments."""
+class _PreparableValues:
+    """The values of a step that can be prepared; see `more_prepared` for the arguments."""
 
     def __init__(
         self, traces: Sequence[Jaxpr], small: Jaxpr, batch: Collection[int], found: BatchScalings

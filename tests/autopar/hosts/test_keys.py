@@ -118,3 +118,31 @@ def test_a_state_with_a_key_is_created_and_restored_with_the_placement_of_its_st
     autopar.save_checkpoint(tmp_path, state, 2)
     placements = step.get_last_executable().get_input_placement_specs()[0]
     assert_as_one_device((autopar.restore_checkpoint(tmp_path, placement_specs=placements), value))
+
+
+@pytest.mark.hosts(2, 4)
+def test_what_is_computed_before_the_step_is_sent_to_the_hosts(hosts):
+    """The batch is permuted by a key that is on the hosts."""
+
+    def permuted_step(state: Any, batch: Any) -> Any:
+        order = jax.random.permutation(state["seed"], batch["x"].shape[0])
+
+        @autopar.manual_layer_construction
+        def loss(params: Any) -> jax.Array:
+            x = batch["x"] + batch["x"][order]
+            for i in range(4):
+                if i:
+                    autopar.mark_pipeline_boundary()
+                x = jnp.tanh(x @ params[f"w{i}"])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        params, value = descend(state["params"], autopar.value_and_grad(loss)(state["params"]))
+        return {"params": params, "seed": jax.random.fold_in(state["seed"], 1)}, value
+
+    function = autopar.parallelize(permuted_step, method=pipeline(2), donate_argnums=(0,))
+    state, expected = first_state(), first_state()
+    for _ in range(2):
+        state, value = function(state, stack_batch())
+        expected, loss = jax.jit(permuted_step)(expected, stack_batch())
+        assert_allclose(np.array(value), loss, rtol=1e-5)
+    assert function.get_last_executable().step.preparation is not None
