@@ -22,13 +22,20 @@ def code_hash(*packages: str) -> str:
     """
     digest = sha256()
     for package in packages:
-        path = ROOT / package
-        files = [path] if path.is_file() else path.rglob("*.py")
-        profiles = (ROOT / package).rglob("profiles/*/*.yaml")
-        for path in sorted((*files, *profiles)):
-            digest.update(f"{path.relative_to(ROOT)}\n".encode())
-            digest.update(path.read_bytes())
+        digest.update(_content(package))
     return digest.hexdigest()[:16]
+
+
+@cache
+def _content(package: str) -> bytes:
+    """Return the names and the contents of the files of a package, or of a single file."""
+    path = ROOT / package
+    files = [path] if path.is_file() else path.rglob("*.py")
+    profiles = path.rglob("profiles/*/*.yaml")
+    return b"".join(
+        f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes()
+        for file in sorted((*files, *profiles))
+    )
 
 
 CODE = "autopar", "simulator", "experiments"

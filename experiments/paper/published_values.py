@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 from experiments.paper.study import FIGURES, PaperFigure, Table
 from experiments.sources import ROOT
 
@@ -40,6 +38,8 @@ def published_table(name: str) -> Table:
     Raises:
         ValueError: the file has no source, or lacks a value.
     """
+    import pandas as pd  # only the jobs need it, not the workflow
+
     path = FOLDER / f"{name}.csv"
     _check_headings(path)
     _check_values(path)
@@ -48,6 +48,8 @@ def published_table(name: str) -> Table:
 
 def claims_of(figure: str) -> dict[str, Claim]:
     """Return the claims that a figure checks, by name."""
+    import pandas as pd
+
     table = pd.read_csv(CLAIMS, comment="#", dtype=str)
     claims = [Claim(**row) for row in table.to_dict("records")]  # pyright: ignore[reportCallIssue]
     return {claim.name: claim for claim in claims if claim.figure == figure}
