@@ -22,12 +22,12 @@ def code_hash(*packages: str) -> str:
     """
     digest = sha256()
     for package in packages:
-        digest.update(_content(package))
+        digest.update(package_content(package))
     return digest.hexdigest()[:16]
 
 
 @cache
-def _content(package: str) -> bytes:
+def package_content(package: str) -> bytes:
     """Return the names and the contents of the files of a package, or of a single file."""
     path = ROOT / package
     files = [path] if path.is_file() else path.rglob("*.py")

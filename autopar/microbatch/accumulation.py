@@ -87,19 +87,8 @@ def accumulate_locally(
     parts = accumulation.parts
     micro = parts.microbatching
     assert micro is not None
-    combine, accumulated, rows = _combine(parts), _accumulated(parts), _row_dims(parts)
-    inputs = [
-        ((*accumulation.axes,), *spec[1:])
-        if i in step.batch
-        else spec_along(spec, accumulation.axes)
-        for i, spec in enumerate(accumulation.inputs)
-    ]
-    results = [
-        spec_along(spec, accumulation.axes)
-        if (dim := rows.get(var)) is None
-        else (*((),) * dim, accumulation.axes, *((),) * (len(spec) - dim - 1))
-        for var, spec in zip(accumulated, accumulation.results, strict=True)
-    ]
+    combine, accumulated = _combine(parts), _accumulated(parts)
+    inputs, results = _specs_along_axes(step, accumulation)
     sharded = {
         var: spec
         for i, (var, spec) in enumerate(zip(parts.jaxpr.invars, inputs, strict=True))
@@ -139,6 +128,29 @@ def accumulate_locally(
     )
     values = run(*(env[var] for var in step.jaxpr.invars))
     env.update(zip(_accumulated(step), values, strict=True))
+
+
+def _specs_along_axes(
+    step: StepGraph, accumulation: LocalAccumulation
+) -> tuple[list[Spec], list[Spec]]:
+    """Return the specs of inputs and accumulated values along the axes of an accumulation.
+
+    The batch is sharded along all of them, and so are results with a row for each example.
+    """
+    axes, parts = accumulation.axes, accumulation.parts
+    inputs = [
+        ((*axes,), *spec[1:]) if i in step.batch else spec_along(spec, axes)
+        for i, spec in enumerate(accumulation.inputs)
+    ]
+    rows = _row_dims(parts)
+    results = []
+    for var, spec in zip(_accumulated(parts), accumulation.results, strict=True):
+        dim = rows.get(var)
+        if dim is None:
+            results.append(spec_along(spec, axes))
+        else:
+            results.append((*((),) * dim, axes, *((),) * (len(spec) - dim - 1)))
+    return inputs, results
 
 
 def _loop(

@@ -86,11 +86,7 @@ def validate(
     if as_json:
         print_json(comparisons_json(comparisons))
     else:
-        width = _MIN_WIDTH + max(len(comparison.published.name) for comparison in comparisons)
-        print_table(summary(comparisons), width)
-        if (table := memory_summary(comparisons)) is not None:
-            print_table(table, width)
-        _print_rows(comparisons, worst)
+        _print_comparisons(comparisons, worst)
     for note in notes:
         typer.echo(note, err=True)
     if output is not None:
@@ -98,6 +94,15 @@ def validate(
             print_written(*write_report(comparisons, output))
     if any(comparison.met is False for comparison in comparisons):
         raise typer.Exit(NO)
+
+
+def _print_comparisons(comparisons: Sequence[Comparison], worst: int) -> None:
+    """Print the tables of sets, and the rows with the largest errors."""
+    width = _MIN_WIDTH + max(len(comparison.published.name) for comparison in comparisons)
+    print_table(summary(comparisons), width)
+    if (table := memory_summary(comparisons)) is not None:
+        print_table(table, width)
+    _print_rows(comparisons, worst)
 
 
 def _selected_sets(

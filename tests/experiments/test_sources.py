@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from experiments import sources
-from experiments.sources import CODE, ROOT, code_hash
+from experiments.sources import CODE, ROOT, code_hash, package_content
 
 
 def test_the_hash_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch) -> None:
@@ -15,8 +15,12 @@ def test_the_hash_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch
         )
     monkeypatch.setattr(sources, "ROOT", tmp_path)
 
-    def fresh() -> str:
+    def forget() -> None:
         code_hash.cache_clear()
+        package_content.cache_clear()
+
+    def fresh() -> str:
+        forget()
         return code_hash(*CODE)
 
     before = fresh()
@@ -33,7 +37,7 @@ def test_the_hash_changes_with_any_file_of_a_package(tmp_path: Path, monkeypatch
         before = fresh()
     (tmp_path / "autopar/new.py").write_text("")
     assert fresh() != before
-    code_hash.cache_clear()
+    forget()
 
 
 def test_every_rule_that_runs_code_depends_on_it() -> None:
