@@ -294,7 +294,7 @@ def test_every_exported_name_has_a_docstring(name):
     assert not text.startswith(f"{name}(")  # a dataclass without one documents its signature
 
 
-SPELLED_WITH_S = re.compile(r"([a-z]{2,})is(?:e|es|ed|er|ers|ing|ation|ations)\b", re.IGNORECASE)
+SPELLED_WITH_S = re.compile(r"([a-z]{2,})is(?:e|es|ed|er|ers|ing|ation|ations)(?![a-z])", re.I)
 """Words that may have -ise where American English has -ize, without their ending."""
 
 STEMS = ("w", "ra", "no", "prom", "surpr", "exerc", "digit")  # with an s in American English too

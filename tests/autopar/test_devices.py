@@ -32,7 +32,7 @@ def test_virtual_devices_are_of_one_machine_however_many(count: int) -> None:
         ("NVIDIA GB300", "gb300_nvl72"),
     ],
 )
-def test_gpus_are_recognised_by_their_kind(kind: str, name: str) -> None:
+def test_gpus_are_recognized_by_their_kind(kind: str, name: str) -> None:
     assert [cluster_of(mesh(count, "gpu", kind)).num_devices for count in (1, 4)] == [1, 4]
     assert cluster_of(mesh(4, "gpu", kind)).name == name
 

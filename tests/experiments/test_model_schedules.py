@@ -112,7 +112,7 @@ def test_scheduled_transformers_are_the_model_in_loss_and_every_gradient(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["manual", "gspmd"])
-def test_batch_normalisation_is_of_the_whole_batch_wherever_that_is(backend: Backend) -> None:
+def test_batch_normalization_is_of_the_whole_batch_wherever_that_is(backend: Backend) -> None:
     sch = FAMILIES["wide_resnet"].scheduled(Knobs(batch_axis="x", checkpoint_ratio=0.5), (2, 4))
     Verify(sch, [IMAGES], backend=backend, batch_axis="x").check()
 

@@ -97,7 +97,7 @@ def three_steps(planned, step, rows):
         ]
     ),
 )
-def test_one_synchronisation_per_step_and_the_result_of_one_device(method, shape, count, reduce):
+def test_one_synchronization_per_step_and_the_result_of_one_device(method, shape, count, reduce):
     step = step_of(reduce)
     planned = autopar.parallelize(
         step, method=METHODS[method](devices=shape, num_micro_batches=count)
