@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from simulator.cli import app
 from simulator.files import FileError
 from simulator.transformer import EAGER
+from simulator.validation.cases import Case
 from simulator.validation.report import Comparison
-from simulator.validation.sets.steps import STEP_SETS, STEPS, sets_of_file
+from simulator.validation.sets.steps import STEP_SETS, STEPS, is_fitted, sets_of_file, step_cases
 from simulator.validation.step_notes import notes_of
 from simulator.validation.step_recompute import recompute_of
 from simulator.validation.step_rows import COLUMNS, BadRow, StepRow, StepRowError, read_step_rows
@@ -314,3 +315,15 @@ def test_rows_of_torchtitan_have_its_kernels_and_sharding() -> None:
     assert (plain.execution.shards, compiled.execution.shards) == (128, 8)
     assert plain.execution.sent_gradient_bytes == 4
     assert plain.machine.backend is EAGER
+
+
+def test_rows_to_which_numbers_are_fitted_are_counted(tmp_path: Path) -> None:
+    name = "megatron_bridge_25.09-26.08"
+    rows = [row for row in read_step_rows(STEPS / f"{name}.csv") if isinstance(row, StepRow)]
+    fitted = [row for row in rows if is_fitted(name, row)]
+    assert len([row for row in fitted if row.gpu == "GB300" and "llama" in row.model]) == 15
+    assert len([row for row in fitted if "Nemotron_3" in row.model]) == 26
+    # a table of the same name elsewhere has rows of its own
+    (tmp_path / f"{name}.csv").write_text((STEPS / f"{name}.csv").read_text())
+    cases = step_cases(name, lambda row: "llama3-70b" in row.model, tmp_path)
+    assert not any(case.fitted for case in cases if isinstance(case, Case))
