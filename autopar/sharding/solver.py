@@ -1,4 +1,4 @@
-"""Solving choice problems: exact reductions and lower bounds first, HiGHS for what is left."""
+"""Solving choice problems: reductions, lower bounds and branching, and HiGHS for what is left."""
 
 import math
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.progress import count_progress
+from autopar.progress import count_progress, progress_part
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.presolve import Reduction
 from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
@@ -47,6 +47,12 @@ So many pairs come from layers that repeat, whose dead ends are found once. In o
 drop most options in less time.
 """
 
+_BRANCHING = 10_000
+"""Number of pairs of options above which a problem is branched, which takes less time than HiGHS.
+
+Memory limits couple all decisions, so that problems with limits are left to HiGHS.
+"""
+
 _PATIENCE = 4
 """Rounds of sweeps without progress, while prices of constraints converge."""
 
@@ -70,7 +76,8 @@ def solve(
 ) -> Solution:
     """Return the cheapest choice, or one that is proven to be within `tolerance` of it.
 
-    Presolve and sweeps (`presolve`, `trws`) reduce the problem; HiGHS solves the remaining core.
+    Presolve and sweeps (`presolve`, `trws`) reduce the problem. A large core that remains is
+    branched: its heaviest decision takes each of its options in turn. HiGHS solves a small core.
 
     Args:
         problem: costs in seconds, with capacity constraints.
@@ -91,10 +98,12 @@ def solve(
 class _SelectionSearch:
     """The state of a search: the best choice, and the lower bound of all others.
 
+    A `limit` is the cost of a choice that is known elsewhere; only cheaper ones are looked for.
+
     Attributes:
         work: the reduced problem.
         choice: the best allowed choice.
-        best: its cost.
+        best: its cost, or the limit as long as there is none.
         bound: lower bound of all choices.
         refused: cost of the cheapest choice that is not allowed, and that choice.
         prices: price of each capacity constraint.
@@ -109,12 +118,13 @@ class _SelectionSearch:
         start: Sequence[int] | None,
         bound: float,
         allowed: Allowed,
+        limit: float = math.inf,
     ) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.deadline = time.monotonic() + time_limit
         self.work = Reduction(problem)
         self.choice: tuple[int, ...] | None = None
-        self.best = math.inf
+        self.best = limit
         self.bound, self.allowed = bound, allowed
         self.refused: tuple[float, tuple[int, ...]] = math.inf, ()
         self.prices = np.zeros(len(problem.limits))
@@ -124,6 +134,16 @@ class _SelectionSearch:
 
     def run(self) -> Solution:
         """Return the solution."""
+        core = self.search()
+        if self.refused[0] < self.best and not self.within(self.enough):
+            self.best, self.choice = self.refused
+        if self.choice is None:
+            raise InfeasibleError("no choice of shardings satisfies every requirement")
+        gap = self.gap()
+        return Solution(self.choice, self.best, 0.0 if gap < _ROUNDING else gap, core)
+
+    def search(self) -> int:
+        """Look for the best choice; return the decisions that sweeps leave open."""
         self.work.reduce(dead_ends=self.work.size > _LARGE)
         self.enough = max(self.tolerance, _ENOUGH if self.work.size > _SMALL else 0.0)
         make_finite(self.work)
@@ -135,12 +155,7 @@ class _SelectionSearch:
             self.bound = min(self.best, self.refused[0])  # options that were dropped are no better
         elif core and not self.within(self.enough) and self.refused[0] >= self.best:
             self.finish()
-        if self.refused[0] < self.best and not self.within(self.enough):
-            self.best, self.choice = self.refused
-        if self.choice is None:
-            raise InfeasibleError("no choice of shardings satisfies every requirement")
-        gap = self.gap()
-        return Solution(self.choice, self.best, 0.0 if gap < _ROUNDING else gap, core)
+        return core
 
     def gap(self) -> float:
         """Return the relative distance of the best choice from the bound."""
@@ -212,7 +227,11 @@ class _SelectionSearch:
         share = exceeded / self.scale
         if np.abs(share).max(initial=0.0) < _NO_SHARE:
             return
-        target = self.best if self.choice else self.work.constant + 0.1 * abs(self.work.constant)
+        target = (
+            self.best
+            if math.isfinite(self.best)
+            else self.work.constant + 0.1 * abs(self.work.constant)
+        )
         step = max(0.0, target - self.work.constant) * share / (share @ share) / self.scale
         self.price(np.maximum(-self.prices, step))
 
@@ -239,7 +258,7 @@ class _SelectionSearch:
 
     def within(self, tolerance: float) -> bool:
         """Return whether the best choice is within a relative gap of the bound."""
-        return self.choice is not None and self.best - self.bound <= max(
+        return math.isfinite(self.best) and self.best - self.bound <= max(
             self.rounding(), tolerance * abs(self.best)
         )
 
@@ -254,8 +273,11 @@ class _SelectionSearch:
             price(self.work, change)
 
     def finish(self) -> None:
-        """Solve the remaining problem with HiGHS."""
+        """Solve the remaining problem: branch it if it is large, or else use HiGHS."""
         self.work.reduce()
+        if not self.problem.limits and self.work.size > _BRANCHING:
+            self.branch()
+            return
         merge_equal_rows(self.work, self.best)
         if self.work.size > _SMALL:
             count_progress(_SWEEPING, 1, f"solving {len(self.work.costs)} decisions with HiGHS")
@@ -274,6 +296,60 @@ class _SelectionSearch:
             return
         self.bound = max(self.bound, self.work.constant + bound)
         self.offer(dict(zip(self.work.costs, chosen, strict=True)))
+
+    def branch(self) -> None:
+        """Solve the remaining problem once for each option of its heaviest decision.
+
+        Costs of other decisions then depend on that option alone, so that few sweeps close the gap
+        that the relaxation of the whole problem has.
+
+        Raises:
+            TimeoutError: there is no time left, and no choice was found.
+        """
+        problem, core = self.work.rest(), list(self.work.costs)
+        pairs = [sum(cost.size for cost in self.work.edges[i].values()) for i in core]
+        decision = pairs.index(max(pairs))
+        options = np.argsort(problem.nodes[decision])
+        bound = math.inf
+        for done, option in enumerate(options):
+            if time.monotonic() > self.deadline:
+                if self.choice is None:
+                    raise TimeoutError("no sharding plan was found within the time limit; raise it")
+                return
+            nodes = list(problem.nodes)
+            nodes[decision] = np.full(len(options), math.inf)
+            nodes[decision][option] = problem.nodes[decision][option] + self.work.constant
+            part = self.part(SelectionProblem(nodes, problem.edges), core)
+            first = _SWEEPING + (1 - _SWEEPING) * done / len(options)
+            with progress_part(first, first + (1 - _SWEEPING) / len(options)):
+                try:
+                    part.search()
+                except InfeasibleError:
+                    continue
+            bound = min(bound, part.bound)
+            for choice in (part.choice, part.refused[1]):
+                if choice:
+                    self.offer(dict(zip(core, choice, strict=True)))
+        self.bound = max(self.bound, min(self.best, bound))
+
+    def part(self, problem: SelectionProblem, core: list[int]) -> "_SelectionSearch":
+        """Return a search for a better choice of the decisions `core`, which are left.
+
+        Args:
+            problem: costs of these decisions, with that of all others.
+            core: their numbers in `work`.
+        """
+        return _SelectionSearch(
+            problem,
+            self.deadline - time.monotonic(),
+            self.tolerance,
+            start=None,
+            bound=-math.inf,
+            allowed=lambda choice: self.allowed(
+                self.work.complete(dict(zip(core, choice, strict=True)))
+            ),
+            limit=self.best,
+        )
 
     def check_limits(self) -> None:
         """Minimize the use of each capacity constraint, for a first choice that satisfies it.
