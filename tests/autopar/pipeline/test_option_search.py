@@ -137,6 +137,28 @@ def test_a_step_that_is_fastest_on_one_mesh_has_no_stages():
     assert planned(**options, stage_option=UniformStageOption(2)).schedule != WHOLE_STEP
 
 
+def test_a_step_that_barely_fits_as_one_program_is_not_ruled_out():
+    """Its memory is less than the sum of what its layers save where each is planned alone."""
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+    batch = {"sequence_length": 64, "batch_size": 64}
+    model = build_model("gpt", sizes | batch | {"remat": False})
+    arguments = model.abstract_args()
+
+    def step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    whole = autopar.plan_step(step, arguments, cluster=CLUSTER, mesh_shape=(4,))
+    method = autopar.PipeshardParallel(
+        num_micro_batches=1,
+        pipeline_schedule="auto",
+        layer_option=AutoLayerOption(2),
+        stage_option="auto",
+        memory_budget=WORKSPACE_BYTES + 1.001 * MEMORY_MARGIN * whole.predicted_bytes,
+    )
+    plan = autopar.plan_step(step, arguments, method=method, cluster=CLUSTER)
+    assert plan.predicted_seconds <= whole.predicted_seconds
+
+
 def test_automatic_layers_are_as_many_as_the_loss_has():
     options = {"num_micro_batches": 2, "stage_option": UniformStageOption(2)}
     assert planned(**options, layer_option="auto").schedule.layer_option == AutoLayerOption(4)

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem
@@ -58,15 +59,44 @@ def test_large_problems_are_solved_within_the_stated_gap(problem):
 
 
 @settings(max_examples=100)
-@given(selection_problems())
-def test_an_excluded_choice_is_returned_only_if_no_allowed_one_is_cheaper(problem):
+@given(selection_problems(), st.booleans())
+def test_branches_find_the_optimum_of_brute_force(problem, is_swept):
+    """Without sweeps, every decision is branched."""
+    problem = replace(problem, limits=())
+    best = brute_force(problem)
+    patience = patch("autopar.sharding.solver._PATIENCE", int(is_swept))
+    with patch("autopar.sharding.solver._BRANCHING", 1), patience:
+        if np.isinf(best):
+            with pytest.raises(InfeasibleError):
+                solve(problem)
+        else:
+            solution = solve(problem)
+            assert problem.cost(solution.choice) == solution.objective == pytest.approx(best)
+            assert (solution.gap or 0.0) < 1e-6
+
+
+def test_branching_stops_at_the_time_limit():
+    rng = np.random.default_rng(0)
+    nodes = [rng.random(8) for _ in range(12)]
+    pairs = {(i, j): rng.random((8, 8)) for i in range(12) for j in range(i)}
+    problem = SelectionProblem(nodes, {(j, i): cost.T for (i, j), cost in pairs.items()})
+    out_of_time = pytest.raises(TimeoutError, match="no sharding plan was found within the time")
+    with patch("autopar.sharding.solver._BRANCHING", 1), out_of_time:
+        solve(problem, time_limit=1e-9)
+
+
+@pytest.mark.parametrize("branching", [1, 10_000])
+@settings(max_examples=100)
+@given(problem=selection_problems())
+def test_an_excluded_choice_is_returned_only_if_no_allowed_one_is_cheaper(branching, problem):
     def allowed(choice):
         return sum(choice) % 2 == 0
 
     problem = replace(problem, limits=())
     least = brute_force(problem)
     if np.isfinite(least):
-        solution = solve(problem, allowed=allowed)
+        with patch("autopar.sharding.solver._BRANCHING", branching):
+            solution = solve(problem, allowed=allowed)
         choices = product(*(range(len(cost)) for cost in problem.nodes))
         assert (
             solution.objective
