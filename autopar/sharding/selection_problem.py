@@ -77,7 +77,7 @@ class Solution:
         choice: the chosen option of each decision.
         objective: its cost in seconds.
         gap: proven relative distance from the optimum (0 if optimal); None if nothing was proven.
-        core: number of decisions that presolve left to HiGHS.
+        core: number of decisions that presolve and sweeps left to branches or HiGHS.
     """
 
     choice: tuple[int, ...]
