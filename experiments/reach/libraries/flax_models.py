@@ -56,6 +56,35 @@ def linen_mnist() -> PublicStep:
     return PublicStep(train_step, args, options={"batch_argnums": (1, 2)})
 
 
+def linen_mixup() -> PublicStep:
+    """big_vision/train.py: mixup with the batch rolled by one, in the step."""
+    model = _CNN()
+    images = features(8, 8, 1)
+    params = model.init(jax.random.key(0), images)["params"]
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def update_fn(params, opt, rng, images, labels):
+        rng, rng_mixup = jax.random.split(rng)
+        share = jax.random.beta(rng_mixup, 0.2, 0.2)
+        share = jnp.maximum(share, 1.0 - share)
+
+        def mixed(rows):
+            return share * rows + (1.0 - share) * jnp.roll(rows, shift=1, axis=0)
+
+        images, labels = mixed(images), mixed(jax.nn.one_hot(labels, 10))
+
+        def loss_fn(params):
+            logits = model.apply({"params": params}, images)
+            return jnp.mean(optax.softmax_cross_entropy(logits=logits, labels=labels))
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt = tx.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt, rng, loss
+
+    args = (params, tx.init(params), jax.random.key(1), images, classes())
+    return PublicStep(update_fn, args, options={"batch_argnums": (3, 4)})
+
+
 class _Block(nn.Module):
     @nn.compact
     def __call__(self, x, mask, train):
