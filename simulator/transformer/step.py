@@ -86,10 +86,6 @@ def predict(
     step_overhead = machine.backend.step_us * 1e-6
     seconds = steady + bubble + update + gradients.exposed + slots * gathers.exposed + step_overhead
     model_flops = model.flops(execution.global_batch)
-    device_passes = execution.tensor * execution.context * slots * execution.data
-    recomputed_flops = device_passes * sum(
-        layers[kind].recompute.flops * count for kind, count in model.kind_counts.items()
-    )
     dispatch = {"expert": slots * slowest.dispatch} if model.experts else {}
     dispatched = (
         {"expert": slots * (slowest.dispatch + slowest.hidden_dispatch)} if model.experts else {}
@@ -116,10 +112,20 @@ def predict(
         },
         memory=memory or footprint(model, execution, machine),
         model_flops=model_flops,
-        hardware_flops=model_flops + recomputed_flops,
+        hardware_flops=model_flops + _recomputed_flops(model, execution, layers),
         peak_flop_per_s=machine.gemms.peak * execution.devices,
         devices=execution.devices,
         tokens=execution.global_batch * model.seq,
+    )
+
+
+def _recomputed_flops(
+    model: Transformer, execution: Execution, layers: Mapping[LayerKind, LayerPasses]
+) -> float:
+    """Return the FLOP of what all devices recompute in a step."""
+    device_passes = execution.tensor * execution.replicas * execution.microbatches
+    return device_passes * sum(
+        layers[kind].recompute.flops * count for kind, count in model.kind_counts.items()
     )
 
 
