@@ -115,6 +115,7 @@ def draw_bars(
     value: str = "ours",
     published: str = "published",
     names: Mapping[str, str] | None = None,
+    order: Sequence[str] = (),
 ) -> None:
     """Draw a bar for each series in each group, and a mark where a number is published.
 
@@ -127,12 +128,16 @@ def draw_bars(
         value: the column of the bars.
         published: the column of the marks.
         names: names of the series in the legend; their own by default.
+        order: all series, for panels that share a legend but lack some of them.
     """
     groups = list(dict.fromkeys(table["group"]))
     series = list(dict.fromkeys(table["series"]))
     width = 0.84 / len(series)
     marked = False
+    # heights of marks at the axis are parts of its height, as a logarithmic one has no zero
+    at_axis: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "zorder": 5}
     for number, name in enumerate(series):
+        look = order.index(name) if order else number
         rows = table[table["series"] == name]
         places = [
             groups.index(group) + (number - (len(series) - 1) / 2) * width
@@ -142,17 +147,17 @@ def draw_bars(
             places,
             rows[value].fillna(0).tolist(),
             width * 0.94,
-            facecolor=COLOURS[(number + 1) % len(COLOURS)],
+            facecolor=COLOURS[(look + 1) % len(COLOURS)],
             edgecolor="black",
             linewidth=0.4,
-            hatch=HATCHES[number % len(HATCHES)],
+            hatch=HATCHES[look % len(HATCHES)],
             label=(names or {}).get(name, name),
         )
         for place, (_, row) in zip(places, rows.iterrows(), strict=True):
             if str(row.get("fits", "")) == "False":
-                axes.plot(place, 0, "x", color="black", markersize=4, clip_on=False, zorder=4)
+                axes.plot(place, 0.02, "x", color="black", markersize=4, **at_axis)
             if str(row.get("published_fits", "")) == "False":
-                axes.plot(place, 0, "+", color="#D55E00", markersize=6, clip_on=False, zorder=5)
+                axes.plot(place, 0.02, "+", color="#D55E00", markersize=6, **at_axis)
             if published in rows and pd.notna(row[published]):
                 label = None if marked else "published"
                 axes.plot(place, row[published], **PUBLISHED_MARK, label=label)
