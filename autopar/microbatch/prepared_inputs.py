@@ -205,11 +205,6 @@ def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
     return {var for unit in groups if excluded.isdisjoint(unit.makes) for var in unit.makes}
 
 
-def _may_be_of_model(var: Var) -> bool:
-    aval = aval_of(var)
-    return aval.ndim > 0 and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
 def _eqns(unit: Unit) -> list[JaxprEqn]:
     return [eqn for _, eqn in unit.eqns]
 
