@@ -56,7 +56,7 @@ FAMILIES = (
             "experts": {"count": 8, "top_k": 2, "ffn": 16384},
         },
     ),
-    # sizes of the public configurations (config.json of each model on huggingface.co)
+    # Sizes as the developers state them. A test compares the parameters with the published totals.
     Family(
         re.compile(r"deepseek.?v2$|deepseek.?v2.?236b"),
         "deepseek_v3",
