@@ -32,6 +32,8 @@ def project(tmp_path: Path) -> Path:
     for folder in ("autopar", "experiments", "simulator", "profiles"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "Snakefile", copy)
+    (copy / "results/tables").mkdir(parents=True)
+    shutil.copy(ROOT / "results/tables/reach.csv", copy / "results/tables")  # the paper reads it
     return copy
 
 
