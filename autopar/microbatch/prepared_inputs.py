@@ -58,19 +58,21 @@ def with_prepared(jaxpr: Jaxpr, places: Iterable[Place]) -> Jaxpr:
     )
 
 
-def prepared_rows(jaxpr: Jaxpr, batch: Collection[int], places: Sequence[Place]) -> frozenset[int]:
+def prepared_rows(micro: Jaxpr, whole: Jaxpr, places: Sequence[Place]) -> frozenset[int]:
     """Return which of the inputs of `with_prepared` have a row per example.
 
+    A microbatch of a single example does not show it: the others may have a dim of size one, too.
+
     Args:
-        jaxpr: a trace of the step, without the inputs.
-        batch: its inputs whose first dim is the batch.
+        micro: the trace of the step for one microbatch, without the inputs.
+        whole: the trace for the whole batch.
         places: the values that become inputs.
     """
-    examples = {aval_of(jaxpr.invars[i]).shape[0] for i in batch}
-    shapes = [aval_of(_value(jaxpr, place)).shape for place in places]
-    first = len(jaxpr.invars)
+    first = len(micro.invars)
     return frozenset(
-        first + k for k, shape in enumerate(shapes) if shape and examples == {shape[0]}
+        first + k
+        for k, place in enumerate(places)
+        if aval_of(_value(micro, place)).shape != aval_of(_value(whole, place)).shape
     )
 
 

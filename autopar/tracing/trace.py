@@ -392,7 +392,7 @@ class _StepTracer:
     ) -> _Numbered:
         """Return traces with the values at `places` and the positions as inputs."""
         num_inputs = len(traces[0].invars) + len(places)
-        batch |= prepared_rows(traces[0], batch, places)
+        batch |= prepared_rows(traces[0], traces[1], places)
         prepared = [with_prepared(trace, places) for trace in traces]
         pairs = list(zip(prepared[::2], prepared[1::2], strict=True))
         numbered = add_positions(pairs, batch, count, self.exactness.rng == "fold_in")

@@ -7,6 +7,8 @@ import optax
 import pytest
 
 import autopar
+from autopar.ir.flatten import flatten
+from autopar.microbatch.prepared_inputs import prepared_rows
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
 from tests.tiers import slow
@@ -162,6 +164,18 @@ def test_several_of_them_equal_one_device(method):
 @pytest.mark.slow
 def test_each_of_them_equals_one_device_in_a_pipeline(loss):
     run(step_of(loss), PIPELINE)
+
+
+def test_a_value_has_rows_if_its_shape_grows_with_the_batch():
+    """In a microbatch of one example, a value of the whole batch may look like a row."""
+
+    def values(x, mean):
+        return jnp.sin(x), jnp.cos(mean)
+
+    micro, whole = (
+        flatten(jax.make_jaxpr(values)(np.ones((rows, 3)), np.ones((1, 3)))) for rows in (1, 4)
+    )
+    assert prepared_rows(micro, whole, [(0, 0), (1, 0)]) == {2}
 
 
 def test_what_is_printed_of_the_batch_does_not_matter():
