@@ -91,7 +91,7 @@ def _search(
         if rounds < 0 or not program.add_fullest(live, limit):
             return best
         repeated, bound = program.solve(time_limit)
-    return None
+    return best
 
 
 class _Program:

@@ -2,6 +2,7 @@
 
 from itertools import chain, combinations
 from math import inf
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -85,3 +86,11 @@ def test_least_memory_of_a_chain_keeps_every_third_value():
     chosen = cheapest_recomputation(problem, 5)
     assert chosen is not None
     assert chosen.seconds == 4
+
+
+@given(problems())
+def test_least_memory_without_time_recomputes_nothing(problem):
+    with patch("autopar.recompute.recompute_ilp._Program.solve", return_value=(None, inf)):
+        found = least_memory(problem)
+    assert found.repeated == frozenset()
+    assert found.peak_bytes == problem.live_bytes(()).max(initial=0.0)
