@@ -23,9 +23,7 @@ JAX reads these variables when it starts, so they are set before anything import
 - `golden/` and `simulator/data/`: expected outputs, and compiled HLO.
 """
 
-import gc
 import os
-from pathlib import Path
 
 # the many processes that tests start import compiled modules
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
@@ -60,25 +58,6 @@ def pytest_configure(config):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.mkdir("xla"))
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
-
-MAX_MAPS = 30_000
-"""Memory maps of a process above which tests drop compiled programs.
-
-XLA makes maps for each of them. A process that needs more than Linux allows, 65,530, crashes.
-"""
-
-
-def pytest_runtest_teardown(item, nextitem):
-    """Drop compiled programs after a file of tests if the process has many memory maps."""
-    maps = Path("/proc/self/maps")  # only on Linux
-    if (nextitem is not None and nextitem.path == item.path) or not maps.exists():
-        return
-    if maps.read_bytes().count(b"\n") > MAX_MAPS:
-        import jax
-
-        jax.clear_caches()
-        gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter):
