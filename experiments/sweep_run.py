@@ -54,6 +54,7 @@ class SweepRun:
         """
         self._workflow, self._sweep, self._seconds = workflow, sweep, seconds
         self.stopped = False
+        self._foreign: set[psutil.Process] = set()
         self._start = time.monotonic()
         shown = workflow.output_settings
         if not (shown.dryrun or shown.verbose or Quietness.ALL in (shown.quiet or ())):
@@ -72,6 +73,7 @@ class SweepRun:
     def start(self) -> None:
         """Lock the results, and say what there is to compute."""
         self._lock()
+        self._foreign = set(psutil.Process().children(recursive=True))
         os.environ[SWEEP_PROCESS] = str(os.getpid())  # the environment of all jobs
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, self._stop)
@@ -126,12 +128,13 @@ class SweepRun:
     def _stop(self, number: int, frame: object) -> None:
         """End the jobs, and Snakemake, which waits for them.
 
+        Processes that were there before the run, such as a Ray cluster of a test, are not its jobs.
         A second signal kills the jobs that are left. `uv run` may send one, after the terminal.
         """
         del number, frame
         is_first = not self.stopped
         self.stopped = True
-        for process in psutil.Process().children(recursive=True):
+        for process in set(psutil.Process().children(recursive=True)) - self._foreign:
             with suppress(psutil.NoSuchProcess):
                 process.terminate() if is_first else process.kill()
         if is_first:

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,20 +150,20 @@ def test_a_run_starts_with_what_it_has_to_compute(
     )
 
 
-def test_a_stopped_run_ends_its_jobs_and_reports_no_failures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_run_ends_its_jobs_alone_and_reports_no_failures(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ended = []
-    job = SimpleNamespace(terminate=lambda: ended.append("job"))
-    process = SimpleNamespace(children=lambda recursive: [job] if recursive else [])
-    monkeypatch.setattr("psutil.Process", lambda: process)
-    run = SweepRun(workflow(), SWEEP, {})
-    run.start()
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGTERM)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        run = SweepRun(workflow(), SWEEP, {})
+        run.start()
+        with subprocess.Popen(["sleep", "60"]) as job:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            assert job.wait() == -signal.SIGTERM
+        assert other.poll() is None
+        other.kill()
     job_error("none.log")
     run.fail()
-    assert ended == ["job"]
     assert capsys.readouterr().out.splitlines()[1:] == [
         "Stopped. Results so far are kept; the same command goes on from there."
     ]
