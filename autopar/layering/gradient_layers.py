@@ -112,7 +112,7 @@ def _cluster(jaxpr: Jaxpr, forward: Sequence[Unit], option: AutoLayerOption) -> 
         if readers[var]
     ]
     received = received_bytes(len(forward), values)
-    light = None if _loops(forward) else after_heavy(flops > 0, values)
+    light = after_heavy(flops > 0, values)
     layers = cluster_layers(work, received, option.layer_num, option.eps, light=light)
     return np.searchsorted(layers.stops, np.arange(len(forward)), side="right").tolist()
 

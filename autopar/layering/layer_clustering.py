@@ -14,6 +14,9 @@ MIN_HEAVY = 3
 """The least number of heavy equations (matrix products, convolutions) of a layer; fewer only if
 there are not that many for every layer."""
 
+EPS = 0.6
+"""How much more than the average work a layer does at most, if layers allow it."""
+
 type Received = Callable[[], Iterable[np.ndarray]]
 """A function that yields an array for each stop = 1, 2, ... n.
 
@@ -49,7 +52,7 @@ def cluster_layers(
     flops: np.ndarray,
     received: Received,
     num_layers: int,
-    eps: float = 0.6,
+    eps: float | None = None,
     heavy: np.ndarray | None = None,
     light: np.ndarray | None = None,
 ) -> Layers:
@@ -60,7 +63,8 @@ def cluster_layers(
         received: The bytes that layers receive (`received_bytes`).
         num_layers: The number of layers.
         eps: A layer does at most 1 + eps times the average work. A layer with the least number of
-            heavy equations may do more, because it can't be smaller.
+            heavy equations may do more, because it can't be smaller. By default `EPS`, or the
+            smallest number that leaves layers if work is too uneven for it.
         heavy: Which equations are heavy, [equations]; by default those with FLOP.
         light: Which equations count as heavy, too, if there are more layers than heavy ones.
 
@@ -75,7 +79,25 @@ def cluster_layers(
             f"{num_layers} layers asked of {heavy.sum()} {_KINDS[light is not None]}; use 1 to"
             f" {heavy.sum()} layers, and no more stages than layers"
         )
-    windows = _Windows.of(np.asarray(flops, float), heavy, num_layers, eps)
+    flops = np.asarray(flops, float)
+    if eps is not None:
+        return _cluster(flops, received, num_layers, eps, heavy)
+    try:
+        return _cluster(flops, received, num_layers, EPS, heavy)
+    except NoLayersError:
+        eps = _least_eps(flops, received, num_layers, heavy)
+        return _cluster(flops, received, num_layers, eps, heavy)
+
+
+def _cluster(
+    flops: np.ndarray, received: Received, num_layers: int, eps: float, heavy: np.ndarray
+) -> Layers:
+    """Return the layers for a bound on their work; arguments as for `cluster_layers`.
+
+    Raises:
+        NoLayersError: Work is too uneven for `eps`.
+    """
+    windows = _Windows.of(flops, heavy, num_layers, eps)
 
     def most_received(
         before: np.ndarray, column: np.ndarray, starts: np.ndarray, stop: int
@@ -105,6 +127,23 @@ def cluster_layers(
 
     _, stops = _least(windows, least <= bottleneck, received(), unevenness)
     return Layers(stops, bottleneck)
+
+
+def _least_eps(flops: np.ndarray, received: Received, num_layers: int, heavy: np.ndarray) -> float:
+    """Return the smallest `eps` with which there are layers; arguments as for `cluster_layers`."""
+    windows = _Windows.of(flops, heavy, num_layers, float(num_layers))
+    heavies = np.append(0, np.cumsum(heavy))
+    work = np.append(0.0, np.cumsum(np.where(heavy, flops, 0.0)))
+
+    def most_work(
+        before: np.ndarray, column: np.ndarray, starts: np.ndarray, stop: int
+    ) -> np.ndarray:
+        is_smallest = heavies[stop] - heavies[starts] == windows.least_heavy
+        return np.maximum(before, np.where(is_smallest, 0.0, work[stop] - work[starts]))
+
+    everywhere = np.ones(len(flops), bool)
+    least, _ = _least(windows, everywhere, received(), most_work)
+    return least * num_layers / work[-1] - 1
 
 
 type SizedValue = tuple[int, float, Sequence[int]]

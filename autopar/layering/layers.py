@@ -91,14 +91,15 @@ class AutoLayerOption:
             convolutions, some layers have none.
         remat_layer: Whether the backward pass recomputes each layer. With "auto", PipeshardParallel
             takes what it predicts to be faster.
-        eps: The work of a layer is at most 1 + eps times the average.
+        eps: The work of a layer is at most 1 + eps times the average. By default 0.6, or the
+            smallest number that leaves layers if work is too uneven for it.
         cost_criteria: The measure of work: "flops", or the "count" of matrix products and
             convolutions.
     """
 
     layer_num: int
     remat_layer: bool | Literal["auto"] = False
-    eps: float = 0.6
+    eps: float | None = None
     cost_criteria: Literal["flops", "count"] = "flops"
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class AutoLayerOption:
             LayerError,
             layer_num=integer(),
             remat_layer=FLAG | one_of("auto"),
-            eps=real(),
+            eps=NONE | real(),
             cost_criteria=one_of("flops", "count"),
         )
 
@@ -123,12 +124,11 @@ class AutoLayerOption:
         work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
         values = iterations.values()
         received = received_bytes(iterations.total, values)
-        loops = uncut_loops(jaxpr, iterations.scans)
-        light = None if loops else after_heavy(flops > 0, values)
+        light = after_heavy(flops > 0, values)
         try:
             layers = cluster_layers(work, received, self.layer_num, self.eps, light=light)
         except NoLayersError as error:
-            raise NoLayersError(f"{error}{loops}") from None
+            raise NoLayersError(f"{error}{uncut_loops(jaxpr, iterations.scans)}") from None
         return np.searchsorted(layers.stops, np.arange(iterations.total), side="right").tolist()
 
 

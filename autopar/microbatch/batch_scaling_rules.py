@@ -13,7 +13,11 @@ from jax.lax import tile_p
 
 from autopar.ir.graph import Where, aval_of
 from autopar.microbatch.created_rows import why_whole
-from autopar.microbatch.example_blocks import common_blocks, examples_factor
+from autopar.microbatch.example_blocks import (
+    blocks_of_pieces,
+    common_blocks,
+    examples_factor,
+)
 from autopar.microbatch.inner_bodies import why_body_differs
 from autopar.primitives import op_factors
 from autopar.primitives.index import indexed_dims, is_scatter
@@ -206,6 +210,9 @@ def _of_rows(
 ) -> list[BatchScaling]:
     """Return the scalings of results of operands with examples, whose scalings are `rows`."""
     where, factors = Where(eqn), op_factors(eqn)
+    places = blocks_of_pieces(eqn, whole, {k: (kind.dim, kind.blocks) for k, kind in rows.items()})
+    if places is not None:
+        return [BatchScaling("rows", power, *place) for place in places]
     batch = {factors.operands[k][kind.dim] for k, kind in rows.items()}
     blocks = common_blocks(kind.blocks for kind in rows.values())
     if blocks == "none":

@@ -4,11 +4,16 @@ After merging the dims (time, batch), each of `time` blocks has a row per exampl
 alone is one block. Rows that are all equal fit any number of blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
+from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import concatenate_p, pad_p, slice_p
+from jax.lax import split_p
+
+from autopar.ir.graph import aval_of
 from autopar.primitives.factors import OpFactors
 
 
@@ -87,3 +92,84 @@ def common_blocks(several: Iterable[int | None]) -> int | Literal["none"] | None
     if len(numbers) > 1:
         return "none"
     return numbers.pop() if numbers else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Sizes along the dim that an equation joins or cuts.
+
+    Attributes:
+        operands: size of each operand.
+        bounds: numbers of rows before a cut; for `pad` those that it adds, or leaves out, before
+            and behind the operand.
+        results: size of each result.
+    """
+
+    operands: tuple[int, ...]
+    bounds: tuple[int, ...]
+    results: tuple[int, ...]
+
+    def blocks(self, unit: int) -> tuple[tuple[int, ...], ...] | None:
+        """Return all sizes as numbers of blocks of `unit` rows; None if one has a remainder."""
+        groups = (self.operands, self.bounds, self.results)
+        if unit == 0 or any(size % unit for group in groups for size in group):
+            return None
+        return tuple(tuple(size // unit for size in group) for group in groups)
+
+
+def _pieces(eqn: JaxprEqn, dim: int) -> _Pieces | None:
+    """Return the pieces of an equation that joins or cuts `dim`; None if it does neither."""
+    params = eqn.params
+    if (eqn.primitive is concatenate_p and params["dimension"] == dim) or (
+        eqn.primitive is split_p and params["axis"] == dim
+    ):
+        bounds = ()
+    elif eqn.primitive is slice_p and (params["strides"] or {dim: 1})[dim] == 1:
+        bounds = (params["start_indices"][dim],)
+    elif eqn.primitive is pad_p and params["padding_config"][dim][2] == 0:
+        bounds = tuple(abs(int(rows)) for rows in params["padding_config"][dim][:2])
+    else:
+        return None
+    operands = eqn.invars[:1] if eqn.primitive is pad_p else eqn.invars
+    sizes = tuple(aval_of(atom).shape[dim] for atom in operands)
+    return _Pieces(sizes, bounds, tuple(aval_of(var).shape[dim] for var in eqn.outvars))
+
+
+def blocks_of_pieces(
+    eqn: JaxprEqn, larger: JaxprEqn, rows: Mapping[int, tuple[int, int | None]]
+) -> Sequence[tuple[int, int | None]] | None:
+    """Return where the examples are in the results of an equation that joins or cuts blocks.
+
+    Two arrays of examples, joined by `concatenate`, are two blocks. A slice of one of them is a
+    block again.
+
+    Args:
+        eqn: the equation.
+        larger: the same equation for a larger batch.
+        rows: dim of the examples and number of its blocks, for each operand that has a row per
+            example.
+
+    Returns:
+        The dim of the examples and the number of blocks of each result. None if the equation does
+        neither, or cuts through a block.
+    """
+    dims = {dim for dim, _ in rows.values()}
+    if len(dims) != 1:
+        return None
+    dim = dims.pop()
+    small, large = _pieces(eqn, dim), _pieces(larger, dim)
+    if small is None or large is None or rows.keys() != set(range(len(small.operands))):
+        return None
+    units = {
+        (small.operands[k] // blocks, large.operands[k] // blocks)
+        for k, (_, blocks) in rows.items()
+        if blocks is not None
+    } or {tuple(gcd(*p.operands, *p.bounds, *p.results) for p in (small, large))}
+    if len(units) != 1:
+        return None
+    unit, larger_unit = units.pop()
+    counts = small.blocks(unit)
+    if counts is None or counts != large.blocks(larger_unit) or 0 in counts[-1]:
+        return None
+    equal_rows = eqn.primitive in (slice_p, split_p) and all(b is None for _, b in rows.values())
+    return [(dim, None if equal_rows else blocks) for blocks in counts[-1]]

@@ -13,9 +13,11 @@ from jax.extend.core import Var
 from autopar._cpython import builds_graphs
 from autopar.devices import Device, logical_mesh
 from autopar.ir.array_sizes import value_bytes
-from autopar.ir.control_flow import MARKERS
+from autopar.ir.control_flow import MARKERS, OPENING
+from autopar.ir.graph import source_line
 from autopar.ir.step_graph import StepGraph
 from autopar.layering.layers import num_layers
+from autopar.layering.scan_layers import LAYERS_IN_LOOPS
 from autopar.microbatch.exactness import exactness_of
 from autopar.pipeline.partition import Partition
 from autopar.pipeline.partitioner import partition_step
@@ -406,10 +408,25 @@ def _light_stage_warnings(graphs: Sequence[StageGraph]) -> tuple[str, ...]:
     if not light or len(light) == len(graphs):
         return ()
     listed = ", ".join(map(str, light))
+    lines = dict.fromkeys(line for graph in graphs for line in _lines_of_loops(graph))
+    loops = f"; each loop is in one layer, at {', '.join(lines)}: {LAYERS_IN_LOOPS}"
     return (
         f"stages without a matrix product or convolution: {listed} of {len(graphs)}; their devices"
-        " do little, so fewer layers and stages are faster",
+        f" do little, so fewer layers and stages are faster{loops if lines else ''}",
     )
+
+
+def _lines_of_loops(graph: StageGraph) -> list[str]:
+    """Return the lines of the loops in the forward tasks of a stage that has a product."""
+    if not _has_product(graph):
+        return []
+    return [
+        source_line(eqn)
+        for task, eqns in graph.tasks.items()
+        if task.phase == "F"
+        for _, eqn in eqns
+        if eqn.primitive in OPENING
+    ]
 
 
 def _has_product(graph: StageGraph) -> bool:

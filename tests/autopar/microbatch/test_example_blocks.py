@@ -20,11 +20,11 @@ from autopar.testing import assert_allclose
 
 TIME, WIDTH = 6, 4
 EXAMPLES, COUNT = 4, 3
-MOVES = "transpose", "merge", "split", "tile", "reverse"
+MOVES = "transpose", "merge", "split", "tile", "reverse", "join", "cut", "pad"
 
 
 def rearranged(xp, x, moves):
-    """Move, merge, split, copy and reverse dims by the functions of `jnp` or `np`."""
+    """Move, merge, split, copy, reverse, join and cut dims by the functions of `jnp` or `np`."""
     for move, number in moves:
         dim = number % x.ndim
         if move == "transpose":
@@ -38,6 +38,13 @@ def rearranged(xp, x, moves):
             x = xp.tile(x, [1 + (each == dim) for each in range(x.ndim)])
         elif move == "reverse":
             x = xp.flip(x, dim)
+        elif move == "join":
+            x = xp.concatenate([x, x + number][:: 1 - 2 * (number % 2)], dim)
+        elif move == "cut" and x.shape[dim] % 2 == 0:
+            x = xp.split(x, 2, dim)[number % 2]
+        elif move == "pad":
+            size = (0, x.shape[dim])[:: 1 - 2 * (number % 2)]
+            x = xp.pad(x, [size if each == dim else (0, 0) for each in range(x.ndim)])
     return xp.exp(x)
 
 
@@ -159,3 +166,56 @@ def test_rows_that_the_loss_returns_in_another_order_are_refused_with_what_to_re
     assert_refused(
         step, r"dot_general at .*test_example_blocks.py.* merges another dim .* return arrays"
     )
+
+
+def step_of_pairs(loss_of_scores):
+    """Return a step that scores two arrays of examples, joined to one."""
+
+    def step(weights, batch):
+        def loss_fn(weights):
+            joined = jnp.concatenate([batch["chosen"], batch["rejected"]])
+            return loss_of_scores(jnp.tanh(joined @ weights).sum(-1), batch["weight"])
+
+        loss, gradient = jax.value_and_grad(loss_fn)(weights)
+        return weights - 0.1 * gradient, loss
+
+    return step
+
+
+def preferences(scores, weight):
+    chosen, rejected = scores[: len(weight)], scores[len(weight) :]
+    weights = jnp.concatenate([weight, jnp.ones_like(weight)])
+    return -jax.nn.log_sigmoid(chosen - rejected).mean() + (scores * weights).sum() / weights.sum()
+
+
+def without_first(scores, weight):
+    return scores[1:].mean()
+
+
+def across_the_border(scores, weight):
+    return (scores[len(weight) // 2 : -len(weight) // 2] ** 2).mean()
+
+
+PAIRS = {
+    "chosen": BATCH["x"][0],
+    "rejected": BATCH["x"][1],
+    "weight": np.linspace(0.5, 1, 8, dtype=np.float32),
+}
+
+
+def run_on_pairs(loss_of_scores):
+    step = step_of_pairs(loss_of_scores)
+    method = autopar.ShardParallel(1, num_micro_batches=2)
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    return parallel(PARAMS["in"], PAIRS), jax.jit(step)(PARAMS["in"], PAIRS)
+
+
+def test_arrays_of_examples_may_be_joined_and_cut_again():
+    result, expected = run_on_pairs(preferences)
+    assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_of_scores", [without_first, across_the_border])
+def test_a_cut_between_other_examples_is_refused(loss_of_scores):
+    with pytest.raises(autopar.MicrobatchError, match=r"test_example_blocks.py"):
+        run_on_pairs(loss_of_scores)

@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autopar.layering.layer_clustering import (
+    EPS,
     MIN_HEAVY,
     NoLayersError,
     after_heavy,
@@ -103,6 +104,25 @@ def test_clustering_finds_the_optimum_of_brute_force(graph, num_layers, eps):
     layers = cluster_layers(flops, received, num_layers, eps)
     work = [flops[a:b].sum() for a, b in pairwise((0, *layers.stops))]
     assert (layers.bottleneck, sum(w * w for w in work)) == min(candidates)
+
+
+@given(graphs(), st.integers(1, 4))
+def test_work_that_is_too_uneven_is_divided_as_evenly_as_it_can_be(graph, num_layers):
+    flops, values = graph
+    heavies = int((flops > 0).sum())
+    assume(num_layers <= heavies)
+    received = received_bytes(len(flops), values)
+    layers = cluster_layers(flops, received, num_layers)
+    least, usual = min(MIN_HEAVY, heavies // num_layers), (1 + EPS) * flops.sum() / num_layers
+    most = []
+    for cut in combinations(range(1, len(flops)), num_layers - 1):
+        parts = [flops[a:b] for a, b in pairwise((0, *cut, len(flops)))]
+        if all((part > 0).sum() >= least for part in parts):
+            large = [part.sum() for part in parts if (part > 0).sum() > least]
+            most.append(max(large, default=0.0))
+    parts = [flops[a:b] for a, b in pairwise((0, *layers.stops))]
+    large = [part.sum() for part in parts if (part > 0).sum() > least]
+    assert max(large, default=0.0) <= max(usual, min(most)) * (1 + 1e-6)
 
 
 def test_a_stack_of_blocks_is_cut_between_blocks():
