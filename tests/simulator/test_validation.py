@@ -271,7 +271,22 @@ def test_rows_without_a_feasible_plan_are_counted_and_named(tmp_path: Path) -> N
         "sc21-ptd: 2 not predicted, as no microbatch and interleave divides the model "
         "and fits in memory: 1.7B on 32, 7.5B on 128" in table
     )
-    assert Comparison.of(SETS["simumax-memory"]).statistics.unpredicted == 6
+
+
+def test_simumax_models_with_experts_are_predicted_and_unknown_ones_named(tmp_path: Path) -> None:
+    shipped = Comparison.of(SETS["simumax-memory"])
+    with_experts = [case for case in shipped.cases if case.name.startswith("deepseek")]
+    assert (len(with_experts), shipped.statistics.unpredicted) == (6, 0)
+    assert max(abs(case.error) for case in with_experts) < 0.01
+    folder = write_edited(
+        tmp_path,
+        "simumax_b200",
+        lambda rows: rows.head(2).assign(case=["qwen3_l4_tp1", rows.case[1]]),
+    )
+    unknown = Comparison.of(SETS["simumax-time"], folder).unpredicted
+    assert [row.why for row in unknown] == [
+        "sizes are known of llama3_70b, llama3_405b, deepseekv2, deepseekv3"
+    ]
 
 
 def test_rows_that_can_not_be_compared_are_refused(tmp_path: Path) -> None:

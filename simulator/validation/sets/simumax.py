@@ -1,12 +1,23 @@
-"""SimuMax (Moore Threads, Apache-2.0): steps and memory of Llama 3 on 8 B200."""
+"""SimuMax (Moore Threads, Apache-2.0): steps and memory of Llama 3 and DeepSeek on 8 B200."""
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from simulator.transformer import Execution, Transformer, memory_of, predict
+from simulator.hardware.description import validate
+from simulator.transformer import (
+    EAGER,
+    Execution,
+    Machine,
+    Transformer,
+    memory_of,
+    predict,
+)
 from simulator.validation.cases import Case, PublishedSet, Unpredicted
 from simulator.validation.sets.published_rows import GIB, PUBLISHED, machine, records
+from simulator.validation.step_models import expert_model
+from simulator.validation.step_rows import StepRow
 
 _LLAMA = {
     "70b": (8192, 64, 8, 28672),
@@ -14,7 +25,10 @@ _LLAMA = {
 }
 """Hidden size, heads, heads of keys and values, and inner width of the MLP."""
 
-_SIMUMAX_FIELD = re.compile(r"(l|tp|cp|pp|dp|seq|mbc)(\d+)")
+_DEEPSEEK = {"deepseekv2": "deepseek-v2", "deepseekv3": "deepseek-v3"}
+"""Models with experts by the beginning of the name of a row."""
+
+_SIMUMAX_FIELD = re.compile(r"(l|tp|cp|pp|dp|ep|seq|mbc)(\d+)")
 
 
 def _simumax(
@@ -22,45 +36,65 @@ def _simumax(
 ) -> Iterator[tuple[str, Transformer, Execution, float, float] | Unpredicted]:
     """Yield the name, model, execution, seconds and GiB of each row.
 
-    Names of rows contain their sizes. Models other than Llama 3 have experts.
+    Names of rows contain their sizes. Megatron-LM has run them, with experts padded to their
+    capacity and exchanged by all_to_all (github.com/MooreThreads/SimuMax, configs and simu_tools).
     """
     for row in records("simumax_b200", folder=folder):
-        name, size, *fields = row.case.split("_")
+        family, *fields = row.case.split("_")
         matches = [_SIMUMAX_FIELD.fullmatch(field) for field in fields]
         given = {match[1]: int(match[2]) for match in matches if match is not None}
-        if name != "llama3" or size not in _LLAMA:
-            yield Unpredicted(
-                row.case,
-                "as scenarios have no experts, nor sizes of Llama 3 other than 70b and 405b",
-            )
+        seq = given.get("seq", 4096)
+        if family in _DEEPSEEK:
+            model = _deepseek(_DEEPSEEK[family], given["l"], seq)
+        elif family == "llama3" and fields[0] in _LLAMA:
+            model = _llama(fields[0], given["l"], seq)
+        else:
+            known = ", ".join([f"llama3_{size}" for size in _LLAMA] + list(_DEEPSEEK))
+            yield Unpredicted(row.case, f"sizes are known of {known}")
             continue
-        hidden, heads, kv_heads, ffn = _LLAMA[size]
-        model = Transformer(
-            layers=given["l"],
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            ffn=ffn,
-            seq=given.get("seq", 4096),
-            vocab=128256,
-            gated=True,
-            tied=False,
-            learned_positions=False,
-            biases=False,
-            dropout=False,
-            attention="flash2",
-        )
         execution = Execution(
             tensor=given["tp"],
             context=given.get("cp", 1),
             data=given["dp"],
             pipeline=given["pp"],
+            expert=given.get("ep", 1),
             sequence_parallel=given["tp"] > 1,
             global_batch=given["mbc"] * given["dp"],
             zero=1,
             fused_loss=True,
         )
         yield row.case, model, execution, row.real_ms / 1e3, row.real_alloc_gib
+
+
+def _llama(size: str, layers: int, seq: int) -> Transformer:
+    hidden, heads, kv_heads, ffn = _LLAMA[size]
+    return Transformer(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        seq=seq,
+        vocab=128256,
+        gated=True,
+        tied=False,
+        learned_positions=False,
+        biases=False,
+        dropout=False,
+        attention="flash2",
+    )
+
+
+def _deepseek(name: str, layers: int, seq: int) -> Transformer:
+    """Return a DeepSeek of few layers, of which the first is dense, as measured memory says."""
+    model = expert_model(StepRow(1, name, "B200", 8, layers=layers, seq=seq), "bf16")
+    experts = model.experts_section.fields() | {"first_dense": 1, "capacity_factor": 1.0}
+    return validate(Transformer, model.fields() | {"experts": experts}, "model")
+
+
+def _machine() -> Machine:
+    """Return 8 B200 that Megatron-LM drives, a product of cuBLAS for each expert."""
+    return machine("dgx_b200", 8, replace(EAGER, expert_kernels="looped"))
 
 
 def simumax_time(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
@@ -70,7 +104,7 @@ def simumax_time(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
             case Unpredicted():
                 yield row
             case name, model, execution, seconds, _:
-                yield Case.of_step(name, seconds, predict(model, execution, machine("dgx_b200", 8)))
+                yield Case.of_step(name, seconds, predict(model, execution, _machine()))
 
 
 def simumax_memory(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
@@ -85,7 +119,7 @@ def simumax_memory(folder: Path = PUBLISHED) -> Iterator[Case | Unpredicted]:
 
 SIMUMAX_TIME = PublishedSet(
     name="simumax-time",
-    title="SimuMax, Llama 3 on B200",
+    title="SimuMax on B200",
     unit="s",
     source="SimuMax (Apache-2.0), B200",
     cases=simumax_time,
@@ -94,14 +128,14 @@ SIMUMAX_TIME = PublishedSet(
 
 SIMUMAX_MEMORY = PublishedSet(
     name="simumax-memory",
-    title="SimuMax, Llama 3 on B200: memory",
+    title="SimuMax on B200: memory",
     unit="GiB",
     source="SimuMax (Apache-2.0), B200",
     cases=simumax_memory,
     target=0.02,
     note=(
-        "temporaries beside activations were modelled on these rows; no number is fitted. "
-        "Scenarios have no mixtures of experts"
+        "temporaries beside activations were modelled on the rows of Llama; no number is fitted. "
+        "That the first layer of DeepSeek is dense follows from its rows"
     ),
     files=("simumax_b200",),
 )
