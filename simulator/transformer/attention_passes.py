@@ -7,6 +7,7 @@ element; a mask of dropout is a byte.
 from simulator.transformer.composed_kernels import (
     composed_norm,
     composed_passes,
+    composed_softmax,
     rotated_elements,
     score_elements,
 )
@@ -31,14 +32,39 @@ def attention_passes(
     """Return the passes of one microbatch over the attention of a layer."""
     columns = model.qkv_width // execution.tensor
     rows = model.attention_width // execution.tensor
-    linear = _projections(model, execution, machine)
+    if mixer == "cross":
+        linear = _cross_projections(model, execution, machine)
+    else:
+        linear = _projections(model, execution, machine)
     core = _core(model, execution, machine, mixer)
     elementwise = _elementwise(model, execution, machine)
     collectives = tensor_collectives(columns, rows, model, execution, machine)
     exchange = _context_passes(model, execution, machine, core)
     forward = core[0] + elementwise[0] + linear[0] + collectives[0] + exchange[0]
     backward = core[1] + elementwise[1] + linear[1] + collectives[1] + exchange[1]
-    return PartPasses(forward, backward, core[0] if model.attention == "naive" else NO_COST)
+    scores = core[0] if model.attention == "naive" else NO_COST
+    return PartPasses(forward, backward, scores, linear[0])
+
+
+def _cross_projections(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of projections of queries and outputs, and of the encoder's keys.
+
+    The backward pass sums the gradients of the encoder's outputs over the tensor axis.
+    """
+    t, h, encoder = execution.tensor, model.hidden, model.encoder_model
+    shapes = ((model.heads * model.query_size // t, h), (h, model.attention_width // t))
+    queries = linear_passes(shapes, model, execution, machine)
+    keys = linear_passes(((model.key_width // t, h),), encoder, execution, machine)
+    stream = 2.0 * execution.tokens(encoder) * h
+    # the gradient is added to that of the layers after this one
+    added = PassCost(
+        machine.memory_seconds(3 * stream, 1),
+        1,
+        machine.network.seconds("all_reduce", stream, machine.network.ring(t)),
+    )
+    return queries[0] + keys[0], queries[1] + keys[1] + added
 
 
 def _projections(
@@ -86,9 +112,11 @@ def _elementwise(
     )
     norm = composed_norm(execution.stream(model), execution, machine)
     rotary = composed_passes("rotary", rotated_elements(model, execution), execution, machine)
+    dropped = execution.stream(model) if model.dropout else 0.0
+    dropout = composed_passes("dropout_by_xla", dropped, execution, machine)
     return (
-        forward + PassCost(kernels=1) + norm[0] + rotary[0],
-        backward + norm[1] + rotary[1],
+        forward + PassCost(kernels=1) + norm[0] + rotary[0] + dropout[0],
+        backward + norm[1] + rotary[1] + dropout[1],
     )
 
 
@@ -100,23 +128,25 @@ def _core(
     heads = model.heads * execution.microbatch / (execution.tensor * execution.context)
     size, value = model.query_size, model.value_size
     s, w = model.seq, 2
+    keys = model.keys_of(mixer)
     if execution.context_exchange != "all_to_all" and not execution.balanced_context:
         heads *= 2 * execution.context / (execution.context + 1)
     if model.attention != "naive":
         flops = 2.0 * heads * s * model.visible_keys(mixer) * (size + value)
-        causal_flops = flops / 2
+        # half of them are masked
+        computed_flops = flops / 2 if model.causal and mixer != "cross" else flops
         forward_rate, backward_rate = machine.flash(model.attention)
         moved = 2.0 * w * heads * s * (size + value)
         return (
             PassCost(
-                max(causal_flops / forward_rate, moved / machine.gemms.bandwidth)
+                max(computed_flops / forward_rate, moved / machine.gemms.bandwidth)
                 + machine.launch_seconds,
                 1,
                 0.0,
                 flops,
             ),
             PassCost(
-                max(2.5 * causal_flops / backward_rate, 2 * moved / machine.gemms.bandwidth)
+                max(2.5 * computed_flops / backward_rate, 2 * moved / machine.gemms.bandwidth)
                 + 3 * machine.launch_seconds,
                 3,
                 0.0,
@@ -124,21 +154,26 @@ def _core(
             ),
         )
     gemms = machine.gemms
-    flops = 2.0 * heads * s * s * (size + value)
-    scores = gemms.seconds(s, s, size, max(1, round(heads)))
-    context = gemms.seconds(s, value, s, max(1, round(heads)))
-    saved = (2 * w + 1) if model.dropout else 0
+    flops = 2.0 * heads * s * keys * (size + value)
+    scores = gemms.seconds(s, keys, size, max(1, round(heads)))
+    context = gemms.seconds(s, value, keys, max(1, round(heads)))
+    saved = (2 * w + 1) if model.drops_scores else 0
     forward = (
         scores
         + context
-        + machine.memory_seconds((2.0 * w + saved) * heads * s * s, 2 if model.dropout else 1)
+        + machine.memory_seconds(
+            (2.0 * w + saved) * heads * s * keys, 2 if model.drops_scores else 1
+        )
     )
     backward = (
         2 * scores
         + 2 * context
-        + machine.memory_seconds((3.0 * w + saved) * heads * s * s, 2 if model.dropout else 1)
+        + machine.memory_seconds(
+            (3.0 * w + saved) * heads * s * keys, 2 if model.drops_scores else 1
+        )
     )
-    softmax = composed_passes("softmax", score_elements(model, execution), execution, machine)
+    elements = score_elements(model, execution, keys)
+    softmax = composed_softmax(elements, (s, keys), execution, machine)
     return (
         PassCost(forward, 4, 0.0, flops) + softmax[0],
         PassCost(backward, 6, 0.0, 2 * flops) + softmax[1],

@@ -4,6 +4,10 @@ Each kernel of PyTorch reads its operands from memory and writes its result ther
 is what the kernels of an operation move beyond the fused kernel, in bytes per element: "r2 w4" is a
 kernel that reads two bytes and writes four. The sequences of kernels are those of Llama as written
 in PyTorch without fusions (the same as in github.com/Aleph-Alpha/scaling, src/scaling/core/nn).
+
+Those that end in "by_xla" are of a layer of a vision transformer and a GPT that XLA (jaxlib 0.11.2)
+compiled for A100: it fuses elementwise operations with the reduction after them, but not with the
+one before them, and keeps gradients of biases in f32.
 """
 
 from dataclasses import dataclass
@@ -45,6 +49,9 @@ COMPOSED: dict[ComposedOperation, ComposedKernels] = {
     # A fused norm in f32 between casts. Forward: to f32 r2 w4, norm r4 w4, back r4 w2: 20, of
     # which 4 fused. Backward: to f32 r2 w4, norm r8 w4, back r4 w2: 24, of which 6 fused.
     "norm_in_f32": ComposedKernels(16.0, 2, 18.0, 2, 0.0),
+    # Forward: statistics r2, norm r2 w2: 6, of which 4 fused. Backward: its kernels move no more
+    # than a fused one and those beside it, whose sums they include.
+    "norm_by_xla": ComposedKernels(2.0, 1, 0.0, 1, 0.0),
     # Queries and keys. Forward: cosine r2 w2, negation of a half r1 w1, concatenation r2 w2, sine
     # r2 w2, sum r4 w2: 20, of which 4 fused. Backward: both products 8, halves in zeros 10, their
     # sums 12: 30, of which 6 fused.
@@ -52,12 +59,28 @@ COMPOSED: dict[ComposedOperation, ComposedKernels] = {
     # A gated MLP. Forward: function r2 w2, product r4 w2: 10, of which 6 fused. Backward: two
     # products 12, function r4 w2: 18, of which 10 fused. The value of the function is saved.
     "activation": ComposedKernels(4.0, 1, 8.0, 2, 2.0),
+    # A GELU with a bias, in place of "activation". Forward: r2 w6, which saves the input and the
+    # hyperbolic tangent: 8, of which 4 fused. Backward: r6 w2, w4 and r4 for the gradient of the
+    # bias in f32, r2: 18, of which 8 fused.
+    "gelu_by_xla": ComposedKernels(4.0, 1, 10.0, 1, 2.0),
+    # An element that may be dropped. Forward: random bits w4, their order r4 w1, mask r1: 11 with
+    # their rest, of which 1 fused. Backward: 3, of which 1 fused.
+    "dropout_by_xla": ComposedKernels(10.0, 2, 2.0, 1, 0.0),
     # Scores. Forward: to f32 r2 w4, mask r4 w4, softmax r4 w4, back r4 w2: 28, of which 4 fused.
     # Backward: r2 w4, softmax r8 w4, mask r4 w4, back r4 w2: 32, of which 6 fused. The softmax is
     # saved in f32 beside its copy.
     "softmax": ComposedKernels(24.0, 3, 26.0, 3, 4.0),
+    # Forward: maximum r2, sum of exponentials r2, quotient r2 w2: 8, of which 4 fused. Backward:
+    # sum of the product r4, gradient r4 w2: 10, of which 6 fused.
+    "softmax_by_xla": ComposedKernels(4.0, 2, 4.0, 1, 0.0),
+    # Scores whose sides are no multiples of 8, to which XLA pads operands of products. Forward: the
+    # part of a result that is no padding r2 w2, a padded operand r2 w2. Backward: the same.
+    "padding_by_xla": ComposedKernels(8.0, 2, 8.0, 2, 0.0),
 }
 """What each operation adds when it is composed."""
+
+_PADDED = 8
+"""Elements to a multiple of which XLA pads the sides of products in 16 bits."""
 
 _REPEATED_BYTES = 26.0
 _REPEATED_KERNELS = 4
@@ -100,11 +123,31 @@ def composed_norm(elements: float, execution: Execution, machine: Machine) -> Pa
         return NO_COST, NO_COST
     parts = composed_passes("norm", elements, execution, machine)
     in_f32 = composed_passes("norm_in_f32", elements, execution, machine)
+    by_xla = composed_passes("norm_by_xla", elements, execution, machine)
     repeated = NO_COST
     if "norm_in_f32" in execution.composed and execution.recompute != "full":
         seconds = machine.memory_seconds(_REPEATED_BYTES * elements, _REPEATED_KERNELS)
         repeated = PassCost(seconds, _REPEATED_KERNELS)
-    return parts[0] + in_f32[0], parts[1] + in_f32[1] + repeated
+    return parts[0] + in_f32[0] + by_xla[0], parts[1] + in_f32[1] + by_xla[1] + repeated
+
+
+def composed_softmax(
+    elements: float, sides: tuple[int, int], execution: Execution, machine: Machine
+) -> Passes:
+    """Return what the softmax of naive attention adds to both passes, however it is composed.
+
+    Args:
+        elements: elements of the scores on one device.
+        sides: queries and keys of a sequence.
+        execution: the execution, which says what is composed.
+        machine: the machine.
+    """
+    parts = composed_passes("softmax", elements, execution, machine)
+    by_xla = composed_passes("softmax_by_xla", elements, execution, machine)
+    padded = NO_COST, NO_COST
+    if sides[0] % _PADDED or sides[1] % _PADDED:
+        padded = composed_passes("padding_by_xla", elements, execution, machine)
+    return parts[0] + by_xla[0] + padded[0], parts[1] + by_xla[1] + padded[1]
 
 
 def composed_saved(operation: ComposedOperation, elements: float, execution: Execution) -> float:
@@ -123,7 +166,7 @@ def rotated_elements(model: Transformer, execution: Execution) -> float:
     return execution.tokens(model) * rotated / execution.tensor
 
 
-def score_elements(model: Transformer, execution: Execution) -> float:
-    """Return the elements of the scores of attention on one device."""
+def score_elements(model: Transformer, execution: Execution, keys: int) -> float:
+    """Return the elements of the scores of attention to so many keys on one device."""
     heads = model.heads / (execution.tensor * execution.context)
-    return execution.microbatch * heads * model.seq**2
+    return execution.microbatch * heads * model.seq * keys

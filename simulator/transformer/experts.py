@@ -82,7 +82,7 @@ def expert_passes(model: Transformer, execution: Execution, machine: Machine) ->
     )
     forward = sum((part[0] for part in passes), exchange)
     backward = sum((part[1] for part in passes), exchange)
-    return PartPasses(forward, backward)
+    return PartPasses(forward, backward, products=passes[0][0])
 
 
 def dispatch_seconds(model: Transformer, execution: Execution, machine: Machine) -> float:

@@ -30,12 +30,15 @@ def layer_passes(
     model: Transformer, execution: Execution, machine: Machine, kind: LayerKind = DECODER_LAYER
 ) -> LayerPasses:
     """Return the passes of one microbatch over one layer of a kind."""
+    model = model.of(kind)
     parts = _mixer(model, execution, machine, kind), _mlp(model, execution, machine, kind)
     forward = parts[0].forward + parts[1].forward
     backward = parts[0].backward + parts[1].backward
     match execution.recompute:
         case "none":
             recompute = NO_COST
+        case "elementwise":
+            recompute = parts[0].elementwise + parts[1].elementwise
         case "selective":
             recompute = parts[0].scores + parts[1].scores
         case "mlp":
@@ -49,7 +52,7 @@ def _mixer(
     model: Transformer, execution: Execution, machine: Machine, kind: LayerKind
 ) -> PartPasses:
     match kind.mixer:
-        case "attention" | "window":
+        case "attention" | "window" | "cross":
             return attention_passes(model, execution, machine, kind.mixer)
         case "mamba":
             return mamba_passes(model, execution, machine)
@@ -140,8 +143,19 @@ def embedding_passes(
     """Return the forward and backward pass of the input embedding.
 
     Forward: a gather, a sum with the positions, and dropout. Backward: scatters of the gradient,
-    unless the embedding is frozen.
+    unless the embedding is frozen. An encoder has the same embedding.
     """
+    forward, backward = _embedding_passes(model, execution, machine)
+    if model.encoder is None:
+        return forward, backward
+    encoder = _embedding_passes(model.encoder_model, execution, machine)
+    return forward + encoder[0], backward + encoder[1]
+
+
+def _embedding_passes(
+    model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of the input embedding of a decoder or an encoder."""
     stream = execution.tokens(model) * model.hidden
     ring = machine.network.ring(execution.tensor)
     kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
@@ -151,6 +165,8 @@ def embedding_passes(
         4,
         machine.network.seconds(kind, 2.0 * stream, ring),
     )
+    if execution.embedding_products:
+        return _embedding_products(forward, model, execution, machine)
     if model.adapters is not None:
         return forward, PassCost()
     zeros = machine.memory_seconds(2.0 * table, 1)  # the target of the scatter
@@ -160,3 +176,32 @@ def embedding_passes(
         + accumulation_seconds(table, execution, machine)
     )
     return forward, PassCost(backward, 6)
+
+
+def _embedding_products(
+    gathered: PassCost, model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of an input embedding that is a product with one-hot rows.
+
+    They are written and read in 16 bits, once per pass. Positions are looked up in the same way.
+
+    Args:
+        gathered: the forward pass with a gather.
+        model: the model.
+        execution: the execution.
+        machine: the machine.
+    """
+    tokens, gemms = execution.tokens(model), machine.gemms
+    tables = [model.vocab // execution.tensor]
+    if model.learned_positions:
+        tables.append(model.seq)
+    one_hot = machine.memory_seconds(2.0 * tokens * sum(tables), len(tables))
+    forward = one_hot + sum(gemms.seconds(tokens, model.hidden, rows) for rows in tables)
+    if model.adapters is not None:
+        return gathered + PassCost(forward, 2 * len(tables)), PassCost()
+    backward = one_hot + sum(gemms.seconds(rows, model.hidden, tokens) for rows in tables)
+    flops = 2.0 * tokens * model.hidden * sum(tables)
+    return (
+        gathered + PassCost(forward, 2 * len(tables), flops=flops),
+        PassCost(backward, 2 * len(tables), flops=flops),
+    )

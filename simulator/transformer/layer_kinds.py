@@ -6,7 +6,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from simulator.hardware.description import Description
 
-Mixer = Literal["attention", "window", "mamba"]
+Mixer = Literal["attention", "window", "cross", "mamba"]
+Stack = Literal["decoder", "encoder"]
 Mlp = Literal["dense", "experts"]
 
 
@@ -14,13 +15,16 @@ class LayerKind(NamedTuple):
     """What a layer consists of.
 
     Attributes:
-        mixer: the part that mixes tokens: attention to all tokens, attention to a window, or
-            Mamba; None for a layer without one.
+        mixer: the part that mixes tokens: attention to all tokens, attention to a window, attention
+            of a decoder to the tokens of its encoder ("cross"), or Mamba; None for a layer without
+            one.
         mlp: the part that works on each token; None for a layer without one.
+        stack: whether the layer is one of the decoder or of its encoder.
     """
 
     mixer: Mixer | None = "attention"
     mlp: Mlp | None = "dense"
+    stack: Stack = "decoder"
 
 
 DECODER_LAYER = LayerKind()
@@ -97,6 +101,22 @@ class Experts(Description):
         """Return the elements of the router, the shared experts and the latent projections."""
         latent = 2 * hidden * self.latent if self.latent else 0
         return self.count * hidden + matrices * hidden * self.shared_ffn + latent
+
+
+class Encoder(Description):
+    """The encoder of an encoder-decoder (T5, Raffel et al., arXiv 1910.10683).
+
+    Its layers have the sizes of the decoder's, and its attention has no causal mask. Layers of the
+    decoder attend to its tokens between their own attention and their MLP. Both share the input
+    embedding.
+
+    Attributes:
+        layers: number of layers.
+        seq: tokens of a sequence of the encoder.
+    """
+
+    layers: PositiveInt
+    seq: PositiveInt
 
 
 class Adapters(Description):

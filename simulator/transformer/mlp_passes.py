@@ -20,20 +20,24 @@ def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> Pa
     adapters = model.adapters
     adapted = len(shapes) if adapters is not None and adapters.of == "all" else 0
     linear = linear_passes(shapes, model, execution, machine, adapted=adapted)
-    inner = w * execution.tokens(model) * model.ffn_width / t
+    elements = execution.tokens(model) * model.ffn_width / t
+    inner, mask = w * elements, elements if model.inner_dropout else 0.0
     read_and_written = 3 if model.gated else 2
     elementwise = residual_passes(
         model,
         execution,
         machine,
-        read_and_written * inner,
-        (2 * read_and_written - 1 + (1 if model.biases else 0)) * inner,
+        read_and_written * inner + mask,
+        mask + (2 * read_and_written - 1 + (1 if model.biases else 0)) * inner,
     )
     collectives = tensor_collectives(up, down, model, execution, machine)
     norm = composed_norm(execution.stream(model), execution, machine)
-    elements = inner / w if model.gated else 0.0
-    activation = composed_passes("activation", elements, execution, machine)
+    kind = "activation" if model.gated else "gelu_by_xla"
+    activation = composed_passes(kind, elements, execution, machine)
+    dropped = mask + (execution.stream(model) if model.dropout else 0.0)
+    dropout = composed_passes("dropout_by_xla", dropped, execution, machine)
     return PartPasses(
-        elementwise[0] + norm[0] + activation[0] + linear[0] + collectives[0],
-        elementwise[1] + norm[1] + activation[1] + linear[1] + collectives[1],
+        elementwise[0] + norm[0] + activation[0] + dropout[0] + linear[0] + collectives[0],
+        elementwise[1] + norm[1] + activation[1] + dropout[1] + linear[1] + collectives[1],
+        products=linear[0],
     )

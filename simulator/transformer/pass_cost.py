@@ -58,11 +58,23 @@ class PartPasses(NamedTuple):
         forward: the forward pass.
         backward: the backward pass.
         scores: the part of the forward pass that selective recomputation repeats.
+        products: the part of the forward pass that is products of linear layers.
     """
 
     forward: PassCost = NO_COST
     backward: PassCost = NO_COST
     scores: PassCost = NO_COST
+    products: PassCost = NO_COST
+
+    @property
+    def elementwise(self) -> PassCost:
+        """The part of the forward pass that recomputation repeats where products are saved."""
+        forward, products = self.forward, self.products
+        return PassCost(
+            forward.compute - products.compute,
+            forward.kernels - products.kernels,
+            flops=forward.flops - products.flops,
+        )
 
 
 def linear_passes(

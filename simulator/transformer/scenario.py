@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt, model_validator
 
-from simulator.hardware.description import Description
+from simulator.hardware.description import Description, validate
 from simulator.hardware.kernel_profile import FusedAttentionKind
 from simulator.transformer.layer_kinds import (
     PATTERN,
     Adapters,
+    Encoder,
     Experts,
     LatentAttention,
     LayerKind,
@@ -23,13 +24,24 @@ from simulator.transformer.layer_kinds import (
 )
 from simulator.transformer.precision import Precision
 
-Recompute = Literal["none", "selective", "mlp", "full"]
-ComposedOperation = Literal["norm", "norm_in_f32", "rotary", "activation", "softmax"]
+Recompute = Literal["none", "elementwise", "selective", "mlp", "full"]
+ComposedOperation = Literal[
+    "norm",
+    "norm_in_f32",
+    "norm_by_xla",
+    "rotary",
+    "activation",
+    "gelu_by_xla",
+    "dropout_by_xla",
+    "softmax",
+    "softmax_by_xla",
+    "padding_by_xla",
+]
 Attention = Literal["naive"] | FusedAttentionKind
 
 
 class Transformer(Description):
-    """The sizes of a decoder.
+    """The sizes of a transformer: of a decoder, which may have an encoder.
 
     Attributes:
         layers: number of layers.
@@ -47,6 +59,11 @@ class Transformer(Description):
         learned_positions: whether positions are parameters.
         biases: whether linear layers and norms have biases.
         dropout: whether attention and the residual stream have dropout.
+        attention_dropout: whether attention has dropout; as `dropout` says by default.
+        inner_dropout: whether the activations of MLPs have dropout.
+        causal: whether a token attends only to those before it, as in a language model; False for
+            the patches of an image.
+        encoder: the encoder whose tokens the layers attend to; by default there is none.
         attention: "naive" writes the scores to memory; "flash1", "flash" (in Triton) the faster
             "flash2", and "cudnn" do not, and skip the masked half.
         precision: type of the products of linear layers: "bf16", "f16", "f8" (a scale per tensor),
@@ -79,6 +96,10 @@ class Transformer(Description):
     learned_positions: bool = True
     biases: bool = True
     dropout: bool = True
+    attention_dropout: bool | None = None
+    inner_dropout: bool = False
+    causal: bool = True
+    encoder: Encoder | None = None
     attention: Attention = "naive"
     precision: Precision = "bf16"
     window: PositiveInt | None = None
@@ -145,12 +166,26 @@ class Transformer(Description):
             )
         return self
 
+    @model_validator(mode="after")
+    def _encoder_is_plain(self) -> Self:
+        others = ("experts", "latent_attention", "mamba", "pattern", "window", "adapters")
+        given = [name for name in others if getattr(self, name) is not None]
+        if self.prediction_layers:
+            given.append("prediction_layers")
+        if self.encoder is not None and given:
+            raise ValueError(f"encoder: given together with {given[0]}, expected without")
+        return self
+
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of all layers; those that predict further tokens are the last."""
         if self.pattern is not None:
             kinds = [PATTERN[character] for character in self.pattern]
             last = LayerKind("attention", "dense" if self.experts is None else "experts")
+        elif self.encoder is not None:
+            kinds = [LayerKind("attention", "dense", "encoder")] * self.encoder.layers
+            last = LayerKind("cross", "dense")
+            kinds += [LayerKind("attention", None), last] * self.layers
         else:
             kinds = [
                 LayerKind(self._mixer_of(layer), self._mlp_of(layer))
@@ -179,6 +214,33 @@ class Transformer(Description):
     def known_divisions(self) -> dict[Any, Any]:
         """Layers by device as `simulator.transformer.stages` found them, by what decides them."""
         return {}
+
+    @cached_property
+    def encoder_model(self) -> "Transformer":
+        """The encoder as a transformer of its own."""
+        assert self.encoder is not None, "a layer is one of an encoder"
+        sizes = {"layers": self.encoder.layers, "seq": self.encoder.seq}
+        return validate(
+            Transformer, self.fields() | sizes | {"encoder": None, "causal": False}, "encoder"
+        )
+
+    @cached_property
+    def drops_scores(self) -> bool:
+        """Whether attention has dropout."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+    def of(self, kind: LayerKind) -> "Transformer":
+        """Return the transformer that has the layers of a kind: this one, or its encoder."""
+        return self.encoder_model if kind.stack == "encoder" else self
+
+    def keys_of(self, mixer: Mixer) -> int:
+        """Return the tokens of the sequence that a mixer attends to."""
+        return self.encoder_model.seq if mixer == "cross" else self.seq
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of a sequence, in the encoder and in the decoder."""
+        return self.seq + (self.encoder.seq if self.encoder is not None else 0)
 
     @cached_property
     def key_heads(self) -> int:
@@ -216,6 +278,11 @@ class Transformer(Description):
     def qkv_width(self) -> int:
         """Width of queries, keys and values."""
         return self.heads * self.query_size + self.key_heads * (self.query_size + self.value_size)
+
+    @cached_property
+    def key_width(self) -> int:
+        """Width of keys and values."""
+        return self.key_heads * (self.query_size + self.value_size)
 
     @property
     def mlp_matrices(self) -> int:
@@ -338,13 +405,13 @@ class Transformer(Description):
         It is `seq` without a window.
         """
         if mixer != "window" or self.window is None or self.window >= self.seq:
-            return float(self.seq)
+            return float(self.keys_of(mixer))
         return self.seq * (1 - (1 - self.window / self.seq) ** 2)
 
     def mixing_flops(self, mixer: Mixer | None) -> float:
         """Return the FLOP per token of the scores of attention, or of the scan of Mamba."""
         match mixer:
-            case "attention" | "window":
+            case "attention" | "window" | "cross":
                 widths = self.heads * (self.query_size + self.value_size)
                 return 2.0 * self.visible_keys(mixer) * widths
             case "mamba":
@@ -365,10 +432,14 @@ class Transformer(Description):
         tokens = sequences * self.seq
         layers = 0.0
         for kind, count in self.kind_counts.items():
+            stack = self.of(kind)
             elements = self.elements(kind)
-            matrices = elements.matrices + elements.routed_active
-            mixing = self.mixing_flops(kind.mixer)
-            layers += count * (2.0 * self.products_of_weights * matrices + 3.0 * mixing)
+            matrices = float(elements.matrices + elements.routed_active)
+            if kind.mixer == "cross":
+                matrices += (self.keys_of("cross") / self.seq - 1) * self.hidden * self.key_width
+            mixing = stack.mixing_flops(kind.mixer)
+            of_token = 2.0 * self.products_of_weights * matrices + 3.0 * mixing
+            layers += count * of_token * stack.seq / self.seq
         heads = (1 + self.prediction_layers) * self.hidden * self.vocab
         heads += self.prediction_layers * self.prediction_elements
         return tokens * (layers + 2.0 * self.products_of_weights * heads)
@@ -452,8 +523,9 @@ class Execution(Description):
         loss_as_layer: whether the loss counts as a layer of the last stage (likewise).
         schedule: "gpipe" runs all forward passes first, "1f1b" alternates forward and backward
             passes.
-        recompute: what the backward pass recomputes: nothing, the core of attention ("selective"),
-            that and complete MLPs or experts ("mlp"), or complete layers ("full").
+        recompute: what the backward pass recomputes: nothing, all but the products of linear layers
+            ("elementwise", as with XLA's policies that save them), the core of attention
+            ("selective"), that and complete MLPs or experts ("mlp"), or complete layers ("full").
         zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3
             parameters too.
         sharding_group: neighbouring devices of the data axis, context included, over which ZeRO
@@ -472,7 +544,11 @@ class Execution(Description):
             beyond those that wait for their backward pass; 1 in DeepSpeed's pipeline engine.
         composed: operations of several elementwise kernels instead of one fused kernel: "norm",
             "norm_in_f32" (a fused norm between casts, which the backward pass repeats), "rotary",
-            "activation" (of gated MLPs), "softmax" (of naive attention).
+            "activation" (of gated MLPs), "softmax" (of naive attention); and "norm_by_xla",
+            "gelu_by_xla" (of MLPs without a gate), "dropout_by_xla", "softmax_by_xla" and
+            "padding_by_xla" (of scores), which are several kernels of XLA.
+        embedding_products: whether the input embedding is a product with one-hot rows (Pax's lookup
+            style "matmul") instead of a gather.
         overlap_gradients: whether the communication of gradients overlaps with the backward pass,
             and gathers of parameters with the forward pass.
         overlap_tensor: which collectives over the tensor axis overlap with matrix products: "none",
@@ -515,6 +591,7 @@ class Execution(Description):
     recompute_head: bool = False
     spare_microbatches: NonNegativeInt = 0
     composed: Annotated[tuple[ComposedOperation, ...], BeforeValidator(_tuple)] = ()
+    embedding_products: bool = False
     overlap_gradients: bool = False
     overlap_tensor: Literal["none", "backward", "all"] = "none"
     overlap_sends: bool = False
@@ -619,6 +696,11 @@ class Execution(Description):
                 f"which is {model.seq}"
             )
         self._check_experts(model)
+        if model.encoder is not None and self.pipeline * self.context > 1:
+            raise ValueError(
+                f"encoder: given with pipeline {self.pipeline} and context {self.context}; expected"
+                " 1 and 1"
+            )
         exchanges_heads = self.context_exchange == "all_to_all"
         divided_heads = self.tensor * (self.context if exchanges_heads else 1)
         if model.seq % self.context or model.heads % divided_heads:

@@ -115,7 +115,7 @@ def predict(
         hardware_flops=model_flops + _recomputed_flops(model, execution, layers),
         peak_flop_per_s=machine.gemms.peak * execution.devices,
         devices=execution.devices,
-        tokens=execution.global_batch * model.seq,
+        tokens=execution.global_batch * model.sequence_tokens,
     )
 
 

@@ -71,8 +71,8 @@ def memory_of(model: Transformer, execution: Execution) -> Memory:
     division = division_of(model, execution)
     activations: dict[LayerKind, tuple[float, float]] = {}
     for kind in model.kind_counts:
-        saved = saved_activations(model, execution, kind)
-        activations[kind] = saved, _layer_temporaries(model, execution, kind, saved)
+        saved = saved_activations(model.of(kind), execution, kind)
+        activations[kind] = saved, _layer_temporaries(model.of(kind), execution, kind, saved)
     states = [
         (
             size,
@@ -207,8 +207,9 @@ def _layer_temporaries(
     # does not
     inner, matrix = _widest(model, execution, kind)
     gradients = inner + 2 * 2.0 * tokens * model.hidden
-    if kind.mixer in ("attention", "window"):
-        gradients = max(gradients, _score_gradients(model, execution))
+    if kind.mixer in ("attention", "window", "cross"):
+        keys = model.keys_of(kind.mixer)
+        gradients = max(gradients, _score_gradients(model, execution, keys))
     largest = execution.gradient_bytes * matrix if model.adapters is None else 0.0
     parameters = layer_parameters(model, execution, kind)
     gathered = 2.0 * 2.0 * parameters.total if execution.zero == 3 else 0.0
@@ -235,8 +236,8 @@ def _widest(model: Transformer, execution: Execution, kind: LayerKind) -> tuple[
             return 2.0 * tokens * width / t, model.hidden * width / t
 
 
-def _score_gradients(model: Transformer, execution: Execution) -> float:
-    """Return the bytes of gradients of the scores, if they are in memory.
+def _score_gradients(model: Transformer, execution: Execution, keys: int) -> float:
+    """Return the bytes of gradients of the scores of so many keys, if they are in memory.
 
     The fused softmax overwrites the gradient of its result. Composed kernels have it in 2 bytes and
     in f32, beside the gradient of the masked scores in f32.
@@ -244,7 +245,7 @@ def _score_gradients(model: Transformer, execution: Execution) -> float:
     if model.attention != "naive":
         return 0.0
     composed = "softmax" in execution.composed
-    return (10.0 if composed else 2.0) * score_elements(model, execution)
+    return (10.0 if composed else 2.0) * score_elements(model, execution, keys)
 
 
 def _loss_temporaries(model: Transformer, execution: Execution) -> float:
@@ -286,6 +287,8 @@ def saved_activations(
     match execution.recompute:
         case "none":
             return layer_activations(model, execution, kind)
+        case "elementwise":
+            return _saved_products(model, execution, kind)
         case "selective":
             return _saved_outside_scores(model, execution, kind)
         case "mlp":
@@ -317,6 +320,8 @@ def _saved_by_mixer(model: Transformer, execution: Execution, kind: LayerKind) -
         # outputs of the projection and of the convolution, the scan's output, its gated norm
         return saved + 2.0 * tokens * (mamba.columns + mamba.convolved + 2 * mamba.inner) / t
     divided = 2.0 * tokens * (model.qkv_width + model.attention_width)
+    if kind.mixer == "cross":
+        divided += 2.0 * (execution.tokens(model.encoder_model) - tokens) * model.key_width
     if model.latent_attention is not None:
         latent = model.latent_attention
         ranks = latent.key_rank + latent.rotary_size + (latent.query_rank or 0)
@@ -336,9 +341,10 @@ def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> 
     # inputs of the activation function and of the second product
     inner = (2 if not model.gated else 3) * 2.0
     if kind.mlp == "dense":
-        saved += inner * tokens * model.ffn_width / t
-        if model.gated:
-            saved += composed_saved("activation", tokens * model.ffn_width / t, execution)
+        width = tokens * model.ffn_width / t
+        saved += (inner + model.inner_dropout) * width
+        activation = "activation" if model.gated else "gelu_by_xla"
+        saved += composed_saved(activation, width, execution)
     else:
         experts, routing = model.experts_section, Routing.of(model, execution)
         saved += inner * tokens * experts.shared_ffn / t
@@ -348,10 +354,31 @@ def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> 
     return saved
 
 
+def _saved_products(model: Transformer, execution: Execution, kind: LayerKind) -> float:
+    """Return the bytes of the input of a layer, and of the results of its linear products."""
+    tokens, t = execution.tokens(model), execution.tensor
+    width = 0.0
+    if kind.mixer is not None:
+        columns = model.mamba_section.columns if kind.mixer == "mamba" else model.qkv_width
+        width += columns / t
+    match kind.mlp:
+        case "dense":
+            width += (2 if model.gated else 1) * model.ffn_width / t
+        case "experts":
+            return 2.0 * (execution.stream(model) + tokens * width) + _saved_by_mlp(
+                model, execution, kind
+            )
+        case None:
+            pass
+    results = (kind.mixer is not None) + (kind.mlp is not None)
+    return 2.0 * ((1 + results) * execution.stream(model) + tokens * width)
+
+
 def _saved_scores(model: Transformer, execution: Execution, kind: LayerKind) -> float:
     """Return the saved bytes of the scores: softmax, its copy after dropout, and the mask."""
-    if model.attention != "naive" or kind.mixer not in ("attention", "window"):
+    if model.attention != "naive" or kind.mixer not in ("attention", "window", "cross"):
         return 0.0
-    scores = execution.microbatch * model.heads * model.seq**2 / execution.tensor
-    composed = composed_saved("softmax", score_elements(model, execution), execution)
-    return (5.0 if model.dropout else 2.0) * scores + composed
+    keys = model.keys_of(kind.mixer)
+    scores = execution.microbatch * model.heads * model.seq * keys / execution.tensor
+    composed = composed_saved("softmax", score_elements(model, execution, keys), execution)
+    return (5.0 if model.drops_scores else 2.0) * scores + composed

@@ -17,14 +17,12 @@ _KINDS: tuple[tuple[re.Pattern[str], Recompute], ...] = (
     (re.compile(r"selective[ _-]op|op"), "mlp"),
     # policies of Pax and MaxText that save what attention projects, and nothing of the MLP
     (re.compile(r"(remat )?(save_)?((qkv|out)_\w*proj|dot\w*_except_mlp)\w*"), "mlp"),
-    # policies that save the result of each product
-    (re.compile(r"(remat )?(save_dot_only|minimal\w*|save_dots?\w*)"), "none"),
+    # policies that save the result of each product, and of fused attention
+    (re.compile(r"(remat )?minimal_flash"), "none"),
+    (re.compile(r"(remat )?(save_dot_only|minimal\w*|save_dots?\w*)"), "elementwise"),
 )
 _WHOLE_MLPS = {"mlp", "moe"}
 _OWN_KERNELS = {"moe_act", "mla_up_proj", "layernorm", "shared_experts"}
-
-UNSAID: tuple[Recompute, ...] = ("none", "mlp", "full")
-"""What a step may recompute whose table doesn't say it, in order of time."""
 
 
 def recompute_of(row: StepRow) -> Recompute | None:

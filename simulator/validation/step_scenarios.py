@@ -23,6 +23,7 @@ from simulator.transformer import (
     Transformer,
     predict,
 )
+from simulator.transformer.scenario import Recompute
 from simulator.validation.step_models import (
     expert_execution,
     expert_model,
@@ -30,7 +31,7 @@ from simulator.validation.step_models import (
     has_fused_experts,
 )
 from simulator.validation.step_notes import Notes, notes_of
-from simulator.validation.step_recompute import UNSAID, recompute_of
+from simulator.validation.step_recompute import recompute_of
 from simulator.validation.step_rows import StepRow, StepRowError
 
 
@@ -57,11 +58,13 @@ class Software:
         backend: the backend.
         attention: the implementation of attention.
         execution: fields of `Execution`.
+        unsaid: what FSDP may recompute whose table doesn't say it, in order of time.
     """
 
     backend: Backend
     attention: str
     execution: Mapping[str, Any] = field(default_factory=dict)
+    unsaid: tuple[Recompute, ...] = ("none", "mlp", "full")
 
 
 _MEGATRON_CORE = Software(
@@ -78,6 +81,16 @@ _MEGATRON_CORE = Software(
 )
 """Megatron-Core with Transformer Engine and the distributed optimizer, as NeMo and Megatron-Bridge
 set it for performance: https://docs.nvidia.com/nemo-framework (performance guide)."""
+
+_BY_XLA = ("norm_by_xla", "gelu_by_xla", "dropout_by_xla", "softmax_by_xla", "padding_by_xla")
+
+_XLA: Mapping[str, Any] = {
+    "overlap_gradients": True,
+    "communicated_gradient_bytes": 2,
+    "overlap_tensor": "all",
+    "composed": ("norm_by_xla", "gelu_by_xla"),
+}
+"""XLA with its latency-hiding scheduler."""
 
 SOFTWARE: Mapping[str, Software] = {
     "nemo automodel": Software(
@@ -129,15 +142,27 @@ SOFTWARE: Mapping[str, Software] = {
         },
     ),
     "oneflow": Software(EAGER, "naive", {"scatter_sends": True, "overlap_gradients": True}),
+    # embeddings are looked up by products, and repeated layers save products at most
+    # (EMBEDDING_LOOKUP_STYLE in github.com/google/paxml, paxml/tasks/lm/params/c4.py;
+    # CHECKPOINT_POLICY in paxml/contrib/gpu/scripts_gpu/configs.py)
     "pax": Software(
         JITTED,
         "flash2",
-        {"overlap_gradients": True, "communicated_gradient_bytes": 2, "overlap_tensor": "all"},
+        _XLA | {"embedding_products": True},
+        unsaid=("elementwise", "mlp", "full"),
     ),
-    "maxtext": Software(
+    "maxtext": Software(JITTED, "flash2", _XLA),
+    # attention without a fused kernel, and XLA's default flags, with which no communication
+    # overlaps (github.com/google-research/t5x, t5x/contrib/gpu; github.com/NVIDIA/JAX-Toolbox,
+    # rosetta/rosetta/projects/vit)
+    "t5x": Software(
         JITTED,
-        "flash2",
-        {"overlap_gradients": True, "communicated_gradient_bytes": 2, "overlap_tensor": "all"},
+        "naive",
+        {
+            "zero": 0,
+            "communicated_gradient_bytes": 2,
+            "composed": _BY_XLA,
+        },
     ),
 }
 """Software by the beginning of the name of the framework, in lower case."""
@@ -180,10 +205,15 @@ _KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """The implementation of attention, and composed operations, by the kernels of a row."""
 
 _GPT = re.compile(r"gpt-?\d|gpt2|gpt-[0-9x]+")
-_OTHER_ARCHITECTURES = {
-    re.compile(r"^(t5|ul2)"): "an encoder and a decoder",
-    re.compile(r"^vit"): "images as inputs",
-}
+_ENCODER_DECODER = re.compile(r"(t5|ul2)")
+_IMAGES = re.compile(r"vit\S*?(\d+)")
+"""Models of images; the number at the end of the name is the width of their patches."""
+
+_T5_HEAD_SIZE = 64
+_T5_TARGETS = 128
+"""Tokens of the decoder where those of the encoder are 512 (TASK_FEATURE_LENGTHS in
+github.com/google-research/t5x, t5x/contrib/gpu/t5/t5_1_1/examples)."""
+
 _LINE_RATE = 0.967
 """Part of the line rate of a NIC that rings reach, as on the shipped clusters."""
 
@@ -217,7 +247,7 @@ def scenario_of(row: StepRow) -> StepScenario:
     # FSDP that doesn't fit without recomputation has a policy that its table doesn't say
     dense = software.backend is JITTED or (software.backend is EAGER and model.experts is None)
     unsaid = recompute_of(row) is None and row.zero == 3 and dense
-    kinds = UNSAID if unsaid else (fields["recompute"],)
+    kinds = software.unsaid if unsaid else (fields["recompute"],)
     candidates = [
         fields | {"microbatch": micro, "recompute": kind} for micro in micros for kind in kinds
     ]
@@ -251,9 +281,10 @@ def software_of(framework: str) -> Software:
 
 def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
     name = row.model.lower()
-    for pattern, what in _OTHER_ARCHITECTURES.items():
-        if pattern.search(name):
-            raise StepRowError(f"column model: {what}; scenarios describe decoders")
+    if _ENCODER_DECODER.match(name):
+        return _encoder_decoder(row, software)
+    if match := _IMAGES.match(name):
+        return _image_encoder(row, int(match[1]), software)
     if notes.experts or has_experts(row):
         return expert_model(row, _look_up(row, "precision", _PRECISIONS))
     hidden, heads = row.required("hidden"), row.required("heads")
@@ -278,6 +309,53 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
     return validate(Transformer, fields, "model")
 
 
+def _encoder_decoder(row: StepRow, software: Software) -> Transformer:
+    """Return a T5 version 1.1, whose encoder and decoder have as many layers.
+
+    The table has the layers of both, and the tokens of the encoder.
+    """
+    layers, seq = row.required("layers") // 2, row.required("seq")
+    fields = {
+        "layers": layers,
+        "hidden": row.required("hidden"),
+        "heads": row.required("heads"),
+        "head_size": _T5_HEAD_SIZE,
+        "ffn": row.ffn,
+        "seq": _T5_TARGETS * seq // 512,
+        "encoder": {"layers": layers, "seq": seq},
+        "vocab": row.required("vocab"),
+        "gated": True,
+        "tied": False,
+        "biases": False,
+        "dropout": False,
+        "attention": software.attention,
+        "precision": _look_up(row, "precision", _PRECISIONS),
+    }
+    return validate(Transformer, fields, "model")
+
+
+def _image_encoder(row: StepRow, patch: int, software: Software) -> Transformer:
+    """Return a vision transformer.
+
+    Its projection of patches has the parameters and the products of the embedding of a decoder with
+    a word for each colour of each pixel of a patch. Its head sees one token of an image.
+    """
+    fields = {
+        "layers": row.required("layers"),
+        "hidden": row.required("hidden"),
+        "heads": row.required("heads"),
+        "ffn": row.ffn,
+        "seq": row.required("seq"),
+        "vocab": 3 * patch**2,
+        "causal": False,
+        "attention_dropout": False,
+        "inner_dropout": True,
+        "attention": software.attention,
+        "precision": _look_up(row, "precision", _PRECISIONS),
+    }
+    return validate(Transformer, fields, "model")
+
+
 _ADAPTED: Mapping[re.Pattern[str], str] = {
     re.compile(r"nemo automodel"): "all",
     re.compile(r"nemo mlperf|pax|maxtext"): "attention",
@@ -297,7 +375,9 @@ def _adapters(row: StepRow, notes: Notes) -> dict[str, Any] | None:
 
 
 def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[str, Any]:
-    zero = 1 if row.zero is None else row.zero
+    zero = row.zero
+    if zero is None:
+        zero = software.execution.get("zero", 1)
     sequence_parallel = row.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = notes.sequence_parallel

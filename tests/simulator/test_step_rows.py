@@ -106,7 +106,6 @@ def test_a_table_without_a_column_that_it_needs_is_refused(tmp_path: Path) -> No
         ({"dp": 4}, r"column dp: given 4, expected gpus / \(tp \* pp \* cp\), which is 8"),
         ({"precision": "int4"}, "column precision: given 'int4', expected one of bf16"),
         ({"recompute": "some"}, "column recompute: given 'some', expected none, selective"),
-        ({"model": "vit-b16"}, "column model: images as inputs"),
     ],
 )
 def test_a_row_that_scenarios_cannot_express_says_why(changes: dict[str, Any], why: str) -> None:
@@ -138,7 +137,7 @@ def test_degrees_of_a_row_become_those_of_its_execution() -> None:
         ("selective op", "mlp"),
         ("remat SAVE_QKV_OUT_PROJ", "mlp"),
         ("save_dot_except_mlp", "mlp"),
-        ("remat SAVE_DOT_ONLY", "none"),
+        ("remat SAVE_DOT_ONLY", "elementwise"),
         ("minimal_flash", "none"),
         ("moe_act, layernorm", "none"),
         ("core_attn+layernorm", "selective"),
@@ -154,9 +153,23 @@ def test_fsdp_of_xla_that_does_not_fit_recomputes_what_lets_it_fit() -> None:
     large = sizes | {"model": "gpt3-175b", "gpus": 256, "micro_batch": 6, "global_batch": 1536}
     fields = large | {"seq": 2048, "framework": "Pax (JAX)", "zero": 3}
     assert scenario_of(row_with(**fields)).execution.recompute == "full"
-    assert scenario_of(row_with(**fields | {"layers": 4})).execution.recompute == "none"
+    assert scenario_of(row_with(**fields | {"layers": 4})).execution.recompute == "elementwise"
+    maxtext = fields | {"layers": 4, "framework": "MaxText"}
+    assert scenario_of(row_with(**maxtext)).execution.recompute == "none"
     said = scenario_of(row_with(**fields | {"recompute": "SAVE_DOT_ONLY"}))
-    assert said.execution.recompute == "none"
+    assert said.execution.recompute == "elementwise"
+
+
+def test_tables_of_t5_and_vision_transformers_have_an_encoder_and_no_causal_mask() -> None:
+    sizes = {"layers": 48, "hidden": 2048, "ffn": 5120, "heads": 32, "kv_heads": None, "seq": 512}
+    t5 = scenario_of(row_with(model="t5-v1.1-xl", framework="T5X (JAX)", **sizes))
+    assert t5.model.encoder is not None
+    assert (t5.model.layers, t5.model.encoder.layers) == (24, 24)
+    assert (t5.model.seq, t5.model.encoder.seq, t5.model.head_width) == (128, 512, 64)
+    assert (t5.execution.zero, t5.execution.overlap_gradients) == (0, False)
+    image = {"layers": 48, "hidden": 1664, "ffn": 8192, "heads": 16, "kv_heads": None, "seq": 257}
+    vit = scenario_of(row_with(model="vit-g14", framework="t5x ViT (JAX)", **image, vocab=None))
+    assert (vit.model.causal, vit.model.vocab) == (False, 3 * 14 * 14)
 
 
 def test_a_table_leaves_out_what_frameworks_always_do() -> None:
