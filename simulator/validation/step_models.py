@@ -257,7 +257,15 @@ def _expert_degree(row: StepRow) -> int:
 
 
 def _trains_further_tokens(row: StepRow) -> bool:
-    return row.framework.lower().startswith("megatron-bridge")
+    """Return whether a recipe trains further tokens.
+
+    Of those of AutoModel, that of Nemotron 3 Ultra does (github.com/NVIDIA-NeMo/Automodel,
+    examples/llm_benchmark/nemotron).
+    """
+    framework = row.framework.lower()
+    if framework.startswith("nemo automodel"):
+        return re.search("nemotron.?3.?ultra", row.model.lower()) is not None
+    return framework.startswith("megatron-bridge")
 
 
 def _family(row: StepRow) -> Family | None:

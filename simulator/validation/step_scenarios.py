@@ -93,8 +93,18 @@ _XLA: Mapping[str, Any] = {
 """XLA with its latency-hiding scheduler."""
 
 SOFTWARE: Mapping[str, Software] = {
+    # Llama is that of Hugging Face, without torch.compile; recipes of models with experts fuse
+    # rotary positions. Activation checkpointing is on or off (github.com/NVIDIA-NeMo/Automodel,
+    # nemo_automodel/components/models and examples/llm_benchmark)
     "nemo automodel": Software(
-        EAGER, "flash2", {"overlap_gradients": True, "communicated_gradient_bytes": 2}
+        EAGER,
+        "flash2",
+        {
+            "overlap_gradients": True,
+            "communicated_gradient_bytes": 2,
+            "composed": ("rotary", "activation"),
+        },
+        unsaid=("none", "full"),
     ),
     "nemo 24.03": replace(_MEGATRON_CORE, attention="flash2"),
     "nemo": _MEGATRON_CORE,
@@ -122,9 +132,10 @@ SOFTWARE: Mapping[str, Software] = {
             "communicated_gradient_bytes": 2,
             "composed": ("norm_in_f32",),
             "broadcasts": True,
-            # beside 12 bytes of state: the gradients in one array, and that array in f32
+            # beside 12 bytes of state: the gradients in one array, that array in f32, and what
+            # AdamW of PyTorch computes for all parameters before it updates them (foreach)
             # (internlm/solver/optimizer/hybrid_zero_optim.py)
-            "optimizer_bytes": 18,
+            "optimizer_bytes": 22,
         },
     ),
     # github.com/Aleph-Alpha/scaling: gradients in bf16 and summed in f32, the loss on gathered
@@ -238,7 +249,7 @@ def scenario_of(row: StepRow) -> StepScenario:
     fields = _execution_fields(row, notes, software)
     fields |= _uneven_stages(row, model)
     if model.experts is not None:
-        fields |= expert_execution(row, model)
+        fields |= {"composed": ()} | expert_execution(row, model)
     if row.micro_batch is not None:
         micros: Iterable[int] = (row.micro_batch,)
     else:
