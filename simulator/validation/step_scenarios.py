@@ -153,15 +153,7 @@ SOFTWARE: Mapping[str, Software] = {
         },
     ),
     "oneflow": Software(EAGER, "naive", {"scatter_sends": True, "overlap_gradients": True}),
-    # embeddings are looked up by products, and repeated layers save products at most
-    # (EMBEDDING_LOOKUP_STYLE in github.com/google/paxml, paxml/tasks/lm/params/c4.py;
-    # CHECKPOINT_POLICY in paxml/contrib/gpu/scripts_gpu/configs.py)
-    "pax": Software(
-        JITTED,
-        "flash2",
-        _XLA | {"embedding_products": True},
-        unsaid=("elementwise", "mlp", "full"),
-    ),
+    "pax": Software(JITTED, "flash2", _XLA),
     "maxtext": Software(JITTED, "flash2", _XLA),
     # attention without a fused kernel, and XLA's default flags, with which no communication
     # overlaps (github.com/google-research/t5x, t5x/contrib/gpu; github.com/NVIDIA/JAX-Toolbox,
@@ -177,6 +169,15 @@ SOFTWARE: Mapping[str, Software] = {
     ),
 }
 """Software by the beginning of the name of the framework, in lower case."""
+
+_PAX_GPT = replace(
+    SOFTWARE["pax"],
+    execution=_XLA | {"embedding_products": True},
+    unsaid=("elementwise", "mlp", "full"),
+)
+"""GPT in Pax: embeddings are looked up by products, and repeated layers save products at most
+(github.com/google/paxml: EMBEDDING_LOOKUP_STYLE in paxml/tasks/lm/params/c4.py, CHECKPOINT_POLICY
+in paxml/contrib/gpu/scripts_gpu/configs.py). Llama is another configuration."""
 
 _DEFAULT_SOFTWARE = _MEGATRON_CORE
 
@@ -244,6 +245,8 @@ def scenario_of(row: StepRow) -> StepScenario:
     software = software_of(row.framework)
     if software is _MEGATRON_CORE and row.gpu.startswith("V100"):
         software = _MEGATRON_2021
+    if software is SOFTWARE["pax"] and _GPT.match(row.model.lower()):
+        software = _PAX_GPT
     model = _model(row, notes, software)
     machine = _machine(row, notes, software)
     fields = _execution_fields(row, notes, software)
