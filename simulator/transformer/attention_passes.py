@@ -82,7 +82,13 @@ def _projections(
     keys_and_values = model.heads * (model.head_width + model.value_size) // t
     # projections to latents are whole on each device
     down = [(latent.key_rank + latent.rotary_size, h)]
-    up = [(keys_and_values, latent.key_rank), output]
+    up = [] if latent.shared else [(keys_and_values, latent.key_rank)]
+    if latent.output_rank is None:
+        up.append(output)
+    else:
+        groups, rank = latent.output_groups // t, latent.output_rank
+        up += [(rank, model.attention_width // latent.output_groups)] * groups
+        up.append((h, groups * rank))
     if latent.query_rank is None:
         up.append((queries, h))
     else:

@@ -146,12 +146,21 @@ class LatentAttention(Description):
         query_rank: width of the latent of queries; None for a direct projection.
         rotary_size: part of a query or key head with rotary positions, which all keys share.
         value_size: width of a value head.
+        shared: whether all heads attend to the latent itself, as key and as value, which is not
+            projected to heads (DeepSeek-V4).
+        output_groups: groups of heads whose values are projected to `output_rank` before the
+            projection to the width of the residual stream.
+        output_rank: width to which the values of a group are projected; None for one projection of
+            all values.
     """
 
     key_rank: PositiveInt
     query_rank: PositiveInt | None = None
     rotary_size: PositiveInt
     value_size: PositiveInt
+    shared: bool = False
+    output_groups: PositiveInt = 1
+    output_rank: PositiveInt | None = None
 
 
 class Mamba(Description):

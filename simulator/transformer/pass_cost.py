@@ -288,6 +288,11 @@ def residual_passes(
     # the norm; its sum with the gradient of the residual; dropout and bias
     backward = 2 * 3 * width * stream + backward_bytes
     backward += (2 * width + mask + (width if model.biases else 0)) * stream
+    if (streams := model.residual_streams) > 1:
+        # their mixture, which is written and normalized, and their sum with the output; the
+        # backward pass also reads them for the gradients of the weights of both
+        mixed = (streams + 1 + 2 * (streams - 1)) * width * stream
+        forward, backward = forward + mixed, backward + 2 * mixed
     return (
         PassCost(machine.memory_seconds(forward, 3), 4),
         PassCost(machine.memory_seconds(backward, 8), 8),

@@ -61,6 +61,8 @@ class Transformer(Description):
         dropout: whether attention and the residual stream have dropout.
         attention_dropout: whether attention has dropout; as `dropout` says by default.
         inner_dropout: whether the activations of MLPs have dropout.
+        residual_streams: copies of the residual stream, which each part of a layer mixes
+            (hyper-connections, Zhu et al., arXiv 2409.19606).
         causal: whether a token attends only to those before it, as in a language model; False for
             the patches of an image.
         encoder: the encoder whose tokens the layers attend to; by default there is none.
@@ -98,6 +100,7 @@ class Transformer(Description):
     dropout: bool = True
     attention_dropout: bool | None = None
     inner_dropout: bool = False
+    residual_streams: PositiveInt = 1
     causal: bool = True
     encoder: Encoder | None = None
     attention: Attention = "naive"
@@ -163,6 +166,12 @@ class Transformer(Description):
             raise ValueError(
                 "latent_attention: expected together with head_size, the part of a head without "
                 "rotary positions"
+            )
+        latent = self.latent_attention
+        if latent is not None and self.heads % latent.output_groups:
+            raise ValueError(
+                f"latent_attention.output_groups: given {latent.output_groups}, expected a divisor "
+                f"of heads, which is {self.heads}"
             )
         return self
 
@@ -338,8 +347,13 @@ class Transformer(Description):
         rank = latent.query_rank
         matrices = h * queries if rank is None else rank * (h + queries)
         matrices += h * (latent.key_rank + latent.rotary_size)
-        matrices += latent.key_rank * self.heads * (self.head_width + self.value_size)
-        return matrices + self.attention_width * h, norm + (rank or 0) + latent.key_rank
+        if not latent.shared:
+            matrices += latent.key_rank * self.heads * (self.head_width + self.value_size)
+        if latent.output_rank is None:
+            matrices += self.attention_width * h
+        else:
+            matrices += latent.output_rank * (self.attention_width + latent.output_groups * h)
+        return matrices, norm + (rank or 0) + latent.key_rank
 
     def adapter_elements(self, kind: LayerKind) -> int:
         """Return the elements of the adapters of a layer."""
@@ -700,6 +714,12 @@ class Execution(Description):
             raise ValueError(
                 f"encoder: given with pipeline {self.pipeline} and context {self.context}; expected"
                 " 1 and 1"
+            )
+        latent = model.latent_attention
+        if latent is not None and latent.output_rank and latent.output_groups % self.tensor:
+            raise ValueError(
+                f"tensor: given {self.tensor}, expected a divisor of latent_attention."
+                f"output_groups, which is {latent.output_groups}"
             )
         exchanges_heads = self.context_exchange == "all_to_all"
         divided_heads = self.tensor * (self.context if exchanges_heads else 1)

@@ -202,7 +202,7 @@ def _layer_temporaries(
         saved: bytes that the layer saves.
     """
     tokens = execution.tokens(model)
-    recomputed = layer_activations(model, execution, kind) - saved
+    recomputed = max(0.0, layer_activations(model, execution, kind) - saved)
     # those of the inner width, which the tensor axis divides; those of input and output, which it
     # does not
     inner, matrix = _widest(model, execution, kind)
@@ -283,7 +283,16 @@ def layer_activations(
 def saved_activations(
     model: Transformer, execution: Execution, kind: LayerKind = DECODER_LAYER
 ) -> float:
-    """Return the bytes that a layer saves for backward per microbatch."""
+    """Return the bytes that a layer saves for backward per microbatch.
+
+    Of several residual streams it saves all; their mixtures are recomputed.
+    """
+    streams = 2.0 * (model.residual_streams - 1) * execution.stream(model)
+    return streams + _saved_by_parts(model, execution, kind)
+
+
+def _saved_by_parts(model: Transformer, execution: Execution, kind: LayerKind) -> float:
+    """Return the saved bytes but those of further residual streams."""
     match execution.recompute:
         case "none":
             return layer_activations(model, execution, kind)

@@ -70,6 +70,27 @@ FAMILIES = (
             | {"max_hosts": 3},
         },
     ),
+    # Attention is to 128 tokens and to compressed ones: in every second layer to at most 512 of
+    # seq / 4, in the others to seq / 128, together as many as in a window of 340 at 4096 tokens
+    # (config.json of deepseek-ai/DeepSeek-V4-Flash).
+    Family(
+        re.compile(r"deepseek.?v4.?flash"),
+        "deepseek_v3",
+        {
+            "layers": 43,
+            "hidden": 4096,
+            "heads": 64,
+            "kv_heads": 1,
+            "head_size": 448,
+            "ffn": 2048,
+            "window": 340,
+            "residual_streams": 4,
+            "latent_attention": {"key_rank": 448, "query_rank": 1024, "rotary_size": 64}
+            | {"value_size": 512, "shared": True, "output_groups": 8, "output_rank": 1024},
+            "experts": {"count": 256, "top_k": 6, "ffn": 2048, "shared_ffn": 2048, "first_dense": 0}
+            | {"max_hosts": None},
+        },
+    ),
     Family(
         re.compile(r"moonlight.?16b"),
         "deepseek_v3",
@@ -153,7 +174,7 @@ def expert_model(row: StepRow, precision: str) -> Transformer:
     """
     family = _family(row)
     if family is None:
-        known = ", ".join(sorted({entry.example for entry in FAMILIES}))
+        known = ", ".join(sorted({entry.example for entry in FAMILIES} | {"deepseek_v4_flash"}))
         raise StepRowError(
             f"column model: given {row.model!r} with experts; sizes of experts are known of {known}"
         )

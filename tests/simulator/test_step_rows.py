@@ -308,6 +308,16 @@ def test_models_with_experts_have_the_parameters_that_their_cards_state(
     assert scenario.model.active_parameters / 1e9 == pytest.approx(active, rel=0.06)
 
 
+def test_deepseek_v4_has_the_parameters_and_nearly_the_flops_that_are_published() -> None:
+    sizes = dict.fromkeys(("layers", "hidden", "ffn", "heads", "kv_heads", "vocab"))
+    row = row_with(model="DeepSeekV4 Flash", seq=4096, ep=8, framework="NeMo AutoModel", **sizes)
+    model = scenario_of(row).model
+    assert model.parameters / 1e9 == pytest.approx(284, rel=0.01)
+    assert model.active_parameters / 1e9 == pytest.approx(13, rel=0.06)
+    # 748 TFLOP/s at 8,224 tokens/s, in Megatron-Bridge's table, with the indexer of keys
+    assert model.flops(1) / 4096 == pytest.approx(748e12 / 8224, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("given", "as_if"),
     [("NVIDIA H100 80GB", "H100"), ("H100-SXM5", "H100"), ("NVIDIA GB200", "GB200")],

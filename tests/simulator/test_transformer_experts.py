@@ -12,7 +12,7 @@ from simulator.hardware.cluster import Cluster
 from simulator.transformer import EAGER, Execution, Machine, Transformer, memory_of, predict
 from simulator.transformer.experts import Routing, dispatch_seconds
 from simulator.transformer.layer import layer_passes
-from simulator.transformer.layer_kinds import LayerKind
+from simulator.transformer.layer_kinds import LatentAttention, LayerKind
 from simulator.transformer.precision import RECIPES
 from simulator.transformer.scenario_files import Scenario
 from simulator.transformer.stages import division_of, stage_sizes
@@ -416,6 +416,39 @@ def test_a_small_model_is_predicted_on_each_kind_of_cluster(name: str) -> None:
     plan = Execution(data=cluster.num_devices, global_batch=cluster.num_devices, zero=1)
     prediction = predict(MOE, plan, Machine(cluster))
     assert 0.01 < prediction.mfu < 0.8
+
+
+def test_heads_that_share_a_latent_and_project_in_groups_have_fewer_parameters() -> None:
+    sizes = {"layers": 2, "hidden": 1024, "heads": 8, "head_size": 96, "seq": 512, "vocab": 512}
+    latent = {"key_rank": 96, "query_rank": 256, "rotary_size": 32, "value_size": 128}
+    plain, shared, grouped = (
+        Transformer(**sizes, biases=False, latent_attention=LatentAttention(**latent | extra))
+        for extra in ({}, {"shared": True}, {"output_groups": 4, "output_rank": 64})
+    )
+    assert plain.parameters - shared.parameters == 2 * 96 * 8 * (96 + 128)
+    assert plain.parameters - grouped.parameters == 2 * (1024 * 1024 - 64 * (1024 + 4 * 1024))
+    assert (
+        predict(shared, Execution(global_batch=1), h100(8)).forward
+        < predict(plain, Execution(global_batch=1), h100(8)).forward
+    )
+    refused = Execution(tensor=8, global_batch=1)
+    with pytest.raises(ValueError, match="tensor: given 8, expected a divisor of latent_attention"):
+        predict(grouped, refused, h100(8))
+    with pytest.raises(ValueError, match="output_groups: given 3, expected a divisor of heads"):
+        Transformer(**sizes, latent_attention=LatentAttention(**latent, output_groups=3))
+
+
+def test_residual_streams_cost_traffic_and_memory_but_no_products() -> None:
+    one, four = (
+        Transformer(layers=2, hidden=1024, heads=8, seq=512, vocab=512, residual_streams=streams)
+        for streams in (1, 4)
+    )
+    execution = Execution(global_batch=1)
+    steps = [predict(model, execution, h100(8)) for model in (one, four)]
+    assert steps[0].forward < steps[1].forward
+    assert steps[0].model_flops == steps[1].model_flops
+    saved = [step.memory.parts["activations"] for step in steps]
+    assert saved[1] - saved[0] == 2 * 3 * 2 * 512 * 1024
 
 
 def test_the_scan_of_mamba_is_limited_by_the_vector_units() -> None:
