@@ -10,7 +10,6 @@ from statistics import mean
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares, nnls
 
 from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve
 from simulator.calibration.fit_products import is_held_out
@@ -188,6 +187,8 @@ class _Parameter:
 
 def _with_fitted_kernels(device: Device, parameters: Sequence[_Parameter], rows: "_Rows") -> Device:
     """Return a device whose kernel profile has the parameters that fit rows best."""
+    from scipy.optimize import least_squares  # slow to import
+
     ranges = [
         (parameter.start, parameter.low, parameter.high)
         for parameter in parameters
@@ -349,6 +350,8 @@ def launch_and_bandwidth(transfers: Sequence[tuple[float, float]]) -> tuple[floa
         (`half_size` of `simulator.hardware.collective_profile.transfer_seconds`), by least squares
         of the relative error.
     """
+    from scipy.optimize import nnls  # slow to import
+
     num_bytes, seconds = np.array(transfers).T
     columns = np.stack([np.ones_like(num_bytes), num_bytes, np.sqrt(num_bytes)], axis=1)
     (launch, per_byte, per_root), _ = nnls(columns / seconds[:, None], np.ones(len(seconds)))

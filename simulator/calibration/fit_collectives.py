@@ -9,7 +9,6 @@ from itertools import groupby
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import least_squares
 
 from simulator.hardware.collective_profile import SizeCurve, SwitchCurve, hops, sent_fraction
 from simulator.work import CollectiveKind
@@ -180,6 +179,8 @@ class _CurveForm:
 
     def fit(self, measured: MeasuredCollectives) -> SizeCurve:
         """Return the curve that fits measurements best, by least squares of the log error."""
+        from scipy.optimize import least_squares  # slow to import
+
         starts, low, high = np.log(np.array([_BOUNDS[name] for name in self.parameters])).T
         if len(set(measured.size.tolist())) < 2:
             # one group size can't separate hops from the launch, nor losses from the bandwidth
@@ -230,6 +231,8 @@ def fit_switch(measured: MeasuredCollectives, ring: SizeCurve | None) -> SwitchC
     Raises:
         ValueError: there are fewer rows to fit than parameters.
     """
+    from scipy.optimize import least_squares  # slow to import
+
     held_out = measured.held_out()
     if (~held_out).sum() < len(_SWITCH_PARAMETERS):
         raise ValueError(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import least_squares
 
 from simulator.costs.gemm import GemmModel
 from simulator.hardware.cluster import Device
@@ -98,6 +97,8 @@ def fit_gemms(
     Raises:
         ValueError: there are fewer rows to fit than parameters.
     """
+    from scipy.optimize import least_squares  # slow to import
+
     rows = np.flatnonzero(~measured.held_out())
     if len(rows) < len(_PARAMETERS):
         raise ValueError(

@@ -6,7 +6,6 @@ from math import log
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 
 from simulator.calibration.fit_cluster import launch_and_bandwidth
 from simulator.engine.shared_cpu import simulate_processes
@@ -91,6 +90,8 @@ def fit_processes(base: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     Raises:
         ValueError: there are fewer steps than numbers in the section.
     """
+    from scipy.optimize import minimize  # slow to import
+
     if len(steps) < len(Processes.model_fields):
         raise ValueError(
             f"{len(steps)} steps; expected {len(Processes.model_fields)} at least, one for each "

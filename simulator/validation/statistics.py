@@ -8,7 +8,6 @@ from math import log
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import rankdata
 
 from simulator.validation.cases import Case, Outcome
 
@@ -129,6 +128,8 @@ def _distances(cases: Sequence[Case]) -> list[float]:
 
 def spearman(one: ArrayLike, other: ArrayLike) -> float | None:
     """Return the correlation of ranks; None for fewer than three pairs, or equal values."""
+    from scipy.stats import rankdata  # slow to import
+
     ranks = np.array([rankdata(one), rankdata(other)])
     if ranks.shape[1] < 3 or (np.ptp(ranks, axis=1) == 0).any():
         return None
