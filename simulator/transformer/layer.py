@@ -31,18 +31,41 @@ def layer_passes(
 ) -> LayerPasses:
     """Return the passes of one microbatch over one layer of a kind."""
     model = model.of(kind)
-    parts = _mixer(model, execution, machine, kind), _mlp(model, execution, machine, kind)
-    forward = parts[0].forward + parts[1].forward
-    backward = parts[0].backward + parts[1].backward
+    mixer = _mixer(model, execution, machine, kind)
+    return _of_parts(mixer, _mlp(model, execution, machine, kind), execution)
+
+
+def passes_by_kind(
+    model: Transformer, execution: Execution, machine: Machine
+) -> dict[LayerKind, LayerPasses]:
+    """Return the passes of one microbatch over one layer of each kind.
+
+    Kinds with the same mixer share its passes, which are computed once.
+    """
+    mixers: dict[tuple[str | None, str], PartPasses] = {}
+    passes = {}
+    for kind in model.kind_counts:
+        stack, key = model.of(kind), (kind.mixer, kind.stack)
+        if key not in mixers:
+            mixers[key] = _mixer(stack, execution, machine, kind)
+        mlp = _mlp(stack, execution, machine, kind)
+        passes[kind] = _of_parts(mixers[key], mlp, execution)
+    return passes
+
+
+def _of_parts(mixer: PartPasses, mlp: PartPasses, execution: Execution) -> LayerPasses:
+    """Return the passes over a layer with a mixer and an MLP."""
+    forward = mixer.forward + mlp.forward
+    backward = mixer.backward + mlp.backward
     match execution.recompute:
         case "none":
             recompute = NO_COST
         case "elementwise":
-            recompute = parts[0].elementwise + parts[1].elementwise
+            recompute = mixer.elementwise + mlp.elementwise
         case "selective":
-            recompute = parts[0].scores + parts[1].scores
+            recompute = mixer.scores + mlp.scores
         case "mlp":
-            recompute = parts[0].scores + parts[1].forward
+            recompute = mixer.scores + mlp.forward
         case "full":
             recompute = forward
     return LayerPasses(forward, backward, recompute)

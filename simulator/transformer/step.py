@@ -14,7 +14,7 @@ from simulator.transformer.layer import (
     LayerPasses,
     embedding_passes,
     head_passes,
-    layer_passes,
+    passes_by_kind,
     prediction_passes,
 )
 from simulator.transformer.layer_kinds import LayerKind
@@ -64,7 +64,7 @@ def predict(
     """
     execution.check(model)
     _check_devices(execution, machine.cluster)
-    layers = {kind: layer_passes(model, execution, machine, kind) for kind in model.kind_counts}
+    layers = passes_by_kind(model, execution, machine)
     division = division_of(model, execution)
     stages = _stages(model, execution, machine, layers, division)
     slowest = max(stages, key=lambda stage: stage.seconds)
