@@ -135,7 +135,8 @@ def _core(
     size, value = model.query_size, model.value_size
     s, w = model.seq, 2
     keys = model.keys_of(mixer)
-    if execution.context_exchange != "all_to_all" and not execution.balanced_context:
+    unbalanced = execution.context_exchange != "all_to_all" and not execution.balanced_context
+    if unbalanced and model.causal:
         heads *= 2 * execution.context / (execution.context + 1)
     if model.attention != "naive":
         flops = 2.0 * heads * s * model.visible_keys(mixer) * (size + value)
