@@ -17,6 +17,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ from experiments.cells import Cell, remaining, write_cell, write_job
 from experiments.sweep_job import Job
 
 SWEEP_PROCESS = "AUTOPAR_SWEEP_PROCESS"
-"""The environment variable with the process of the run, without which its jobs end."""
+"""The environment variable with the host and the process of the run, without which its jobs end."""
 
 _SCRIPTS = {"simulated": "simulate_cells", "measured": "measure_cells"}
 
@@ -133,11 +134,20 @@ def check_not_stopped(status: int) -> None:
         raise SystemExit("stopped")
 
 
+def this_process() -> str:
+    """Return the host and the number of this process, as `SWEEP_PROCESS` has those of the run."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
 def end_with_run() -> None:
-    """End this process and its script when the run of the sweep ends, however it ends."""
+    """End this process and its script when the run of the sweep ends, however it ends.
+
+    A job on another host than the run goes on: the cluster's scheduler ends it.
+    """
     # An exception instead of an immediate end, so that `run_script` kills the script.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if run := os.environ.get(SWEEP_PROCESS):
+    host, _, run = os.environ.get(SWEEP_PROCESS, "").rpartition(":")
+    if run and host == socket.gethostname():
         threading.Thread(target=_stop_with, args=(int(run),), daemon=True).start()
 
 

@@ -22,7 +22,7 @@ from snakemake.settings.enums import Quietness
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from experiments import sweep_progress
-from experiments.isolate import SWEEP_PROCESS
+from experiments.isolate import SWEEP_PROCESS, this_process
 from experiments.paper.study import figure_named
 from experiments.sweep_job import Sweep
 from experiments.sweep_progress import say
@@ -47,6 +47,8 @@ class SweepRun:
     def __init__(self, workflow: Any, sweep: Sweep, seconds: Mapping[str, float]) -> None:
         """Take over what Snakemake prints, except for a dry run or with --verbose.
 
+        A job on a cluster runs the workflow again for itself, and prints what Snakemake does.
+
         Args:
             workflow: Snakemake's workflow.
             sweep: the sweep.
@@ -57,7 +59,8 @@ class SweepRun:
         self._foreign: set[psutil.Process] = set()
         self._start = time.monotonic()
         shown = workflow.output_settings
-        if not (shown.dryrun or shown.verbose or Quietness.ALL in (shown.quiet or ())):
+        quiet = shown.dryrun or shown.verbose or Quietness.ALL in (shown.quiet or ())
+        if workflow.is_main_process and not quiet:
             for handler in logger.handlers:
                 if handler.name == "DefaultStreamHandler":
                     logger.removeHandler(handler)
@@ -74,7 +77,7 @@ class SweepRun:
         """Lock the results, and say what there is to compute."""
         self._lock()
         self._foreign = set(psutil.Process().children(recursive=True))
-        os.environ[SWEEP_PROCESS] = str(os.getpid())  # the environment of all jobs
+        os.environ[SWEEP_PROCESS] = this_process()  # the environment of all jobs
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, self._stop)
         total = sum(len(cells) for _, cells in self._cells(self._workflow.dag.jobs))

@@ -41,6 +41,16 @@ class PaperFigure:
     memory_mb: int = 1000
     gpus: int = 0
 
+    @property
+    def resources(self) -> dict[str, int]:
+        """What a part asks of a cluster: minutes, megabytes and GPUs, by Snakemake's names.
+
+        A job has three times its minutes, as hosts differ. `gpu` is left out where there is none:
+        executors would reserve a host with GPUs for 0 of them, too.
+        """
+        needs = {"runtime": 1 + round(3 * self.minutes), "mem_mb": self.memory_mb}
+        return needs | ({"gpu": self.gpus} if self.gpus else {})
+
     def parts_of(self, size: Size) -> tuple[str, ...]:
         """Return the parts of a configuration."""
         return self.smoke_parts or self.parts if size == "smoke" else self.parts

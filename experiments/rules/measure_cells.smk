@@ -12,6 +12,9 @@ rule measure_cells:
         job=lambda wildcards: sweep.jobs[f"measured/{wildcards.job}"].to_json(),
         settings=json.dumps(sweep.measure),
     threads: workflow.cores
+    resources:
+        runtime=120,
+        mem_mb=8000,
     priority: lambda wildcards: priorities[f"measured/{wildcards.job}"]
     log:
         "results/logs/measure/{job}.log",

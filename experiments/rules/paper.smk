@@ -11,8 +11,9 @@ FOLDER = {"full": "results/paper", "smoke": "results/paper-smoke"}[SIZE]
 MARKERS = ".snakemake/paper"
 
 check_published()  # raises before any job starts if a published number is missing
-for file in mark_changed(Path(FOLDER), Path(MARKERS) / SIZE):
-    run.warn(f"{file} is not as it was written; `snakemake paper` writes it again.")
+if workflow.is_main_process:  # a job on a cluster would see files while others write them
+    for file in mark_changed(Path(FOLDER), Path(MARKERS) / SIZE):
+        run.warn(f"{file} is not as it was written; `snakemake paper` writes it again.")
 
 
 rule paper:
@@ -34,9 +35,7 @@ for figure in FIGURES:
             figure=figure.name,
             code=rows_code(figure),
         resources:
-            runtime=max(1, round(figure.minutes)),
-            mem_mb=figure.memory_mb,
-            gpus=figure.gpus,
+            **figure.resources,
         priority: 10 * figure.minutes # the longest first
         log:
             f"results/logs/paper/{figure.name}/{{part}}.log",
@@ -54,6 +53,7 @@ for figure in FIGURES:
             parts=[f"{FOLDER}/cells/{figure.name}/{part}.csv" for part in figure.parts_of(SIZE)],
         output:
             [f"{FOLDER}/{figure.name}{suffix}" for suffix in (*SUFFIXES, ".json")],
+        localrule: True # takes seconds, less than a queue
         params:
             figure=figure.name,
             rows_code=rows_code(figure),
@@ -76,6 +76,7 @@ rule paper_text:
         f"{FOLDER}/numbers.json",
         f"{FOLDER}/index.html",
         f"{FOLDER}/paper.pdf",
+    localrule: True
     params:
         code=code_hash("experiments/paper"),
     log:

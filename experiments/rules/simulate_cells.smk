@@ -9,6 +9,9 @@ rule simulate_cells:
     params:
         code=code_hash(*CODE),
         job=lambda wildcards: sweep.jobs[f"simulated/{wildcards.job}"].to_json(),
+    resources:
+        runtime=60,
+        mem_mb=4000,
     priority: lambda wildcards: priorities[f"simulated/{wildcards.job}"]
     log:
         "results/logs/simulate/{job}.log",

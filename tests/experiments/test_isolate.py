@@ -4,8 +4,10 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -150,7 +152,8 @@ def test_a_job_whose_run_was_killed_ends_with_its_script(tmp_path: Path) -> None
     for module in ("__init__", "isolate", "cells", "sweep_job", "sweep_progress"):
         shutil.copy(ROOT / "experiments" / f"{module}.py", tmp_path / "experiments")
     with subprocess.Popen(["sleep", "60"]) as run:
-        environment = os.environ | {isolate.SWEEP_PROCESS: str(run.pid)}
+        name = f"{socket.gethostname()}:{run.pid}"
+        environment = os.environ | {isolate.SWEEP_PROCESS: name}
         command = [sys.executable, "-m", "experiments.isolate", JOB.to_json(), "cells", "code"]
         with subprocess.Popen(command, cwd=tmp_path, env=environment) as job:
             while not (pid_file.exists() and pid_file.read_text()):
@@ -161,6 +164,17 @@ def test_a_job_whose_run_was_killed_ends_with_its_script(tmp_path: Path) -> None
             assert job.wait(timeout=60) != 0
     script_process = Path("/proc", pid_file.read_text(), "stat")
     assert not script_process.exists() or script_process.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize("run", ["", "another-host:1"])
+def test_a_job_on_another_host_than_the_run_goes_on(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(isolate.SWEEP_PROCESS, run)
+    before, handler = threading.active_count(), signal.getsignal(signal.SIGTERM)
+    isolate.end_with_run()
+    signal.signal(signal.SIGTERM, handler)
+    assert threading.active_count() == before
 
 
 def test_a_result_is_written_whole_or_not_at_all(

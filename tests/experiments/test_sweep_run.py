@@ -32,6 +32,7 @@ def workflow(
     settings = {"dryrun": False, "verbose": False, "quiet": None} | shown
     return SimpleNamespace(
         cores=2,
+        is_main_process=True,
         output_settings=SimpleNamespace(**settings),
         dag_settings=SimpleNamespace(targets=targets),
         dag=SimpleNamespace(needrun_jobs=lambda: needed_jobs, jobs=[*needed_jobs, *other_jobs]),

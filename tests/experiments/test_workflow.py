@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from experiments.paper.study import FIGURES
+from experiments.paper.study import FIGURES, figure_named
 from experiments.report.cell_table import rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -292,3 +292,28 @@ def test_the_paper_is_written_and_what_is_changed_by_hand_is_written_again(
     refused = ended(start(PAPER_SMOKE, "paper"))
     assert refused.returncode != 0
     assert f"published numbers: no file {published}" in refused.stdout + refused.stderr
+
+
+@pytest.mark.slow
+def test_cells_of_the_paper_run_as_jobs_of_a_cluster(
+    start: Start, sweep: Path, tmp_path: Path
+) -> None:
+    """The cluster is a script that starts each job in the background and prints its number."""
+    submit = tmp_path / "submit"
+    submit.write_text(
+        f'#!/bin/sh\ncp "$1" {sweep}/job.sh\nsetsid sh "$1" > {sweep}/job.log 2>&1 &\necho $!\n'
+    )
+    submit.chmod(0o755)
+    cell = "results/paper-smoke/cells/korthikanti_memory/all.csv"
+    cluster = ("--executor", "cluster-generic", "--jobs", "2")
+    run = ended(start(PAPER_SMOKE, cell, *cluster, "--cluster-generic-submit-cmd", str(submit)))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith("1 cells to compute"), run.stdout
+    table = pd.read_csv(sweep / cell)
+    assert set(table["status"]) == {"ok"}
+    log = (sweep / "job.log").read_text()
+    assert "(1/1)" in log  # the job's line, with how far the run is
+    memory = figure_named("korthikanti_memory").resources["mem_mb"]
+    assert f'"mem_mb": {memory}' in (sweep / "job.sh").read_text()
+    again = ended(start(PAPER_SMOKE, cell, *cluster, "--cluster-generic-submit-cmd", str(submit)))
+    assert again.stdout.startswith("Nothing to do: what was asked for is up to date"), again.stdout
