@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -58,6 +59,56 @@ def train(
     seed: Annotated[int, typer.Option(help="Seed of the moments.")] = 0,
 ) -> None:
     """Train a GPT while workers are killed, and compare with an undisturbed run."""
+    result = survived(steps, kills, save_every, hosts, devices, victim, seed)
+    print(
+        f"{steps} steps, {result.kills} of {kills} kills ({', '.join(result.moments)}):"
+        f" {steps + result.steps_again} steps run, {result.steps_again} of them again;"
+        f" {result.seconds:.0f} s, undisturbed {result.undisturbed_seconds:.0f} s"
+    )
+    print(f"largest difference of a parameter: {result.largest_difference:g}")
+    # On fewer devices sums are rounded differently, and Adam's first steps are as large for
+    # gradients that are nothing but rounding.
+    tolerance = 0.0 if victim is Victim.WORKER else 5e-3
+    too_many = result.steps_again > kills * 2 * save_every
+    if result.largest_difference > tolerance or result.kills < kills or too_many:
+        sys.exit("training did not survive")
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """A training whose processes were killed, beside an undisturbed one.
+
+    Attributes:
+        kills: how many processes were killed.
+        moments: when, in words.
+        steps_again: steps that ran again, after the last checkpoint.
+        seconds: seconds of the training.
+        undisturbed_seconds: seconds of the undisturbed one.
+        largest_difference: largest difference of a parameter between both.
+    """
+
+    kills: int
+    moments: tuple[str, ...]
+    steps_again: int
+    seconds: float
+    undisturbed_seconds: float
+    largest_difference: float
+
+
+def survived(
+    steps: int, kills: int, save_every: int, hosts: int, devices: int, victim: Victim, seed: int
+) -> Survival:
+    """Train a GPT undisturbed, and again while processes are killed; see `train`.
+
+    Args:
+        steps: steps of training.
+        kills: how many processes are killed.
+        save_every: steps between checkpoints.
+        hosts: raylets on this machine.
+        devices: virtual devices of each.
+        victim: what is killed first; all others are workers.
+        seed: seed of the moments.
+    """
     with _hosts(hosts) as cluster:
         start = time.monotonic()
         expected, _ = _trained(steps, save_every, hosts, devices)
@@ -67,21 +118,12 @@ def train(
         killer = _Killer(cluster, victim, sorted(random.Random(seed).sample(moments, kills)), seed)
         start = time.monotonic()
         actual, executed = _trained(steps, save_every, hosts, devices, killer.after_step)
-        print(
-            f"{steps} steps, {killer.count} of {kills} kills ({', '.join(killer.done)}):"
-            f" {len(executed)} steps run, {len(executed) - steps} of them again;"
-            f" {time.monotonic() - start:.0f} s, undisturbed {undisturbed:.0f} s"
-        )
-        worst = max(
-            float(np.max(np.abs(one - other))) for one, other in zip(expected, actual, strict=True)
-        )
-        print(f"largest difference of a parameter: {worst:g}")
-        # On fewer devices sums are rounded differently, and Adam's first steps are as large for
-        # gradients that are nothing but rounding.
-        tolerance = 0.0 if victim is Victim.WORKER else 5e-3
-        too_many = len(executed) > steps + kills * 2 * save_every
-        if worst > tolerance or killer.count < kills or too_many:
-            sys.exit("training did not survive")
+        seconds = time.monotonic() - start
+    worst = max(
+        float(np.max(np.abs(one - other))) for one, other in zip(expected, actual, strict=True)
+    )
+    again = len(executed) - steps
+    return Survival(killer.count, tuple(killer.done), again, seconds, undisturbed, worst)
 
 
 @app.command()

@@ -46,6 +46,11 @@ def published_table(name: str) -> Table:
     return pd.read_csv(path, comment="#", na_values=["-"])
 
 
+def published_factor(name: str) -> float:
+    """Return a factor that Zheng et al. (OSDI'22) give in words, by name."""
+    return float(published_table("alpa_factors").set_index("name")["factor"][name])
+
+
 def claims_of(figure: str) -> dict[str, Claim]:
     """Return the claims that a figure checks, by name."""
     import pandas as pd

@@ -1,15 +1,21 @@
 """The paper's figures, comparisons, published numbers and text."""
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import matplotlib as mpl
 import pandas as pd
 import pytest
 
-from experiments.paper import draw_figure, paper_cell
+from experiments.models.wide_resnet import BLOCKS
+from experiments.paper import draw_figure, paper_cell, wide_resnet_steps
 from experiments.paper.comparison import agreement
 from experiments.paper.figure_files import SUFFIXES, TRACKED, changed_files, mark_changed, paths_of
+from experiments.paper.figures import alpa_resharding, resnet_plans
 from experiments.paper.paper_style import (
     COLUMN_WIDTH,
     draw_bars,
@@ -21,6 +27,8 @@ from experiments.paper.paper_style import (
 from experiments.paper.published_values import Claim, check_published, checked_claims, claims_of
 from experiments.paper.study import FIGURES, PaperFigure, figure_named
 from experiments.sources import ROOT
+from simulator import Program, Recv, Send
+from simulator.work import Collective
 
 RESULTS = ROOT / "results/paper"
 
@@ -188,3 +196,55 @@ def test_every_figure_is_in_the_text() -> None:
 def test_every_module_of_a_figure_is_in_the_study() -> None:
     shown = {path.stem for path in (ROOT / "experiments/paper/figures").glob("[!_]*.py")}
     assert shown == {figure.name for figure in FIGURES}
+
+
+def test_a_job_asks_a_cluster_for_gpus_only_if_it_needs_some() -> None:
+    """Executors for clusters reserve a host with GPUs for a job that has the resource at all."""
+    assert PaperFigure("f", "s", minutes=1, memory_mb=5).resources == {"runtime": 4, "mem_mb": 5}
+    assert PaperFigure("f", "s", gpus=8).resources["gpu"] == 8
+
+
+def test_flop_of_convolutions_are_those_that_xla_counts() -> None:
+    """XLA leaves out what a convolution multiplies with its padding."""
+    model = replace(wide_resnet_steps.SMOKE.model, image_size=64)
+    arguments: Any = model.abstract_args()
+    state, batch = arguments
+
+    def forward(params: Any, statistics: Any, images: Any) -> Any:
+        return state.apply_fn({"params": params, "batch_stats": statistics}, images)
+
+    lowered = jax.jit(forward).lower(state.params, state.batch_stats, batch["images"])
+    costs: Any = lowered.compile().cost_analysis()
+    assert wide_resnet_steps.convolution_flops(model) == pytest.approx(3 * costs["flops"], rel=0.1)
+
+
+def test_published_plans_of_wide_resnet_use_all_gpus_and_blocks() -> None:
+    for gpus, plan in wide_resnet_steps.alpa_plans().items():
+        assert sum(plan.devices) == math.prod(plan.intra_mesh) == gpus
+        assert sum(plan.blocks) == sum(BLOCKS[plan.model.num_layers])
+        assert plan.model.batch_size % plan.micro_batches == 0
+        assert plan.model.batch_size % plan.intra_images == 0
+
+
+def test_without_all_gathers_every_receiver_is_sent_its_own_copy() -> None:
+    groups = ((0, 1), (2, 3))
+    gather = Collective("gather x", "all_gather", 8.0, groups)
+    program = Program(
+        ((0, 1), (2, 3, 4, 5)),
+        ((Send("x", 1, 10), Send("y", 1, 6)), (Recv("x", 0, gather), Recv("y", 0))),
+    )
+    copied = alpa_resharding._copied(program)
+    assert copied.instructions == (
+        (Send("x", 1, 20), Send("y", 1, 6)),
+        (Recv("x", 0), Recv("y", 0)),
+    )
+    signalled = alpa_resharding._signalled(program)
+    assert signalled.instructions[0] == (Send("x", 1, 4), Send("y", 1, 4))
+
+
+def test_convolutions_of_data_parallel_stages_are_divided_by_the_batch() -> None:
+    plan = wide_resnet_steps.plan_wide_resnet(
+        wide_resnet_steps.SMOKE, wide_resnet_steps.SMOKE.stages, data_parallel=True
+    )
+    for stage in plan.stages:
+        assert resnet_plans._divided(stage)["batch"] == 1.0

@@ -1,0 +1,142 @@
+"""Alpa's figure 7: Wide-ResNet on 1 to 64 V100s by its plans and by baselines."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from matplotlib.figure import Figure
+
+import autopar
+from experiments.paper.paper_style import draw_bars, legend_above, new_figure
+from experiments.paper.published_values import published_factor
+from experiments.paper.study import Table
+from experiments.paper.wide_resnet_steps import (
+    DATA_STAGES,
+    SMOKE,
+    WideResNetPlan,
+    alpa_plans,
+    convolution_flops,
+    plan_wide_resnet,
+)
+from experiments.validation.pipeline_quality import p3
+
+ALPA, INTRA = "Alpa's plans", "intra-operator only"
+INTER, PP_DP = "inter-operator only", "pipeline and data (PP-DP)"
+
+EFFICIENCY_GPUS = 32
+"""GPUs of the four hosts for which the paper gives the efficiency."""
+
+NEAR = 0.15
+"""How near an efficiency has to be to count as the published one."""
+
+
+def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
+    """Yield the rate of each system on one number of GPUs."""
+    plan = SMOKE if smoke else alpa_plans()[int(part)]
+    planned: dict[str, Callable[[], autopar.Plan]] = {
+        ALPA: lambda: plan_wide_resnet(plan, plan.stages),
+        INTRA: lambda: _without_stages(plan),
+    }
+    if plan.gpus > 1:
+        planned[INTER] = lambda: _one_gpu_stages(plan)
+        planned[PP_DP] = lambda: plan_wide_resnet(plan, DATA_STAGES, data_parallel=True)
+    flops = convolution_flops(plan.model)
+    for series, make in planned.items():
+        row = {"group": int(part), "series": series, "unit": "PFLOP/s"}
+        try:
+            found = make()
+        except (autopar.NoStagesError, autopar.InfeasibleError):
+            yield {**row, "fits": False}
+            continue
+        yield {
+            **row,
+            "ours": flops / found.predicted_seconds / 1e15,
+            "fits": True,
+            "memory_gb": found.predicted_bytes / 1e9,
+            "stages": len(found.stages),
+        }
+
+
+def _without_stages(plan: WideResNetPlan) -> autopar.Plan:
+    """Return the plan on one mesh, with Alpa's logical mesh and microbatches."""
+    model = plan.model
+
+    def train_step(state: Any, batch: Any) -> Any:
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    method = autopar.ShardParallel(
+        num_micro_batches=model.batch_size // plan.intra_images, batch_statistics="microbatch"
+    )
+    return autopar.plan_step(
+        train_step,
+        model.abstract_args(),
+        method=method,
+        cluster=p3(plan.gpus),
+        mesh_shape=plan.intra_mesh,
+    )
+
+
+def _one_gpu_stages(plan: WideResNetPlan) -> autopar.Plan:
+    """Return the plan with one GPU per stage; there are more layers than blocks where needed."""
+    layers = max(plan.gpus, sum(plan.blocks))
+    stages = autopar.UniformStageOption(plan.gpus, (1, 1))
+    return plan_wide_resnet(plan, stages, layers=layers)
+
+
+def draw(table: Table) -> Figure:
+    """Draw the rates by number of GPUs."""
+    figure = new_figure(2.1)
+    axes = figure.subplots()
+    draw_bars(axes, table.sort_values("group", kind="stable"))
+    axes.set(yscale="log", ylabel="PFLOP/s", xlabel="GPUs")
+    legend_above(figure, axes, columns=2)
+    return figure
+
+
+def _rates(table: Table) -> Table:
+    return table.pivot(index="group", columns="series", values="ours").sort_index()
+
+
+def _efficiency(table: Table) -> float | None:
+    """Return the rate of a GPU of four hosts, relative to that of a single GPU."""
+    rates = _rates(table)[ALPA]
+    if not {1, EFFICIENCY_GPUS} <= set(rates.index):
+        return None
+    return float(rates[EFFICIENCY_GPUS] / (EFFICIENCY_GPUS * rates[1]))
+
+
+def _runs_out(table: Table, series: str) -> bool:
+    """Return whether a system runs out of memory at some size, and at all larger ones."""
+    fits = table[table["series"] == series].sort_values("group")["fits"].astype(str) == "True"
+    return not fits.iloc[-1] and fits.is_monotonic_decreasing
+
+
+def caption(table: Table) -> str:
+    """Return the caption."""
+    efficiency = _efficiency(table)
+    text = ""
+    if efficiency is not None:
+        published = published_factor("efficiency_four_hosts")
+        text = (
+            f" Alpa's plans are {efficiency:.0%} efficient on 4 hosts (published: {published:.0%})."
+        )
+    return (
+        "Wide-ResNet in float32 on V100s (Zheng et al., figure 7, whose bars are not among the"
+        " digitised ones, so that its claims in words are checked). The stages are Alpa's, and the"
+        " shardings of our planner; the plans without stages have Alpa's logical meshes and"
+        " microbatches. Rates count convolutions,"
+        " without recomputation. Crosses: predicted not to fit." + text
+    )
+
+
+def claims(table: Table) -> dict[str, bool]:
+    """Return whether the paper's claims hold for our rows."""
+    rates, efficiency = _rates(table), _efficiency(table)
+    several = rates[rates.index > 8]
+    return {
+        "alpa_wide_resnet_efficient": efficiency is not None
+        and abs(efficiency / published_factor("efficiency_four_hosts") - 1) < NEAR,
+        "alpa_wide_resnet_out_of_memory": {INTER, PP_DP} <= set(table["series"])
+        and _runs_out(table, INTER)
+        and _runs_out(table, PP_DP),
+        "alpa_wide_resnet_network": bool((several[ALPA] > several[INTRA]).all()),
+    }
