@@ -16,7 +16,7 @@ one list, and every value of a body is a variable of that list. The token `t` id
 that a marker belongs to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive, Var
@@ -77,6 +77,11 @@ def spans(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, int]]:
         for number, eqn in enumerate(eqns)
         if eqn.primitive is end_p
     }
+
+
+def count_endless(eqns: Iterable[JaxprEqn]) -> int:
+    """Return the number of loops of unknown length."""
+    return sum(eqn.primitive is loop_p and eqn.params["length"] is None for eqn in eqns)
 
 
 def repeats(eqns: Sequence[JaxprEqn]) -> list[float]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from jax.sharding import Mesh
 
+from autopar.ir.control_flow import count_endless
 from autopar.ir.spec import AnyMesh
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.program_memory import MeshMemory
@@ -86,6 +87,8 @@ def compile_planned(
     bodies: dict[str, OpList] = {}
     op_levels: dict[str, tuple[Level, ...]] = {}
     memory = MeshMemory(planned)
+    # the plan's warnings say that such loops count once
+    endless = count_endless(planned.step.jaxpr.eqns) > 0
     for number, stage in enumerate(planned.plan.stages):
         pool = cluster.pools[cluster.pool_of(stage.devices)]
         mesh = target_mesh(pool, stage.mesh_shape, stage.axis_names)
@@ -104,7 +107,8 @@ def compile_planned(
                     else compile_for(function.jitted, function.in_avals, pool)
                 )
             if target is not None:
-                body = with_axes(parse_hlo(target.hlo_text), stage.mesh.axes_of_groups)
+                ops = parse_hlo(target.hlo_text, endless_once=endless)
+                body = with_axes(ops, stage.mesh.axes_of_groups)
                 compiled[key] = body, target.memory, temporary_memory(target.hlo_text)
             body, used, temporaries = compiled[key]
             bodies[task] = body

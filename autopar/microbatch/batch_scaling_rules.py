@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Literal as OneOf
 
 from jax.extend.core import JaxprEqn, Var
-from jax.extend.core.primitives import broadcast_in_dim_p, iota_p
+from jax.extend.core.primitives import (
+    broadcast_in_dim_p,
+    iota_p,
+    random_bits_p,
+    random_split_p,
+)
 from jax.lax import tile_p
 
 from autopar.ir.graph import Where, aval_of
@@ -68,7 +73,18 @@ class AcrossExamples(NotSeparable):
 
     remedy = (
         "A microbatch has no other examples than its own: combine neighbours only, as in"
-        " scores.reshape(-1, 2), or use num_micro_batches=1"
+        " scores.reshape(-1, 2), or use num_micro_batches=1, with which a loss over pairs of"
+        " examples runs in a pipeline, too"
+    )
+
+
+class PositionOfExamples(NotSeparable):
+    """A value depends on the size of the batch or on the positions of its examples."""
+
+    remedy = (
+        "A loss over pairs of examples, such as a contrastive one, needs all of them: use"
+        " num_micro_batches=1, which runs in a pipeline, too. Otherwise compute the value in each"
+        " example, or pass it as a part of the batch"
     )
 
 
@@ -276,7 +292,8 @@ def _created(eqn: JaxprEqn, whole: JaxprEqn, kind: BatchScaling, count: int) -> 
         eqn.primitive is iota_p and eqn.params["dimension"] not in grown
     )
     if len(grown) > 1 or not uniform:
-        raise NotSeparable(f"{where} {why_whole(eqn)}")
+        is_random = eqn.primitive in (random_bits_p, random_split_p)
+        raise (NotSeparable if is_random else PositionOfExamples)(f"{where} {why_whole(eqn)}")
     _check_rows(grown[0], shape, full, count, where)
     blocks = 1 if eqn.primitive is tile_p else None
     return replace(kind, form="rows", dim=grown[0], blocks=blocks)

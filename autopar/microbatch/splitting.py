@@ -13,6 +13,7 @@ from math import gcd
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import div_p, reduce_sum_p
 
@@ -22,7 +23,7 @@ from autopar.ir.graph import Atom, aval_of, needed, source_line
 from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
 from autopar.microbatch.batch_scaling import BatchScalings, Repair, StatisticRules
 from autopar.microbatch.batch_scaling_constants import power_of_constant
-from autopar.microbatch.batch_scaling_rules import BatchScaling
+from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.body_boundary import (
     Boundary,
     find_boundary,
@@ -79,7 +80,9 @@ def split(
     scaled = _scalings(sizes, batch, positions, count, stages, own_statistics)
     found = scaled.found
     micro, whole, sizes = _marked(micro, whole, sizes, part, batch, scaled.boundary)
-    (number, _), (_, traced) = _mark(micro), _mark(sizes[0])
+    (_, traced), (_, complete) = _mark(sizes[0]), _mark(whole)
+    micro = _with_dims_of_one(micro, complete, [found.kinds[var] for var in traced.invars], count)
+    number, _ = _mark(micro)
     found.add_totals(traced)
     _, traced_body, _ = _parts(sizes[0], batch)
     repairs = _numbered_repairs(traced_body, found)
@@ -245,6 +248,50 @@ def _marked(
     small = mark_boundary(small, boundary)
     _check_computation(part, small, batch)
     return micro, whole, (small, large)
+
+
+def _with_dims_of_one(
+    micro: Jaxpr,
+    complete: JaxprEqn,
+    kinds: Sequence[BatchScaling | NotSeparable],
+    count: int,
+) -> Jaxpr:
+    """Return a step whose accumulated values have the dims of those of the whole batch.
+
+    A microbatch of one example may lack its dim of examples: `jnp.take_along_axis` drops dims of
+    size one.
+
+    Args:
+        micro: the step for one microbatch, marked.
+        complete: the `accumulate` equation of the whole batch.
+        kinds: the scalings of the accumulated values.
+        count: number of microbatches.
+    """
+    number, mark = _mark(micro)
+    eqns: list[JaxprEqn] = []
+    values: list[Atom] = []
+    for atom, total, kind in zip(mark.invars, complete.outvars, kinds, strict=True):
+        aval, shape = aval_of(atom), list(aval_of(total).shape)
+        if len(aval.shape) != len(shape) and isinstance(kind, BatchScaling) and kind.form == "rows":
+            shape[kind.dim] //= count
+            value = Var(aval.update(shape=tuple(shape)))
+            eqns += equations(partial(jnp.reshape, shape=shape), [atom], value, mark.source_info)
+            atom = value
+        values.append(atom)
+    if not eqns:
+        return micro
+    mark = mark.replace(invars=values, outvars=[Var(aval_of(value)) for value in values])
+    totals = dict(zip(_mark(micro)[1].outvars, mark.outvars, strict=True))
+    rest = [
+        eqn.replace(invars=[_renamed(atom, totals) for atom in eqn.invars])
+        for eqn in micro.eqns[number + 1 :]
+    ]
+    outvars = [_renamed(atom, totals) for atom in micro.outvars]
+    return micro.replace(eqns=[*micro.eqns[:number], *eqns, mark, *rest], outvars=outvars)
+
+
+def _renamed(atom: Atom, names: Mapping[Var, Var]) -> Atom:
+    return names.get(atom, atom) if isinstance(atom, Var) else atom
 
 
 def _no_batch() -> MicrobatchError:

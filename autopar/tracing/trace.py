@@ -285,8 +285,29 @@ class _StepTracer:
                 f" microbatch of {rows // count}: {error_line(error)} raises"
                 f" {type(error).__name__}: {str(error).partition('\n')[0]}\n"
                 "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a"
-                " reshape) instead of a number, or use num_micro_batches=1."
+                f" reshape) instead of a number{self._other_batches(rows)}, or use"
+                " num_micro_batches=1."
             ) from error
+
+    def _other_batches(self, rows: int) -> str:
+        """Return a hint at arguments that may be batches, for an error; "" without any.
+
+        Args:
+            rows: the number of examples.
+        """
+        numbers = [_text(key[:1]) for key in self.in_keys]
+        examples = {numbers[i] for i in self.batch}
+        others = dict.fromkeys(
+            number
+            for number, aval in zip(numbers, self.avals, strict=True)
+            if number not in examples and aval.shape[:1] == (rows,)
+        )
+        if not others:
+            return ""
+        return (
+            f", or name all arguments with examples in batch_argnums: {', '.join(others)} has"
+            f" arrays of {rows} rows, too"
+        )
 
     def _graph(self, count: int) -> StepGraph:
         """Return the step in `count` microbatches."""
@@ -469,7 +490,8 @@ def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:
     if aval.shape[0] % count:
         raise MicrobatchError(
             f"batch input {path} has shape {aval.shape}: its first dim can't be cut into {count}"
-            " microbatches; pad the batch or choose a divisor as num_micro_batches"
+            " microbatches; pad the batch, choose a divisor as num_micro_batches, or map the"
+            " argument to the dim of its examples, as in batch_argnums={1: 1}"
         )
 
 

@@ -46,7 +46,7 @@ _FLOP_PER_BYTE = 50
 """Rough arithmetic intensity of a GPU, to compare the branches of a conditional."""
 
 
-def parse_hlo(text: str) -> OpList:
+def parse_hlo(text: str, *, endless_once: bool = False) -> OpList:
     """Return the kernels, collectives and loops that a device launches for scheduled HLO, in order.
 
     FLOP are those of matrix products, convolutions and fused attention; memory bounds all other
@@ -55,15 +55,16 @@ def parse_hlo(text: str) -> OpList:
 
     Args:
         text: the text of a module, as `compiled.as_text()` of JAX returns it.
+        endless_once: whether a loop without a known trip count counts as one iteration.
 
     Raises:
         HloError: the text is no module, or has a loop without a known trip count.
     """
     module = read_module(text)
-    return tuple(_ops(module, module.entry))
+    return tuple(_ops(module, module.entry, endless_once))
 
 
-def _ops(module: Module, computation: Computation) -> Iterator[Op]:
+def _ops(module: Module, computation: Computation, endless_once: bool) -> Iterator[Op]:
     """Yield the ops of a computation and of the computations that it calls."""
     synchronous: set[str] = set()  # collectives whose `Done` follows their `Start`
     phase: TrainingPhase = ""
@@ -86,19 +87,22 @@ def _ops(module: Module, computation: Computation) -> Iterator[Op]:
                     yield Done(instruction.name)
             elif suffix == "start" and "calls=" in instruction.attributes:
                 # it runs on another stream, but needs the same cores: in the order of the schedule
-                yield from _ops(module, module.called(instruction, "calls"))
+                yield from _ops(module, module.called(instruction, "calls"), endless_once)
             elif opcode == "while":
                 yield Loop(
-                    _trip_count(module, instruction),
-                    tuple(_ops(module, module.called(instruction, "body"))),
+                    _trip_count(module, instruction, endless_once),
+                    tuple(_ops(module, module.called(instruction, "body"), endless_once)),
                 )
             elif opcode == "conditional":
                 yield from max(
-                    (tuple(_ops(module, branch)) for branch in branches(module, instruction)),
+                    (
+                        tuple(_ops(module, branch, endless_once))
+                        for branch in branches(module, instruction)
+                    ),
                     key=_length,
                 )
             elif opcode == "call":
-                yield from _ops(module, module.called(instruction, "to_apply"))
+                yield from _ops(module, module.called(instruction, "to_apply"), endless_once)
             else:
                 yield replace(kernel_of(module, computation, instruction), phase=phase)
 
@@ -170,8 +174,17 @@ def _length(ops: OpList) -> float:
     return sum(work.flops.values()) / _FLOP_PER_BYTE + work.bytes + sum(work.collectives.values())
 
 
-def _trip_count(module: Module, loop: Instruction) -> int:
-    """Return the iterations of a loop, as XLA annotates them or as its condition implies them."""
+def _trip_count(module: Module, loop: Instruction, endless_once: bool) -> int:
+    """Return the iterations of a loop, as XLA annotates them or as its condition implies them.
+
+    Args:
+        module: the module.
+        loop: the loop.
+        endless_once: whether to return one for a loop without a known trip count.
+
+    Raises:
+        HloError: the trip count is not known.
+    """
     if known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes):
         return int(known[1])
     # a condition `i < constant` of an integer that the loop carries, which counts from 0 in steps
@@ -195,6 +208,8 @@ def _trip_count(module: Module, loop: Instruction) -> int:
             and bound.array.dtype[0] in "su"
         ):
             return max(0, int(bound.arguments))
+    if endless_once:
+        return 1
     raise loop.error(
         "a loop without a known trip count has no known duration; use jax.lax.scan or a fori_loop "
         "with fixed bounds"

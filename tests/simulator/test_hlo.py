@@ -1,5 +1,6 @@
 """Compiled HLO text becomes task bodies: collectives, kernels, loops and phases."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -480,10 +481,18 @@ def test_an_unknown_element_type_is_named():
         parse("%p = f7[4]{0} parameter(0)", "ROOT %r = f7[4]{0} negate(%p)")
 
 
-def test_a_loop_of_unknown_length_is_refused():
-    text = (DATA / "ring.hlo.txt").read_text().replace('"known_trip_count":{"n":"7"},', "")
+def test_a_loop_of_unknown_length_is_refused_or_counts_once():
+    text = (DATA / "ring.hlo.txt").read_text()
+    endless = text.replace('"known_trip_count":{"n":"7"},', "").replace(
+        "direction=LT", "direction=NE"
+    )
     with pytest.raises(HloError, match="without a known trip count"):
-        parse_hlo(text.replace("direction=LT", "direction=NE"))
+        parse_hlo(endless)
+    once = [
+        replace(op, count=1) if isinstance(op, Loop) and op.count == 7 else op
+        for op in parse_hlo(text)
+    ]
+    assert list(parse_hlo(endless, endless_once=True)) == once
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "HloModule"), ("HloModule m\n", "ENTRY")])

@@ -279,6 +279,55 @@ def test_a_single_example_per_microbatch_is_told_to_be_the_reason():
         )
 
 
+def test_rows_of_a_single_example_get_the_dim_that_jax_leaves_out():
+    """`take_along_axis` drops dims of size one, here from indices that are read after the loss."""
+
+    def step(weights, batch):
+        def loss_fn(weights):
+            scores = batch["x"] @ weights
+            order = jnp.argsort(batch["tokens"], 1)
+            sorted_scores = jnp.take_along_axis(scores, order, 1)
+            relative = jnp.take_along_axis(scores / jnp.abs(scores).max(), order, 1)
+            return (sorted_scores * jnp.arange(3)).mean(), relative
+
+        (_, relative), gradient = jax.value_and_grad(loss_fn, has_aux=True)(weights)
+        return weights - gradient, relative
+
+    batch = {
+        "x": np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5) ** 3,
+        "tokens": np.array([[3, 1, 2], [0, 5, 4], [7, 7, 1], [2, 9, 0]]),
+    }
+    weights = np.linspace(-1, 2, 15, dtype=np.float32).reshape(5, 3)
+    method = autopar.ShardParallel(1, num_micro_batches=4)
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(parallel(weights, batch), jax.jit(step)(weights, batch), rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_over_pairs_of_examples_is_refused_with_what_runs_instead():
+    def step(weights, batch):
+        def loss_fn(weights):
+            scores = (batch["x"] @ weights) @ batch["y"].T
+            return -jnp.diagonal(jax.nn.log_softmax(scores)).mean()
+
+        return jax.value_and_grad(loss_fn)(weights)
+
+    batch = {"x": np.ones((4, 5), np.float32), "y": np.ones((4, 3), np.float32)}
+    weights = np.ones((5, 3), np.float32)
+    method = autopar.ShardParallel(1, num_micro_batches=2)
+    with pytest.raises(autopar.MicrobatchError, match=r"test_splitting.py.* num_micro_batches=1"):
+        autopar.parallelize(step, method=method)(weights, batch)
+
+
+def test_arguments_that_may_be_batches_are_named_if_a_microbatch_cannot_be_traced():
+    def step(weights, x, y):
+        return jax.value_and_grad(lambda w: ((x @ w - y) ** 2).mean())(weights)
+
+    method = autopar.ShardParallel(1, num_micro_batches=2)
+    parallel = autopar.parallelize(step, method=method)
+    with pytest.raises(autopar.MicrobatchError, match=r"in batch_argnums: 2 has arrays of 4 rows"):
+        parallel(np.ones((5, 3), np.float32), np.ones((4, 5)), np.ones((4, 3)))
+
+
 @pytest.mark.parametrize("loss", slow(*GROUPED.values()), ids=GROUPED.keys())
 def test_examples_that_are_put_together_are_neighbours(loss):
     assert_equals_the_batch(step_of(loss), autopar.DataParallel(1, 2))
