@@ -16,10 +16,18 @@ one list, and every value of a body is a variable of that list. The token `t` id
 that a marker belongs to.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive, Var
+from jax.extend.core.primitives import (
+    igamma_grad_a_p,
+    igamma_p,
+    igammac_p,
+    random_gamma_p,
+    regularized_incomplete_beta_p,
+)
 
 loop_p = Primitive("loop")
 loop_const_p = Primitive("loop_const")
@@ -79,9 +87,23 @@ def spans(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, int]]:
     }
 
 
-def count_endless(eqns: Iterable[JaxprEqn]) -> int:
-    """Return the number of loops of unknown length."""
-    return sum(eqn.primitive is loop_p and eqn.params["length"] is None for eqn in eqns)
+_LOOPING = frozenset({
+    igamma_grad_a_p,
+    igamma_p,
+    igammac_p,
+    random_gamma_p,
+    regularized_incomplete_beta_p,
+})  # fmt: skip
+"""Primitives that XLA computes in a loop until it converges or accepts a sample."""
+
+
+def endless_loops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
+    """Return the names and numbers of loops of unknown length, "while_loop" among them."""
+    return Counter(
+        "while_loop" if eqn.primitive is loop_p else eqn.primitive.name
+        for eqn in eqns
+        if eqn.primitive in _LOOPING or (eqn.primitive is loop_p and eqn.params["length"] is None)
+    )
 
 
 def repeats(eqns: Sequence[JaxprEqn]) -> list[float]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jax.sharding import Mesh
 
-from autopar.ir.control_flow import count_endless
+from autopar.ir.control_flow import endless_loops
 from autopar.ir.spec import AnyMesh
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.program_memory import MeshMemory
@@ -88,7 +88,7 @@ def compile_planned(
     op_levels: dict[str, tuple[Level, ...]] = {}
     memory = MeshMemory(planned)
     # the plan's warnings say that such loops count once
-    endless = count_endless(planned.step.jaxpr.eqns) > 0
+    endless = bool(endless_loops(planned.step.jaxpr.eqns))
     for number, stage in enumerate(planned.plan.stages):
         pool = cluster.pools[cluster.pool_of(stage.devices)]
         mesh = target_mesh(pool, stage.mesh_shape, stage.axis_names)

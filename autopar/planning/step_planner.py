@@ -9,7 +9,7 @@ from jax.extend.core.primitives import name_p
 from autopar._cpython import builds_graphs
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.analysis.reasons import print_if_asked
-from autopar.ir.control_flow import count_endless
+from autopar.ir.control_flow import endless_loops
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import Remat, StepGraph
@@ -202,9 +202,9 @@ def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
         " autopar/primitives"
         for name, count in sorted(counts.items())
     ]
-    num_endless = count_endless(step.jaxpr.eqns)
-    if num_endless:
+    for name, count in sorted(endless_loops(step.jaxpr.eqns).items()):
+        loop = "it" if name == "while_loop" else "its loop"
         warnings.append(
-            f"{num_endless} x while_loop: how often it runs is not known, its costs count once"
+            f"{count} x {name}: how often {loop} runs is not known, its costs count once"
         )
     return (*warnings, *exactness_warnings(step))
