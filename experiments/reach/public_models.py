@@ -17,6 +17,7 @@ LIBRARIES = {
     "flaxmodels": "flaxmodels_models",
     "flax": "flax_models",
     "optax": "optax_optimizers",
+    "recipes": "training_recipes",
 }
 """Modules of models by library."""
 

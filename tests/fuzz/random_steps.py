@@ -342,6 +342,26 @@ def by_position(draw) -> dict[str, Operation]:
             * lax.dynamic_slice(i.params["table"], (a.shape[0] - 1, 0), (1, WIDTH))
         ),
         "a power of the size": lambda a, o, i: a + i.params["bias"].mean() ** a.shape[0],
+        "joined": lambda a, o, i: jnp.concatenate([a, jnp.sin(a)])[a.shape[0] :] * scale,
+        "joined and compared": lambda a, o, i: jnp.subtract(
+            *jnp.split(jnp.tanh(jnp.concatenate([flat(a), 2 * flat(a)])), 2)
+        ),
+        "joined with weights": lambda a, o, i: (
+            jnp.concatenate([flat(a), flat(a) ** 2])
+            * jnp.concatenate([jnp.ones(a.shape[0]), i.batch["mask"]])[:, None]
+        )[: a.shape[0]],
+        "joined and dropped": lambda a, o, i: jnp.where(
+            jax.random.bernoulli(i.key, 0.5, (2 * a.shape[0], 1)),
+            jnp.concatenate([flat(a), flat(a)]),
+            0,
+        )[a.shape[0] :],
+        "joined and shifted": lambda a, o, i: jnp.concatenate([flat(a), -flat(a)])[1:-1][
+            : a.shape[0]
+        ],
+        "mean of joined": lambda a, o, i: flat(a) * jnp.concatenate([flat(a), flat(a) ** 2]).mean(),
+        "padded and cut": lambda a, o, i: (
+            jnp.pad(flat(a), ((0, a.shape[0]), (0, 0)), constant_values=1.0)[: a.shape[0]] * scale
+        ),
         "rolled by the size": lambda a, o, i: jnp.roll(flat(a), a.shape[0] // 4, axis=1),
         "a key of the size": lambda a, o, i: (
             a * jax.random.uniform(jax.random.fold_in(i.key, a.shape[0]))

@@ -96,3 +96,19 @@ def frozen() -> PublicStep:
         return {name: "frozen" if name == "Dense_1" else "adam" for name in params}
 
     return _train(optax.partition(transforms, labels))
+
+
+def apply_if_finite() -> PublicStep:
+    """optax.apply_if_finite: steps with infinite gradients are left out."""
+    return _train(optax.apply_if_finite(optax.adamw(1e-3), max_consecutive_errors=3))
+
+
+def inject_hyperparams() -> PublicStep:
+    """optax.inject_hyperparams: the learning rate is a part of the state."""
+    schedule = optax.exponential_decay(1e-3, 10, 0.9)
+    return _train(optax.inject_hyperparams(optax.adamw)(learning_rate=schedule))
+
+
+def lbfgs() -> PublicStep:
+    """optax.lbfgs with a fixed learning rate."""
+    return _train(optax.lbfgs(0.1, linesearch=None))

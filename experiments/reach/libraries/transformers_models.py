@@ -116,6 +116,42 @@ def bert_classifier() -> PublicStep:
     return _train(model, batch, _labelled)
 
 
+def albert() -> PublicStep:
+    """FlaxAlbertForMaskedLM: all layers share their weights."""
+    return _masked_model(
+        hf.FlaxAlbertForMaskedLM(hf.AlbertConfig(**_ENCODER, embedding_size=16), (1, LENGTH))
+    )
+
+
+def distilbert() -> PublicStep:
+    """FlaxDistilBertForMaskedLM."""
+    config = hf.DistilBertConfig(
+        vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=32
+    )
+    return _masked_model(hf.FlaxDistilBertForMaskedLM(config, (1, LENGTH)))
+
+
+def roformer() -> PublicStep:
+    """FlaxRoFormerForMaskedLM with rotary positions."""
+    return _masked_model(hf.FlaxRoFormerForMaskedLM(hf.RoFormerConfig(**_ENCODER), (1, LENGTH)))
+
+
+def dinov2() -> PublicStep:
+    """FlaxDinov2ForImageClassification with stochastic depth."""
+    config = hf.Dinov2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        mlp_ratio=2,
+        image_size=16,
+        patch_size=4,
+        num_labels=10,
+        drop_path_rate=0.1,
+    )
+    model = hf.FlaxDinov2ForImageClassification(config, (1, 16, 16, 3))
+    return _train(model, {"pixel_values": features(3, 16, 16), "labels": classes()}, _labelled)
+
+
 def big_bird() -> PublicStep:
     """FlaxBigBirdForMaskedLM with block-sparse attention."""
     config = hf.BigBirdConfig(
