@@ -81,7 +81,8 @@ def split(
     found = scaled.found
     micro, whole, sizes = _marked(micro, whole, sizes, part, batch, scaled.boundary)
     (_, traced), (_, complete) = _mark(sizes[0]), _mark(whole)
-    micro = _with_dims_of_one(micro, complete, [found.kinds[var] for var in traced.invars], count)
+    kinds = [found.kinds[var] for var in traced.invars if isinstance(var, Var)]
+    micro = _with_dims_of_one(micro, complete, kinds, count)
     number, _ = _mark(micro)
     found.add_totals(traced)
     _, traced_body, _ = _parts(sizes[0], batch)
