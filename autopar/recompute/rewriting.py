@@ -8,18 +8,18 @@ or run it before the backward pass begins.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 from jax.lax import optimization_barrier_p
 
 from autopar.ir.equation_groups import Unit, units
-from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, is_backward, needed
 from autopar.ir.memo import memoized_on_step
-from autopar.ir.step_graph import Loop, MicrobatchError, Microbatching, StepGraph
+from autopar.ir.rebuilding import Placed, rebuilt, retraced_alike
+from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
 from autopar.xla_fusion import stored_values
 
@@ -139,33 +139,7 @@ def recompute(step: StepGraph, numbers: Collection[int]) -> StepGraph:
     if not numbers:
         return step
     rewritten = _Rewriter(passes(step), frozenset(numbers)).run()
-    primitives = [eqn.primitive for eqn in rewritten.jaxpr.eqns]
-
-    def retrace(count: int) -> StepGraph:
-        parts = recompute(step.retrace(count), numbers)
-        if [eqn.primitive for eqn in parts.jaxpr.eqns] != primitives:
-            raise MicrobatchError(
-                f"microbatches of {step.name} that are split into {count} would not compute the"
-                " same values again"
-            )
-        return parts
-
-    return replace(rewritten, retrace=retrace)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """An equation of the rewritten step.
-
-    Attributes:
-        at: The number of the equation of the step that it is, or that it is inserted before.
-        eqn: The equation.
-        origin: The number of the equation of the step that it is or repeats; None for a barrier.
-    """
-
-    at: int
-    eqn: JaxprEqn
-    origin: int | None = None
+    return retraced_alike(rewritten, step, lambda parts: recompute(parts, numbers))
 
 
 class _Rewriter:
@@ -181,7 +155,7 @@ class _Rewriter:
 
     def __init__(self, found: Passes, numbers: frozenset[int]) -> None:
         self.passes = found
-        self.eqns: list[_Placed] = []
+        self.eqns: list[Placed] = []
         self.copies: dict[Var, Var] = {}
         self.renamed: dict[Var, Var] = {}
         unit_of = {unit.number: u for u, unit in enumerate(found.units)}
@@ -202,18 +176,10 @@ class _Rewriter:
                 self._repeat_for(u)
             for number, eqn in unit.eqns:
                 invars = [self._read(atom, u if late else None) for atom in eqn.invars]
-                self.eqns.append(_Placed(number, eqn.replace(invars=invars), number))
+                self.eqns.append(Placed(number, eqn.replace(invars=invars), number))
         outvars = [self._read(atom) for atom in step.jaxpr.outvars]
         self._drop_unread(outvars)
-        jaxpr = Jaxpr(
-            constvars=step.jaxpr.constvars,
-            invars=step.jaxpr.invars,
-            outvars=outvars,
-            eqns=[placed.eqn for placed in self.eqns],
-            consts=step.jaxpr.consts,
-            debug_info=step.jaxpr.debug_info.with_unknown_names(),
-        )
-        return replace(step, jaxpr=jaxpr, microbatching=self._microbatching(step.microbatching))
+        return rebuilt(step, self.eqns, outvars)
 
     def _read(self, atom: Atom, u: int | None = None) -> Atom:
         """Return the name of a value for a reader.
@@ -236,31 +202,6 @@ class _Rewriter:
             for number, placed in enumerate(self.eqns)
             if number in read or placed.eqn.primitive is accumulate_p
         ]
-
-    def _microbatching(self, micro: Microbatching | None) -> Microbatching | None:
-        """Return how the rewritten step runs in microbatches."""
-        if micro is None:
-            return None
-        placed_at: dict[int, list[Numbered]] = {}
-        powers: dict[tuple[int, int], int] = {}
-        for number, placed in enumerate(self.eqns):
-            placed_at.setdefault(placed.at, []).append((number, placed.eqn))
-            for result in range(len(placed.eqn.outvars)):
-                origin = -1 if placed.origin is None else placed.origin
-                if (origin, result) in micro.powers:
-                    powers[number, result] = micro.powers[origin, result]
-
-        def numbered(eqns: Iterable[Numbered]) -> tuple[Numbered, ...]:
-            return tuple(placed for number, _ in eqns for placed in placed_at.get(number, ()))
-
-        return replace(
-            micro,
-            body=numbered(micro.body),
-            tail=numbered(micro.tail),
-            marks=numbered(micro.marks),
-            powers=powers,
-            loops=tuple(Loop(numbered(loop.body), numbered(loop.marks)) for loop in micro.loops),
-        )
 
     def _in_region(self, var: Var, u: int) -> bool:
         return self.passes.region[self.passes.made_in[var]] == self.passes.region[u]
@@ -296,7 +237,7 @@ class _Rewriter:
             ]
             self.copies.update(zip(eqn.outvars, outvars, strict=True))
             copy = _in_backward(eqn).replace(invars=invars, outvars=outvars)
-            self.eqns.append(_Placed(at, copy, number))
+            self.eqns.append(Placed(at, copy, number))
 
     def _barrier(self, u: int, reads: Iterable[Var], copied: Sequence[JaxprEqn]) -> dict[Var, Var]:
         """Put the kept values that repeated equations read behind a barrier; return their names.
@@ -324,7 +265,7 @@ class _Rewriter:
         barrier = _in_backward(copied[0]).replace(
             primitive=optimization_barrier_p, params={}, invars=[*operands], outvars=results
         )
-        self.eqns.append(_Placed(self.passes.units[u].number, barrier))
+        self.eqns.append(Placed(self.passes.units[u].number, barrier))
         self.renamed.update(zip(tie, results[len(kept) :], strict=True))
         return dict(zip(kept, results, strict=False))
 
