@@ -1,7 +1,7 @@
 """Devices as the user gives them: as a mesh to run on, and as a cluster for the cost model."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autopar.checks import NONE, SHAPE, AllowedValues, checked, instance, integer, items, short_repr
+from autopar.ir.host_memory import HOST_KIND
 from autopar.ir.spec import AnyMesh, LogicalMesh
 from autopar.plan import Plan, Stage
 from simulator.hardware.cluster import Cluster
@@ -71,6 +72,22 @@ def logical_mesh(shape: Sequence[int]) -> LogicalMesh:
             f"mesh shape {tuple(shape)} has {len(shape)} axes, expected 1 to {len(AXIS_NAMES)}"
         )
     return LogicalMesh(tuple(shape), AXIS_NAMES[: len(shape)])
+
+
+def check_host_memory(devices: Iterable[Device]) -> None:
+    """Check that devices can keep arrays in the memory of their host.
+
+    Raises:
+        ValueError: one of them can't.
+    """
+    for device in devices:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST_KIND not in kinds:
+            raise ValueError(
+                f"the plan keeps state in host memory, but {device} has no memory of kind"
+                f" {HOST_KIND!r}, only {', '.join(map(repr, kinds))}; plan the step again with"
+                ' offload="none"'
+            )
 
 
 def device_mesh(

@@ -26,6 +26,7 @@ from autopar.checks import (
     satisfying,
 )
 from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
+from autopar.ir.host_memory import Offload
 from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, Remat, StepGraph
 from autopar.layering.layers import AutoLayerOption, LayerOption, ManualLayerOption
 from autopar.pipeline.pipeline_schedules import schedule_kind, schedule_names
@@ -52,6 +53,7 @@ _COMMON: dict[str, Any] = {
     "rng": one_of(*get_args(RandomBits.__value__)),
     "batch_statistics": one_of(*get_args(BatchStatistics.__value__)),
     "remat": one_of(*get_args(Remat.__value__)),
+    "offload": one_of(*get_args(Offload.__value__)),
 }
 _SHARDING = instance("an autopar.ShardingOptions", ShardingOptions)
 
@@ -94,6 +96,11 @@ class PlanningMethod:
             what `jax.checkpoint` says, "none" recomputes nothing. With "auto" the planner chooses,
             value by value, so that the step fits into memory in least time. In loops,
             `jax.checkpoint` stays as it is. Pipelines allow "keep" only.
+        offload: what stays in the memory of the hosts between updates. With "optimizer" it is all
+            state that only the update reads, such as the moments of Adam. The step moves each array
+            to the devices for the update and back, over the link that the cluster file describes.
+            With "auto" it is as little of this state as lets the step fit into memory; pipelines
+            offload all or nothing. With "none" all state stays on the devices.
     """
 
     devices: Devices = None
@@ -103,6 +110,7 @@ class PlanningMethod:
     rng: RandomBits = field(default="exact", kw_only=True)
     batch_statistics: BatchStatistics = field(default="exact", kw_only=True)
     remat: Remat = field(default="keep", kw_only=True)
+    offload: Offload = field(default="none", kw_only=True)
 
     runs_step: ClassVar[bool] = True
     """Whether the function runs by a plan, which another function can follow."""

@@ -264,6 +264,7 @@ class Plan(_Model):
         recomputed: with remat="auto", the numbers of the equations that the backward pass repeats.
             They are those of the step without recomputation; constraints have the numbers of the
             step with it.
+        offloaded: with offload, the numbers of the inputs that stay in host memory between steps.
         warnings: notes for a reader, e.g. primitives that every device computes whole because no
             rule splits them.
 
@@ -292,6 +293,7 @@ class Plan(_Model):
     batch_statistics: BatchStatistics = "exact"
     remat: Remat = "keep"
     recomputed: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @model_validator(mode="after")

@@ -22,10 +22,17 @@ ELEMENT_BITS |= {"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128":
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """The element type and the dims of an array."""
+    """The element type and the dims of an array.
+
+    Attributes:
+        dtype: HLO's name of the type of its elements.
+        dims: its dims.
+        on_host: whether it is in the memory of the host.
+    """
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def size(self) -> int:

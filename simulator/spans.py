@@ -13,6 +13,7 @@ Category = Literal[
     "attention",
     "attention backward",
     "memory",
+    "host copy",
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -27,6 +28,7 @@ Category = Literal[
 ]
 """Kinds of kernel and of collective, and others.
 
+- host copy: a copy between the memories of the device and of its host.
 - task: a task whose kernels are not distinguished.
 - send: a value on its way to another mesh.
 - dispatch: the host issues instructions or launches kernels.

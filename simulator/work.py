@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-KernelKind = Literal["gemm", "conv", "attention", "attention backward", "memory"]
-"""What bounds a kernel: matrix units fed by a GEMM, a convolution or fused attention; or memory
-(fusions, copies, gathers, reductions)."""
+KernelKind = Literal["gemm", "conv", "attention", "attention backward", "memory", "host copy"]
+"""What bounds a kernel: matrix units fed by a GEMM, a convolution or fused attention; memory
+(fusions, copies, gathers, reductions); or the link between a device and its host."""
 
 TrainingPhase = Literal["", "forward", "recompute", "backward", "update"]
 """The part of a training step that a kernel belongs to; empty if unknown."""
@@ -49,7 +49,8 @@ class Kernel:
         name: the name in timelines.
         kind: what bounds the kernel.
         flops: floating point operations; a multiply-add is two.
-        bytes: bytes read from and written to device memory.
+        bytes: bytes read from and written to device memory; of a "host copy", those that pass the
+            link to the host.
         dtype: the dtype of its arithmetic, as HLO spells it ("f32", "bf16", ...).
         gemm: the sizes of its product, if `kind` is "gemm" and they are known.
         unmodelled: the sort of kernel, if no model has its cost. It is priced by the bytes that it
@@ -214,7 +215,7 @@ def matrix_flops(body: OpList) -> dict[str, float]:
     total: Counter[str] = Counter()
     for op in body:
         match op:
-            case Kernel() if op.kind != "memory":
+            case Kernel() if op.kind not in ("memory", "host copy"):
                 total[op.dtype] += op.flops  # pyright: ignore[reportArgumentType]
             case Loop(count, inner):
                 for dtype, flops in matrix_flops(inner).items():

@@ -45,6 +45,8 @@ def memory_changes(step: BudgetedStep) -> Iterator[tuple[MemoryChange, ...]]:
         yield (MemoryChange(text, _recomputing),)
     for method, text in _MORE_SHARDED.items():
         yield (MemoryChange(text, _Sharding(method)),)
+    if step.planning_method.offload == "none":
+        yield (MemoryChange('offload="optimizer"', _offloading),)
     count = step.planning_method.num_micro_batches
     if isinstance(count, int):
         yield tuple(
@@ -60,6 +62,10 @@ def memory_changes(step: BudgetedStep) -> Iterator[tuple[MemoryChange, ...]]:
 def _recomputing(step: BudgetedStep) -> BudgetedStep | None:
     change = step.planning_method.recomputing
     return change and replace(step, method=change[1])
+
+
+def _offloading(step: BudgetedStep) -> BudgetedStep:
+    return replace(step, method=replace(step.planning_method, offload="optimizer"))
 
 
 @dataclass(frozen=True)

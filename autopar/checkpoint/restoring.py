@@ -195,7 +195,7 @@ def _with_sharding(saved: SavedArray, spec: Any) -> Wanted:
     """Return an array with its sharding in this process; further dims of key data are unsharded."""
     sharding = spec.sharding() if isinstance(spec, PlacementSpec) else spec.sharding
     if saved.key is not None and isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, sharding.spec)
+        sharding = NamedSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
     return Wanted(saved, sharding)
 
 

@@ -83,6 +83,9 @@ def compile_planned(
             calls Python or a library that this process cannot compile for the cluster.
     """
     start = time.perf_counter()
+    # JAX knows no memory kinds of absent devices: it would let parameters take the memory of state
+    # in host memory.
+    donated -= frozenset(planned.plan.offloaded)
     compiled: dict[tuple[str, Mesh], tuple[OpList, MemoryUse, TemporaryMemory]] = {}
     bodies: dict[str, OpList] = {}
     op_levels: dict[str, tuple[Level, ...]] = {}
@@ -104,7 +107,7 @@ def compile_planned(
                 target = (
                     None
                     if key in compiled
-                    else compile_for(function.jitted, function.in_avals, pool)
+                    else compile_for(function.jitted, function.in_avals, pool, function.on_host)
                 )
             if target is not None:
                 ops = parse_hlo(target.hlo_text, endless_once=endless)

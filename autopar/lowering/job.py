@@ -52,19 +52,26 @@ class StageMesh:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The mesh that an array is on, and how it is sharded over it."""
+    """The mesh that an array is on, and how it is sharded over it.
+
+    Attributes:
+        mesh: its mesh.
+        spec: its spec.
+        memory_kind: JAX's name of the memory; None for that of the devices.
+    """
 
     mesh: StageMesh
     spec: Spec
+    memory_kind: str | None = None
 
     @staticmethod
     def of(placement: "PlacementSpec") -> "Place":
         """Return where a step expects an array: on the first of its meshes, its home."""
         sharding, devices = placement.sharding_specs[0], placement.devices[0]
         mesh = StageMesh(devices, sharding.mesh.axis_sizes, sharding.mesh.axis_names)
-        return Array.of(
-            "", placement.aval, mesh, from_partition_spec(sharding.spec, placement.aval.ndim)
-        ).place
+        spec = from_partition_spec(sharding.spec, placement.aval.ndim)
+        array = Array.of("", placement.aval, mesh, spec, memory_kind=sharding.memory_kind)
+        return array.place
 
     def sharding(self, devices: Mapping[int, Any]) -> NamedSharding:
         """Return the sharding over JAX devices.
@@ -72,11 +79,15 @@ class Place:
         Args:
             devices: JAX devices by their number in the plan.
         """
-        return NamedSharding(self.mesh.on(devices), partition_spec(self.spec))
+        return NamedSharding(
+            self.mesh.on(devices), partition_spec(self.spec), memory_kind=self.memory_kind
+        )
 
     def abstract(self) -> NamedSharding:
         """Return the sharding over devices that are not in this process."""
-        return NamedSharding(self.mesh.logical.abstract(), partition_spec(self.spec))
+        return NamedSharding(
+            self.mesh.logical.abstract(), partition_spec(self.spec), memory_kind=self.memory_kind
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,13 @@ class Array:
 
     @classmethod
     def of(
-        cls, name: str, aval: Any, mesh: StageMesh, spec: Spec, keys_as_data: bool = True
+        cls,
+        name: str,
+        aval: Any,
+        mesh: StageMesh,
+        spec: Spec,
+        keys_as_data: bool = True,
+        memory_kind: str | None = None,
     ) -> "Array":
         """Return the value with a given aval and spec.
 
@@ -110,13 +127,14 @@ class Array:
             mesh: its mesh.
             spec: its spec.
             keys_as_data: whether random keys are stored as key data, as between processes.
+            memory_kind: JAX's name of its memory; None for that of the devices.
         """
         if is_key(aval.dtype) and not keys_as_data:
             return cls(name, aval.shape, aval.dtype, Place(mesh, spec))
         data = data_aval(aval)
         impl = impl_of(aval.dtype) if is_key(aval.dtype) else None
         spec += ((),) * (data.ndim - len(spec))
-        return cls(name, data.shape, np.dtype(data.dtype), Place(mesh, spec), impl)
+        return cls(name, data.shape, np.dtype(data.dtype), Place(mesh, spec, memory_kind), impl)
 
     @property
     def raw(self) -> jax.ShapeDtypeStruct:
@@ -133,9 +151,7 @@ class Array:
     @property
     def sharding(self) -> NamedSharding:
         """Sharding for the user, on a mesh without devices."""
-        return NamedSharding(
-            self.place.mesh.logical.abstract(), partition_spec(self.place.spec[: self.aval.ndim])
-        )
+        return replace(self.place, spec=self.place.spec[: self.aval.ndim]).abstract()
 
 
 @dataclass(frozen=True, slots=True)

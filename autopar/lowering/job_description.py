@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from autopar.ir.graph import Atom, aval_of
+from autopar.ir.host_memory import memory_kind
 from autopar.ir.keys import is_key
 from autopar.lowering.cross_mesh_resharding import reshard
 from autopar.lowering.instructions import micro_batch_of, task_of
@@ -114,7 +115,8 @@ class _Describer:
     def _array(self, stage: int, var: Var, name: str) -> Array:
         values = self._planned.values[stage]
         aval = jax.ShapeDtypeStruct(values.shape(var), aval_of(var).dtype)
-        return Array.of(name, aval, self._meshes[stage], values.spec(var), self._keys_as_data)
+        mesh, spec = self._meshes[stage], values.spec(var)
+        return Array.of(name, aval, mesh, spec, self._keys_as_data, memory_kind(var))
 
     def _arrays(self, stage: int, variables: Sequence[Var], micro_batch: int) -> tuple[Array, ...]:
         return tuple(self._array(stage, var, self._names.of(var, micro_batch)) for var in variables)
@@ -142,8 +144,9 @@ class _Describer:
         """Return input `i` as it is before the step."""
         aval = self._step.input_avals[i]
         stage = self._partition.input_stages[i][0]
-        spec = self._planned.values[stage].spec(self._step.jaxpr.invars[i])
-        return Array.of(f"in{i}", aval, self._meshes[stage], spec, self._keys_as_data)
+        var, mesh = self._step.jaxpr.invars[i], self._meshes[stage]
+        spec = self._planned.values[stage].spec(var)
+        return Array.of(f"in{i}", aval, mesh, spec, self._keys_as_data, memory_kind(var))
 
     def _inputs(self, i: int, home: Array) -> list[Input]:
         """Return input `i` for every mesh that reads it, unless an instruction sends it there."""

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import Atom, aval_of
+from autopar.ir.host_memory import HOST_KIND, memory_kind
 from autopar.ir.spec import partition_spec
 from autopar.lowering.planned import Planned
 from autopar.plan import Stage, Value, spec_text
@@ -34,7 +35,11 @@ class PlacementSpec:
 
     def __repr__(self) -> str:
         places = zip(self.sharding_specs, self.mesh_ids, strict=True)
-        where = ", ".join(f"{spec_text(sharding.spec)} on mesh {mesh}" for sharding, mesh in places)
+        where = ", ".join(
+            f"{spec_text(sharding.spec)} on mesh {mesh}"
+            + (f" in {sharding.memory_kind} memory" if sharding.memory_kind == HOST_KIND else "")
+            for sharding, mesh in places
+        )
         return f"PlacementSpec({array_text(self.aval)}, {where})"
 
     def sharding(self) -> NamedSharding:
@@ -56,7 +61,9 @@ class PlacementSpec:
             spec.mesh.axis_sizes
         )
         return NamedSharding(
-            Mesh(devices, spec.mesh.axis_names, (AxisType.Auto,) * devices.ndim), spec.spec
+            Mesh(devices, spec.mesh.axis_names, (AxisType.Auto,) * devices.ndim),
+            spec.spec,
+            memory_kind=spec.memory_kind,
         )
 
 
@@ -104,8 +111,8 @@ def input_placement_specs(planned: Planned, devices: Sequence[int] | None = None
     """
     step, (stage,) = planned.step, planned.plan.stages
     count = step.in_tree.num_leaves
-    avals = map(aval_of, step.jaxpr.invars[:count])
-    return jax.tree.unflatten(step.in_tree, _specs(stage, stage.inputs[:count], avals, devices))
+    specs = _specs(stage, stage.inputs[:count], step.jaxpr.invars[:count], devices)
+    return jax.tree.unflatten(step.in_tree, specs)
 
 
 def output_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
@@ -119,8 +126,8 @@ def output_placement_specs(planned: Planned, devices: Sequence[int] | None = Non
         A pytree like the result of the step, with a PlacementSpec for every array.
     """
     step, (stage,) = planned.step, planned.plan.stages
-    avals = map(aval_of, step.jaxpr.outvars)
-    return jax.tree.unflatten(step.out_tree, _specs(stage, stage.outputs, avals, devices))
+    specs = _specs(stage, stage.outputs, step.jaxpr.outvars, devices)
+    return jax.tree.unflatten(step.out_tree, specs)
 
 
 def placed(
@@ -134,7 +141,9 @@ def placed(
         mesh_id: stage on whose mesh the array is.
         devices: devices of the mesh, in its order; by default the ids of the devices of `sharding`.
     """
-    abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+    abstract = NamedSharding(
+        sharding.mesh.abstract_mesh, sharding.spec, memory_kind=sharding.memory_kind
+    )
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
     if devices is None:
         assert isinstance(sharding.mesh, Mesh)
@@ -148,16 +157,18 @@ def array_text(array: Any) -> str:
 
 
 def _specs(
-    stage: Stage, values: Iterable[Value], avals: Iterable[Any], devices: Sequence[int] | None
+    stage: Stage, values: Iterable[Value], atoms: Iterable[Atom], devices: Sequence[int] | None
 ) -> list[PlacementSpec]:
     mesh = AbstractMesh(stage.mesh_shape, stage.axis_names)
     numbers = tuple(devices or stage.devices or range(stage.mesh.num_devices))
     return [
         PlacementSpec(
-            jax.ShapeDtypeStruct(value.shape, aval.dtype, weak_type=aval.weak_type),
+            jax.ShapeDtypeStruct(
+                value.shape, aval_of(atom).dtype, weak_type=aval_of(atom).weak_type
+            ),
             (0,),
-            (NamedSharding(mesh, partition_spec(value.spec)),),
+            (NamedSharding(mesh, partition_spec(value.spec), memory_kind=memory_kind(atom)),),
             (numbers,),
         )
-        for value, aval in zip(values, avals, strict=True)
+        for value, atom in zip(values, atoms, strict=True)
     ]

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir import graph
 from autopar.ir.evaluate import Numbered, compiler_options, evaluate
+from autopar.ir.host_memory import is_on_host, memory_kind
 from autopar.ir.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.lowering.shardwise import pinned_specs, shardwise
 from autopar.lowering.stage_values import StageValues
@@ -57,6 +58,11 @@ class TaskFunction:
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     in_shardings: tuple[NamedSharding, ...]
     donated: tuple[int, ...]
+
+    @property
+    def on_host(self) -> tuple[int, ...]:
+        """Positions of the operands in host memory."""
+        return tuple(k for k, var in enumerate(self.reads) if is_on_host(var))
 
     @property
     def reused(self) -> tuple[Var, ...]:
@@ -141,7 +147,8 @@ class StageLowering:
 
     def sharding(self, var: Var) -> NamedSharding:
         """Return the sharding of a value between tasks."""
-        return NamedSharding(self.mesh, partition_spec(self.values.spec(var)))
+        spec = partition_spec(self.values.spec(var))
+        return NamedSharding(self.mesh, spec, memory_kind=memory_kind(var))
 
     def functions(self) -> list[TaskFunction]:
         """Return all tasks of the stage."""
@@ -383,8 +390,8 @@ class StageLowering:
                 positions.append(k)
         return positions
 
-    def _array_type(self, var: Var) -> tuple[tuple[int, ...], Any]:
-        return self.values.shape(var), graph.aval_of(var).dtype
+    def _array_type(self, var: Var) -> tuple[tuple[int, ...], Any, str | None]:
+        return self.values.shape(var), graph.aval_of(var).dtype, memory_kind(var)
 
     def _updated(self, task: Task) -> set[Var]:
         """Return the donated inputs that an update reads last and computes the next values of."""

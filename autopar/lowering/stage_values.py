@@ -4,6 +4,7 @@ from jax.extend.core import Var
 
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
+from autopar.ir.host_memory import is_on_host
 from autopar.ir.spec import Spec, local_shape, replicated
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.plan import Stage
@@ -73,7 +74,9 @@ class StageValues:
         return (self.deferred, *spec) if var in self.per_device else spec
 
     def device_bytes(self, var: Var) -> int:
-        """Return the bytes of one device's shard of a value."""
+        """Return the bytes of one device's shard of a value; 0 if it is in host memory."""
+        if is_on_host(var):
+            return 0
         shape = local_shape(self.shape(var), self.spec(var), self.mesh)
         return array_bytes(shape, aval_of(var).dtype)
 

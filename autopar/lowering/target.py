@@ -6,16 +6,19 @@ The executable cannot run, but its scheduled HLO and its memory are those of the
 import math
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh
 
 from autopar import _plugins
 from autopar._plugins import Device, compile_only_devices
+from autopar.ir.host_memory import HOST_KIND
 from autopar.primitives.pallas_kernels import describe_call
 from autopar.util import memory_of
 from simulator.hardware.cluster import Cluster
@@ -111,7 +114,9 @@ def target_mesh(cluster: Cluster, shape: tuple[int, ...], axis_names: tuple[str,
     return Mesh(devices, axis_names, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> TargetExecutable:
+def compile_for(
+    step: Lowerable, args: tuple[Any, ...], cluster: Cluster, on_host: Sequence[int] = ()
+) -> TargetExecutable:
     """Compile `step` for the shapes of `args` on `cluster`.
 
     The devices must be those of the cluster. A jitted step takes them from its `in_shardings` or
@@ -122,6 +127,7 @@ def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> Tar
         step: a function that `jax.jit` or `jax.pmap` returned.
         args: its arguments.
         cluster: the cluster.
+        on_host: the positions of the arrays of `args` that are in host memory.
 
     Raises:
         ValueError: the step was compiled for other devices.
@@ -133,7 +139,9 @@ def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> Tar
         warnings.filterwarnings(
             "ignore", message="Error reading persistent compilation cache entry"
         )
-        compiled = step.lower(*args).compile(compiler_options=_OPTIONS)
+        lowered = step.lower(*args)
+        _put_on_host(lowered.compiler_ir(), on_host)
+        compiled = lowered.compile(compiler_options=_OPTIONS)
     seconds = time.perf_counter() - start
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = {device for sharding in shardings for device in sharding.device_set}
@@ -145,3 +153,25 @@ def compile_for(step: Lowerable, args: tuple[Any, ...], cluster: Cluster) -> Tar
             " devices=target_devices(cluster)"
         )
     return TargetExecutable(compiled.as_text(), memory_of(compiled), seconds, len(devices))
+
+
+def _put_on_host(module: Any, arguments: Sequence[int]) -> None:
+    """Mark arguments of a lowered function as arrays in host memory.
+
+    JAX does it by their shardings, but not for devices that are absent.
+
+    Args:
+        module: the module of the function; changed.
+        arguments: their positions.
+    """
+    if not arguments:
+        return
+    (main,) = (op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+    with module.context:
+        attributes = [
+            {item.name: item.attr for item in ir.DictAttr(of_argument)}
+            for of_argument in main.attributes["arg_attrs"]
+        ]
+        for position in arguments:
+            attributes[position]["mhlo.memory_kind"] = ir.StringAttr.get(HOST_KIND)
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(list(map(ir.DictAttr.get, attributes)))

@@ -19,6 +19,7 @@ from autopar.pipeline.pipeline_schedules import schedule_kind
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import WHOLE_STEP, MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
 from autopar.planning.step_planner import coverage_warnings, stage_of
+from autopar.recompute.offloading import offloaded_inputs
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.plan_shardings import Shardings, plan_shardings
 from autopar.tracing.trace import named_inputs, trace
@@ -194,6 +195,7 @@ def _plan(
         gap=None,
         planning_seconds=sum(stage_shardings.solve_seconds for stage_shardings in shardings),
         **asdict(exactness_of(step)),
+        offloaded=offloaded_inputs(step),
         warnings=coverage_warnings(step),
     )
 

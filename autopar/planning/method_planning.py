@@ -27,6 +27,7 @@ from autopar.pipeline.stage_options import AutoStageOption
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import Plan, PlanError
 from autopar.planning.last_results import start_search
+from autopar.planning.offload_planning import plan_offloading
 from autopar.planning.option_search import (
     OptionSpace,
     layer_options,
@@ -36,8 +37,10 @@ from autopar.planning.option_search import (
 )
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_construction import submesh_shapes
+from autopar.planning.stage_problem import NoStagesError
 from autopar.planning.step_planner import make_plan, make_planned
 from autopar.progress import progress_part
+from autopar.recompute.offloading import OffloadError, offload, offloadable
 from autopar.recompute.rewriting import RecomputeError, recompute
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
@@ -133,18 +136,30 @@ class _Planning:
                 keeps_remat=keeps_remat,
             )
         with progress_part(_TRACING, 1):
-            return make_planned(
+            return plan_offloading(
+                lambda step: make_planned(
+                    step,
+                    self.target.mesh,
+                    cluster,
+                    method.sharding_of(step),
+                    type(method).__name__,
+                    memory_budget=method.memory_budget,
+                    remat=method.remat,
+                ),
                 step,
-                self.target.mesh,
-                cluster,
-                method.sharding_of(step),
-                type(method).__name__,
-                memory_budget=method.memory_budget,
-                remat=method.remat,
+                method.offload,
             )
 
     def as_pipeline(self, method: PipeshardParallel) -> PlannedStep:
         """Plan the step in stages on the target's devices."""
+        if method.offload != "auto":
+            return self._pipeline(method)
+        try:
+            return self._pipeline(replace(method, offload="none"))
+        except (MemoryBudgetError, NoStagesError):
+            return self._pipeline(replace(method, offload="optimizer"))
+
+    def _pipeline(self, method: PipeshardParallel) -> PlannedStep:
         stages = method.stages
         mesh = self.target.mesh
         cluster = self.target.cluster.first_devices(mesh.num_devices)
@@ -218,7 +233,7 @@ class _PipelinePlanning:
         """Return the step in layers, with its accumulated values marked."""
         schedule = self.method.pipeline_schedule
         forward = schedule != "auto" and not has_backward(schedule)
-        return trace(
+        step = trace(
             self.fun,
             self.args,
             self.batch,
@@ -228,6 +243,11 @@ class _PipelinePlanning:
             forward=forward,
             exactness=self.method.exactness,
         )
+        return self._offloading(step)
+
+    def _offloading(self, step: StepGraph) -> StepGraph:
+        """Return the step with its state where the method keeps it."""
+        return step if self.method.offload == "none" else offload(step, offloadable(step))
 
     def planner(self, step: StepGraph) -> PipelinePlanner:
         """Return the planner of pipelines for a traced step."""
@@ -258,6 +278,7 @@ class _PipelinePlanning:
         name = type(self.method).__name__
         exactness = self.method.exactness
         step = trace(self.fun, self.args, self.batch, num_micro_batches, exactness=exactness)
+        step = self._offloading(step)
         pool = single_pool(self.cluster, name)
         options = self.method.sharding_of(step)
         budget = self.method.memory_budget
@@ -277,7 +298,8 @@ def trace_for(
         batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
 
     Raises:
-        PlanError: the plan computes equations again that this step does not have.
+        PlanError: the plan computes equations again, or offloads inputs, that this step does not
+            have.
     """
     schedule = plan.schedule
     marked = not schedule.is_whole_step
@@ -287,8 +309,8 @@ def trace_for(
     exactness = plan.exactness
     step = trace(fun, args, batch_argnums, count, layers, marked, forward, exactness, keeps_remat)
     try:
-        return recompute(step, plan.recomputed)
-    except RecomputeError as error:
+        return recompute(offload(step, plan.offloaded), plan.recomputed)
+    except (OffloadError, RecomputeError) as error:
         raise PlanError(f"this plan is for another step: {error}; plan the step again") from error
 
 

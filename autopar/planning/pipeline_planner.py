@@ -47,6 +47,7 @@ from autopar.planning.stage_problem import NoStagesError
 from autopar.planning.step_planner import coverage_warnings, stage_of
 from autopar.primitives import kernel_of
 from autopar.progress import progress_part
+from autopar.recompute.offloading import offloaded_inputs
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.solve_within_memory import MemoryBudgetError
@@ -196,6 +197,7 @@ class PipelinePlanner:
             gap=max(gaps, default=None),
             planning_seconds=time.perf_counter() - start,
             **asdict(exactness_of(self.step)),
+            offloaded=offloaded_inputs(self.step),
             warnings=(
                 *warnings,
                 *_light_stage_warnings(pipeline.graphs),

@@ -18,6 +18,7 @@ from autopar.microbatch.exactness import exactness_of, exactness_warnings
 from autopar.plan import MemorySplit, Plan, ShardingConstraint, Stage, TimeSplit, Value
 from autopar.planning.recompute_planning import shard_recomputing
 from autopar.primitives import record_of, runs_on_shards
+from autopar.recompute.offloading import offloaded_inputs
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.plan_shardings import Shardings, plan_shardings
@@ -104,6 +105,7 @@ def make_planned(
         **asdict(exactness_of(step)),
         remat=remat,
         recomputed=tuple(sorted(equations)),
+        offloaded=offloaded_inputs(step),
         warnings=(*shardings.warnings, *coverage_warnings(step)),
     )
     plan = with_axis_uses(step, plan)

@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.graph import aval_of, constant, source_line
 from autopar.ir.keys import is_key
-from autopar.ir.spec import partition_spec
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.stage_lowering import StageLowering
 
@@ -87,7 +85,7 @@ def _first_equation(
         return ""
     (stage,), (mesh,) = executable.plan.stages, executable.meshes
     lowering = StageLowering(executable.planned.graphs[0], [stage], mesh)
-    shardings = [NamedSharding(mesh, partition_spec(value.spec)) for value in stage.inputs]
+    shardings = [lowering.sharding(var) for var in step.jaxpr.invars]
     planned = jax.jit(partial(_values, step, lowering.run_eqns), in_shardings=shardings)(*args)
     whole = jax.jit(partial(_values, step, partial(evaluate, before=unchanged, after=unchanged)))
     expected = whole(*args)

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import report
-from autopar.devices import Device
+from autopar.devices import Device, check_host_memory
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.keys import is_key
 from autopar.lowering.instructions import task_of
@@ -60,6 +60,8 @@ class LocalExecutable(Executable):
             transport: transfers values from mesh to mesh.
         """
         start = time.perf_counter()
+        if planned.plan.offloaded:
+            check_host_memory(device for mesh in meshes for device in mesh.devices.flat)
         self.planned = planned
         self.meshes = tuple(meshes)
         self.plan_seconds = plan_seconds

@@ -18,6 +18,7 @@ from jax.extend.core import Literal, Var
 from autopar.ir import control_flow
 from autopar.ir.array_sizes import array_bytes, value_bytes
 from autopar.ir.graph import Atom, aval_of
+from autopar.ir.host_memory import is_on_host
 from autopar.ir.spec import LogicalMesh, Spec, Specs, local_shape
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
@@ -306,6 +307,8 @@ def _saved(
 
 def _sizes(atom: Atom, specs: Specs, mesh: LogicalMesh) -> np.ndarray:
     """Bytes on one device under each spec."""
+    if is_on_host(atom):
+        return np.zeros(len(specs))
     return _array_sizes(aval_of(atom).shape, aval_of(atom).dtype, specs, mesh)
 
 

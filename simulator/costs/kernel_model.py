@@ -38,6 +38,8 @@ class KernelModel:
         kernels in the backward pass, and assumed to be of the second generation (`FusedAttention`).
         """
         model, launch = self.products(kernel.dtype), self.launch
+        if kernel.kind == "host copy":
+            return launch + kernel.bytes / (self.device.host_bandwidth_gb_per_s * 1e9)
         traffic = model.transfer(kernel.bytes)
         if kernel.kind == "memory":
             return launch + max(kernel.flops / (self.device.vector_tflop_per_s * 1e12), traffic)

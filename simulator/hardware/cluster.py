@@ -54,6 +54,8 @@ class Device(Description):
             other types run at `vector_tflop_per_s`.
         vector_tflop_per_s: peak of elementwise arithmetic in f32.
         memory_bandwidth_gb_per_s: bandwidth of the memory.
+        host_bandwidth_gb_per_s: bandwidth between the memories of a device and of its host, in one
+            direction; by default that of PCIe 3.0.
         kernel_launch_us: gap between a kernel and the next one of the same executable.
         kernels: how close to these peaks kernels come; in a file, a few numbers, the name of a
             measured profile in `simulator/hardware/profiles/kernels`, or the path of another.
@@ -70,6 +72,7 @@ class Device(Description):
     peak_tflop_per_s: dict[str, PositiveFloat]
     vector_tflop_per_s: PositiveFloat
     memory_bandwidth_gb_per_s: PositiveFloat
+    host_bandwidth_gb_per_s: PositiveFloat = 12.0
     kernel_launch_us: NonNegativeFloat
     kernels: KernelProfile
     xla_target: dict[str, Any] | None = None

@@ -71,7 +71,10 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
                 kernel_bytes(computation, instruction) * _passes(computation, instruction),
             )
         case "copy-start":  # its results are the copy, the source and a handle
-            return _memory(instruction, 2 * instruction.array.num_bytes)
+            size = instruction.array.num_bytes
+            if len({array.on_host for array in instruction.shape[:2]}) == 2:
+                return Kernel(instruction.name, "host copy", 0.0, size)
+            return _memory(instruction, 2 * size)
         case opcode if opcode in _MEMORY:
             return _memory(instruction, kernel_bytes(computation, instruction))
         case opcode:

@@ -206,7 +206,10 @@ class _Scan:
         self, number: int, instruction: Instruction, operands: _Values, origin: Pass
     ) -> tuple[_Buffer, ...]:
         """Return the buffers of a result: new ones, or operands that it overwrites."""
-        new = [_Buffer(array.num_bytes, number, number, {origin}) for array in instruction.shape]
+        new = [
+            _Buffer(0 if array.on_host else array.num_bytes, number, number, {origin})
+            for array in instruction.shape
+        ]
         for buffer in new:
             buffer.copied = instruction.opcode.startswith(_COPIES)
             buffer.external = instruction.opcode in ("parameter", "constant")

@@ -160,7 +160,9 @@ class Module:
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _LINE = re.compile(r"(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\((.*)")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*S\(5\)\})?")
+"""An array; XLA's memory space 5 is that of the host."""
+
 _PARENTHESIS = re.compile(r"[()]")
 _NAME = re.compile(r"%([\w.\-]+)")
 
@@ -282,7 +284,7 @@ def _read_line(line: str, number: int) -> Instruction | None:
 def _read_shape(text: str, line: int) -> tuple[Array, ...]:
     """Return the arrays of a shape."""
     arrays = []
-    for dtype, dims in _ARRAY.findall(text):
+    for dtype, dims, on_host in _ARRAY.findall(text):
         if dtype not in ELEMENT_BITS and not dtype.startswith("f8"):
             raise HloError(
                 f"HLO line {line}: unknown element type {dtype!r}; its size goes into "
@@ -294,7 +296,7 @@ def _read_shape(text: str, line: int) -> tuple[Array, ...]:
                 f"HLO line {line}: shape {dtype}[{dims}] is not understood; expected e.g. f32[2,3] "
                 "or f32[<=2]"
             )
-        arrays.append(Array(dtype, tuple(map(int, sizes))))
+        arrays.append(Array(dtype, tuple(map(int, sizes)), bool(on_host)))
     return tuple(arrays)
 
 

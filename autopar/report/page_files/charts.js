@@ -87,7 +87,7 @@ function frame(width, height, options) {
   return { root, x, y, margin, inner };
 }
 
-const KERNEL_COLOURS = { gemm: "blue", conv: "indigo", attention: "green", "attention backward": "teal", memory: "orange" };
+const KERNEL_COLOURS = { gemm: "blue", conv: "indigo", attention: "green", "attention backward": "teal", memory: "orange", "host copy": "wine" };
 
 const LEAST_SHARE = 1e-4; // of the kernels' time, for a point of a roofline
 

@@ -8,6 +8,7 @@
   const RULER = 22;
   const FAMILIES = {
     gemm: "blue", conv: "blue", attention: "indigo", "attention backward": "indigo", memory: "sky",
+    "host copy": "green",
     all_reduce: "orange", all_gather: "yellow", reduce_scatter: "red", all_to_all: "pink",
     collective_permute: "wine", send: "wine", dispatch: "teal", wait: "orange", bubble: "grey", host: "grey",
   };

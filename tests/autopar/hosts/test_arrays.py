@@ -11,8 +11,10 @@ from numpy.testing import assert_allclose
 import autopar
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.worker import Worker
+from autopar.ir.host_memory import HOST_KIND
 from tests.autopar.hosts.workers import call_before_instruction, join_hosts, pipeline
 from tests.autopar.pipeline.stack_steps import serial_stack, stack_batch, stack_params, stack_step
+from tests.autopar.recompute import test_offloading as offloading
 
 
 def stored_keys(hosts: RayHosts) -> list[frozenset[int]]:
@@ -116,6 +118,22 @@ def test_placed_arguments_are_not_sent_again(hosts, monkeypatch):
     expected, value = serial_stack(1)
     assert_allclose(np.array(loss), value, rtol=1e-5)
     assert_allclose(np.array(params["w3"]), expected["w3"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.hosts(2, 4)
+def test_state_that_is_offloaded_on_hosts_has_the_numbers_of_one_device(hosts):
+    method = autopar.ShardParallel(offload="optimizer")
+    state, batch = offloading.arguments()
+    function = autopar.parallelize(offloading.train_step, method=method)
+    updated, _ = function(state, batch)
+    moment = jax.tree.leaves(updated[1])[1]
+    assert isinstance(moment, autopar.DistributedArray)
+    assert moment.sharding.memory_kind == HOST_KIND
+    expected, _ = jax.jit(offloading.train_step)(state, batch)
+    for result, value in zip(
+        jax.tree.leaves(updated[:2]), jax.tree.leaves(expected[:2]), strict=True
+    ):
+        assert_allclose(np.array(result), value, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.slow
