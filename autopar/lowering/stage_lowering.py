@@ -394,7 +394,10 @@ class StageLowering:
         return self.values.shape(var), graph.aval_of(var).dtype, memory_kind(var)
 
     def _updated(self, task: Task) -> set[Var]:
-        """Return the donated inputs that an update reads last and computes the next values of."""
+        """Return the donated inputs that an update reads last and computes the next values of.
+
+        An input that the step returns, too, such as the last parameters of L-BFGS, stays.
+        """
         if task.phase != "U":
             return set()
         step = self.partition.step
@@ -403,5 +406,5 @@ class StageLowering:
         return {
             var
             for var in self.donated.intersection(self.last_reads.get(task, ()))
-            if next_value.get(var) in results
+            if next_value.get(var) in results and var not in step.jaxpr.outvars
         }

@@ -127,3 +127,16 @@ def test_a_state_that_both_stages_of_a_mesh_read_is_donated_to_the_later_one() -
         actual, _ = parallel(actual, stack_batch())
         expected, _ = jax.jit(step)(expected, stack_batch())
     assert_close_to_scale(actual, expected, 2e-5)
+
+
+def test_parameters_that_the_step_returns_beside_their_update_are_not_donated() -> None:
+    def step(state, batch):
+        params, loss = stack_step(state["params"], batch)
+        return {"params": params, "last": state["params"]}, loss
+
+    def state() -> Any:
+        return {"params": stack_params(), "last": stack_params()}
+
+    parallel = autopar.parallelize(step, method=pipeline(), donate_argnums=0)
+    expected = jax.jit(step)(state(), stack_batch())
+    assert_close_to_scale(parallel(state(), stack_batch()), expected)
