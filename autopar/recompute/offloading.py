@@ -54,7 +54,7 @@ def _states(step: StepGraph) -> list[int]:
     blocked = {a for number in early for a in jaxpr.eqns[number].invars if isinstance(a, Var)}
     read = {a for eqn in jaxpr.eqns for a in eqn.invars if isinstance(a, Var)}
     outputs = [atom for atom in jaxpr.outvars if isinstance(atom, Var)]
-    blocked.update(var for var in outputs if outputs.count(var) > 1)
+    blocked.update(var for var in outputs if outputs.count(var) > 1 or var in jaxpr.invars)
     roles = analyze(step).roles
     return [
         i

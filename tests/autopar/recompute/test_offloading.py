@@ -87,6 +87,20 @@ def test_state_that_a_condition_or_a_forward_pass_reads_stays(count):
     assert offloadable(trace(conditional, args, (1,), count)) == ()
 
 
+def test_state_that_the_step_also_returns_as_it_was_stays():
+    def remembering(state, batch):
+        w, momentum, last = state
+        value, gradient = autopar.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+        new = 0.9 * momentum + 0.1 * gradient + 0.01 * last
+        return (w - 0.1 * new, new, momentum), value
+
+    zeros = jnp.zeros((WIDTH, WIDTH))
+    args = (zeros + 1.0, zeros, zeros), jnp.ones((16, WIDTH))
+    assert offloadable(trace(remembering, args, (1,))) == ()
+    run = autopar.parallelize(remembering, method=autopar.DataParallel(offload="optimizer"))
+    jax.tree.map(np.testing.assert_array_equal, run(*args)[0][2], zeros)
+
+
 def test_an_input_that_must_stay_is_refused(step):
     with pytest.raises(OffloadError, match=r"inputs \[0\] of train_step can't stay in host memory"):
         offload(step, [0])
