@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, override
 
 from jax.sharding import PartitionSpec
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
@@ -90,11 +90,17 @@ class Value(_Array):
         role: "batch", "parameter", "state" (carried to the next step, but no parameter), "received"
             from another stage, "other", or "output".
         axes: for a parameter, the use of each mesh axis of more than one device.
+        on_host: whether it is in the memory of the hosts.
     """
 
     path: str
     role: InputRole | Literal["output"]
     axes: tuple[AxisUse, ...] = ()
+    on_host: bool = False
+
+    @override
+    def device_bytes(self, mesh: LogicalMesh) -> int:
+        return 0 if self.on_host else super().device_bytes(mesh)
 
 
 class ShardingConstraint(_Array):
@@ -446,7 +452,9 @@ def _rows(
     names_by_row: dict[tuple[str, ...], list[str]] = {}
     for name, role, value in values:
         spec = spec_text(partition_spec(value.spec))
-        columns = role, str(value.shape), value.dtype, spec, f"{value.device_bytes(mesh):,}"
+        on_host = isinstance(value, Value) and value.on_host
+        size = "on the host" if on_host else f"{value.device_bytes(mesh):,}"
+        columns = role, str(value.shape), value.dtype, spec, size
         names_by_row.setdefault((_NUMBER.sub("*", name), *columns), []).append(name)
     for (_, *columns), names in names_by_row.items():
         count = str(len(names)) if len(names) > 1 else ""

@@ -11,6 +11,7 @@ from autopar.analysis.axis_uses import with_axis_uses
 from autopar.analysis.reasons import print_if_asked
 from autopar.ir.control_flow import endless_loops
 from autopar.ir.graph import aval_of
+from autopar.ir.host_memory import is_on_host
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import Remat, StepGraph
 from autopar.lowering.planned import PlannedStep
@@ -144,9 +145,14 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, shardings: Shardings) -> Stage:
         shardings: the solved sharding.
     """
     inputs = [
-        Value(path=path, role=role, spec=spec, **_array(aval))
-        for path, role, aval, spec in zip(
-            step.in_paths, shardings.roles, step.input_avals, shardings.inputs, strict=True
+        Value(path=path, role=role, spec=spec, on_host=is_on_host(var), **_array(aval))
+        for path, role, var, aval, spec in zip(
+            step.in_paths,
+            shardings.roles,
+            step.jaxpr.invars,
+            step.input_avals,
+            shardings.inputs,
+            strict=True,
         )
     ]
     outputs = [
@@ -154,6 +160,7 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, shardings: Shardings) -> Stage:
             path=f"result/{path}".removesuffix("/"),
             role="output",
             spec=spec,
+            on_host=is_on_host(atom),
             **_array(aval_of(atom)),
         )
         for path, atom, spec in zip(

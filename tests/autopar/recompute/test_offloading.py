@@ -159,6 +159,15 @@ def state_bytes(plan):
     return sum(v.device_bytes(stage.mesh) for v in stage.inputs if v.path in MOMENTS)
 
 
+def test_a_plan_says_which_state_is_on_the_host(plans):
+    (stage,) = plans["optimizer"].stages
+    assert {value.path for value in stage.inputs if value.on_host} == MOMENTS
+    assert state_bytes(plans["optimizer"]) == 0
+    rows = str(plans["optimizer"]).splitlines()
+    assert [row for row in rows if "on the host" in row and "mu" in row]
+    assert "on the host" not in str(plans["none"])
+
+
 def test_a_plan_counts_the_copies_and_not_the_bytes_of_offloaded_state(plans):
     kept, offloaded = plans["none"], plans["optimizer"]
     saved = kept.predicted_bytes - offloaded.predicted_bytes
