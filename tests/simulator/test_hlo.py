@@ -385,7 +385,24 @@ def test_a_kernel_written_in_triton_is_unmodelled_with_its_bytes() -> None:
 def test_an_asynchronous_copy_is_one_kernel():
     assert parse(
         "%p = f32[4]{0} parameter(0)",
-        "%s = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%p)",
+        "%s = (f32[4]{0}, f32[4]{0}, u32[]) copy-start(%p)",
+        "ROOT %d = f32[4]{0} copy-done(%s)",
+    ) == (Kernel("s", "memory", 0, 32),)
+
+
+@pytest.mark.parametrize(("copy", "source"), [("{0:S(5)}", "{0}"), ("{0}", "{0:S(5)}")])
+def test_a_copy_between_device_and_host_passes_their_link(copy, source):
+    assert parse(
+        f"%p = f32[4]{source} parameter(0)",
+        f"%s = (f32[4]{copy}, f32[4]{source}, u32[]) copy-start(%p)",
+        f"ROOT %d = f32[4]{copy} copy-done(%s)",
+    ) == (Kernel("s", "host copy", 0, 16),)
+
+
+def test_a_copy_within_host_memory_is_bound_by_memory():
+    assert parse(
+        "%p = f32[4]{0:S(5)} parameter(0)",
+        "%s = (f32[4]{0:S(5)}, f32[4]{0:S(5)}, u32[]) copy-start(%p)",
         "ROOT %d = f32[4]{0:S(5)} copy-done(%s)",
     ) == (Kernel("s", "memory", 0, 32),)
 

@@ -51,6 +51,7 @@ def test_records_are_of_primitives_that_exist() -> None:
         *("all_gather_invariant", "psum2", "psum_invariant", "reduce_scatter"),
         *("cholesky_update", "lu_pivots_to_permutation", "symmetric_product"),
         *("pallas_call", "pure_callback", "ragged_dot_general", "shard_map", "grouped_dot"),
+        *("to_device", "to_host"),
         *("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"),
         *("platform_index", "random_clone", "random_unwrap", "random_wrap"),
         *("nonbatchable", "nondifferentiable_backward", "nontraceable", "select_if_vmap"),
