@@ -21,7 +21,7 @@ HOST_KIND = "pinned_host"
 
 
 class _Move(Primitive):
-    """A move of a value, traced as that of JAX, which looks for it when it lowers a function."""
+    """A move of a value. It is traced as `jax.device_put`, which JAX needs to see to lower it."""
 
     def __init__(self, name: str, space: Any) -> None:
         super().__init__(name)
@@ -53,5 +53,5 @@ def is_on_host(atom: Atom) -> bool:
 
 
 def memory_kind(atom: Atom) -> str | None:
-    """Return JAX's name of the memory that a value is in; None for that of its device."""
+    """Return JAX's name of the memory of a value; None if it is on its device."""
     return HOST_KIND if is_on_host(atom) else None
