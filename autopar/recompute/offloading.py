@@ -6,6 +6,7 @@ reads it, and its next value back right after it is computed. Both are equations
 time and memory of their own. The numbers are the same; the device computes the update.
 """
 
+from collections import Counter
 from collections.abc import Collection
 
 from jax.extend.core import JaxprEqn, Primitive, Var
@@ -53,15 +54,16 @@ def _states(step: StepGraph) -> list[int]:
     }
     blocked = {a for number in early for a in jaxpr.eqns[number].invars if isinstance(a, Var)}
     read = {a for eqn in jaxpr.eqns for a in eqn.invars if isinstance(a, Var)}
-    outputs = [atom for atom in jaxpr.outvars if isinstance(atom, Var)]
-    blocked.update(var for var in outputs if outputs.count(var) > 1 or var in jaxpr.invars)
+    outputs = Counter(atom for atom in jaxpr.outvars if isinstance(atom, Var))
+    blocked.update(var for var, times in outputs.items() if times > 1)
+    blocked.update(outputs.keys() & set(jaxpr.invars))
+    read -= blocked
+    made -= blocked
     roles = analyze(step).roles
     return [
         i
         for o, i in step.carried.items()
-        if roles[i] == "state"
-        and jaxpr.invars[i] in read - blocked
-        and jaxpr.outvars[o] in made - blocked
+        if roles[i] == "state" and jaxpr.invars[i] in read and jaxpr.outvars[o] in made
     ]
 
 
@@ -94,11 +96,10 @@ def offload(step: StepGraph, inputs: Collection[int]) -> StepGraph:
             outvars[o] = stored[result] = Var(on_host(aval_of(result)))
     sources = {jaxpr.invars[i]: invars[i] for i in inputs}
     eqns: list[Placed] = []
-    waiting = set(fetched)
     for number, eqn in enumerate(jaxpr.eqns):
-        for var in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var) and a in waiting):
-            waiting.discard(var)
-            eqns.append(Placed(number, _move(eqn, to_device_p, sources[var], fetched[var])))
+        for var in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var) and a in sources):
+            move = _move(eqn, to_device_p, sources.pop(var), fetched[var])
+            eqns.append(Placed(number, move))
         read: list[Atom] = [
             fetched.get(atom, atom) if isinstance(atom, Var) else atom for atom in eqn.invars
         ]
