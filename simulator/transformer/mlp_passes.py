@@ -16,7 +16,8 @@ def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> Pa
     t, h, w = execution.tensor, model.hidden, 2
     up = (2 if model.gated else 1) * model.ffn_width // t
     down = model.ffn_width // t
-    shapes = ((up, h), (h, down))
+    separate = model.gated and execution.separate_gates
+    shapes = ((down, h), (down, h), (h, down)) if separate else ((up, h), (h, down))
     adapters = model.adapters
     adapted = len(shapes) if adapters is not None and adapters.of == "all" else 0
     linear = linear_passes(shapes, model, execution, machine, adapted=adapted)
@@ -30,7 +31,8 @@ def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> Pa
         read_and_written * inner + mask,
         mask + (2 * read_and_written - 1 + (1 if model.biases else 0)) * inner,
     )
-    collectives = tensor_collectives(up, down, model, execution, machine)
+    inputs = 2 if separate else 1
+    collectives = tensor_collectives(up, down, model, execution, machine, inputs)
     norm = composed_norm(execution.stream(model), execution, machine)
     kind = "activation" if model.gated else "gelu_by_xla"
     activation = composed_passes(kind, elements, execution, machine)

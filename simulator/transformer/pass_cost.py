@@ -177,11 +177,13 @@ def _cast_passes(
 def accumulation_seconds(elements: float, execution: Execution, machine: Machine) -> float:
     """Return the seconds by which a product is slower that adds a weight gradient to its sum.
 
-    It reads and writes the sum over microbatches instead of writing a gradient. Frozen layers have
-    none.
+    It reads and writes the sum over microbatches instead of writing a gradient, or another kernel
+    reads the gradient and both reads and writes the sum. Frozen layers have none.
     """
     if not execution.accumulates:
         return 0.0
+    if execution.separate_accumulation:
+        return machine.memory_seconds((2.0 + 2.0 * execution.gradient_bytes) * elements, 1)
     return (
         machine.memory_seconds((2.0 * execution.gradient_bytes - 2.0) * elements, 1)
         - machine.launch_seconds
@@ -194,13 +196,14 @@ def tensor_collectives(
     model: Transformer,
     execution: Execution,
     machine: Machine,
+    inputs: int = 1,
 ) -> tuple[PassCost, PassCost]:
     """Return the waits for collectives over the tensor axis around two linear layers.
 
     The first is split by column, the second by row. A pass has an all_reduce, or an all_gather and
-    a reduce_scatter with sequence parallelism, whose backward pass gathers the inputs once more. In
-    the backward pass these gathers, and the sums of the gradients of inputs, can overlap with the
-    products of weight gradients.
+    a reduce_scatter with sequence parallelism, whose backward pass gathers the inputs once more
+    unless they are saved. In the backward pass these gathers, and the sums of the gradients of
+    inputs, can overlap with the products of weight gradients.
 
     Args:
         outputs_by_column: outputs of the first layer on a device.
@@ -208,6 +211,8 @@ def tensor_collectives(
         model: the model.
         execution: the execution.
         machine: the machine.
+        inputs: linear layers that the first consists of, each of which sums the gradient of its
+            input without sequence parallelism.
     """
     if execution.tensor == 1:
         return NO_COST, NO_COST
@@ -226,7 +231,9 @@ def tensor_collectives(
         (gather, machine.gemms.seconds(tokens, outputs_by_column, h)),
         (scatter, machine.gemms.seconds(tokens, h, inputs_by_row)),
     )
-    weights = (gather + scatter, machine.gemms.seconds(outputs_by_column, h, tokens))
+    again = 0.0 if execution.saves_gathered else gather
+    sums = 1 if execution.sequence_parallel else inputs
+    weights = (again + sums * scatter, machine.gemms.seconds(outputs_by_column, h, tokens))
     outputs = (gather, machine.gemms.seconds(tokens, inputs_by_row, h))
     launches = COLLECTIVE_LAUNCHES * (2 if execution.sequence_parallel else 1)
     overlap_weights = execution.overlap_tensor != "none"

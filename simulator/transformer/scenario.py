@@ -546,7 +546,11 @@ class Execution(Description):
             shards; groups are replicas of each other (HSDP, MiCS). By default it shards over all.
         broadcasts: whether each device broadcasts the parameters that it updated (ZeRO-1 and 2),
             which pays the latency of a collective for each device, instead of one all_gather.
+        all_reduces_gradients: whether devices sum complete gradients even where ZeRO-1 or 2 needs
+            only the sum of a shard.
         gradient_bytes: bytes of an element of the gradients that are summed over microbatches.
+        separate_accumulation: whether a product writes a gradient that another kernel adds to the sum
+            over microbatches (PyTorch's AccumulateGrad), instead of adding to it itself.
         communicated_gradient_bytes: bytes of an element of the gradients that are communicated;
             `gradient_bytes` by default.
         optimizer_bytes: bytes of optimizer state per parameter, including a master copy.
@@ -561,6 +565,10 @@ class Execution(Description):
             "activation" (of gated MLPs), "softmax" (of naive attention); and "norm_by_xla",
             "gelu_by_xla" (of MLPs without a gate), "dropout_by_xla", "softmax_by_xla" and
             "padding_by_xla" (of scores), which are several kernels of XLA.
+        separate_gates: whether the two products of a gated MLP before its activation are two linear
+            layers, each of which sums the gradient of its input over the tensor axis.
+        saves_gathered: whether the inputs of products that sequence parallelism gathers are saved
+            whole for the backward pass, instead of gathered again.
         embedding_products: whether the input embedding is a product with one-hot rows (Pax's lookup
             style "matmul") instead of a gather.
         overlap_gradients: whether the communication of gradients overlaps with the backward pass,
@@ -597,7 +605,9 @@ class Execution(Description):
     zero: Literal[0, 1, 2, 3] = 0
     sharding_group: PositiveInt | None = None
     broadcasts: bool = False
+    all_reduces_gradients: bool = False
     gradient_bytes: Literal[2, 4] = 4
+    separate_accumulation: bool = False
     communicated_gradient_bytes: Literal[2, 4] | None = None
     optimizer_bytes: PositiveInt = 12
     fused_loss: bool = False
@@ -605,6 +615,8 @@ class Execution(Description):
     recompute_head: bool = False
     spare_microbatches: NonNegativeInt = 0
     composed: Annotated[tuple[ComposedOperation, ...], BeforeValidator(_tuple)] = ()
+    separate_gates: bool = False
+    saves_gathered: bool = False
     embedding_products: bool = False
     overlap_gradients: bool = False
     overlap_tensor: Literal["none", "backward", "all"] = "none"

@@ -377,7 +377,8 @@ def _gradient_synchronization(
     for part in _replicated(parameters, execution, machine):
         far = far or part.hosts > 1
         gradient = part.elements * execution.sent_gradient_bytes
-        reduced += part.reduce_seconds(gradient, network, bool(execution.zero))
+        sharded = execution.zero > 0 and not execution.all_reduces_gradients
+        reduced += part.reduce_seconds(gradient, network, sharded)
         if execution.zero:
             gathered += part.gather_seconds(2.0 * part.elements, network, execution.broadcasts)
     tied = 0.0

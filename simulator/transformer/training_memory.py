@@ -322,8 +322,7 @@ def _saved_by_mixer(model: Transformer, execution: Execution, kind: LayerKind) -
         return 0.0
     tokens, t = execution.tokens(model), execution.tensor
     stream = execution.stream(model)
-    # input of the norm and of the product after it; mask of dropout
-    saved = (4 + model.dropout) * stream + composed_saved("norm", stream, execution)
+    saved = _saved_stream(model, execution)
     if kind.mixer == "mamba":
         mamba = model.mamba_section
         # outputs of the projection and of the convolution, the scan's output, its gated norm
@@ -340,13 +339,21 @@ def _saved_by_mixer(model: Transformer, execution: Execution, kind: LayerKind) -
     return saved + divided / t
 
 
+def _saved_stream(model: Transformer, execution: Execution) -> float:
+    """Return the saved bytes of the input of a norm and of the product after it, and of dropout."""
+    stream = execution.stream(model)
+    product = execution.tokens(model) * model.hidden if execution.saves_gathered else stream
+    norm = 2.0 * stream + composed_saved("norm", stream, execution)
+    return norm + 2.0 * product + model.dropout * stream
+
+
 def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> float:
     """Return the bytes that an MLP or experts save."""
     if kind.mlp is None:
         return 0.0
     tokens, t = execution.tokens(model), execution.tensor
     stream = execution.stream(model)
-    saved = (4 + model.dropout) * stream + composed_saved("norm", stream, execution)
+    saved = _saved_stream(model, execution)
     # inputs of the activation function and of the second product
     inner = (2 if not model.gated else 3) * 2.0
     if kind.mlp == "dense":

@@ -138,8 +138,9 @@ SOFTWARE: Mapping[str, Software] = {
             "optimizer_bytes": 22,
         },
     ),
-    # github.com/Aleph-Alpha/scaling: gradients in bf16 and summed in f32, the loss on gathered
-    # logits, activation and rotary positions of PyTorch's elementwise kernels, DeepSpeed's schedule
+    # github.com/Aleph-Alpha/scaling: gradients in bf16, all-reduced in f32, the loss on gathered
+    # logits, activation and rotary positions of PyTorch's elementwise kernels, DeepSpeed's
+    # schedule, gates of their own, sequences that norms gather (src/scaling/core/nn, optimizer)
     "aleph alpha": Software(
         EAGER,
         "flash2",
@@ -149,6 +150,10 @@ SOFTWARE: Mapping[str, Software] = {
             "gathered_logits": True,
             "recompute_head": True,
             "spare_microbatches": 1,
+            "all_reduces_gradients": True,
+            "separate_accumulation": True,
+            "separate_gates": True,
+            "saves_gathered": True,
             "composed": ("rotary", "activation"),
         },
     ),
@@ -250,7 +255,7 @@ def scenario_of(row: StepRow) -> StepScenario:
     model = _model(row, notes, software)
     machine = _machine(row, notes, software)
     fields = _execution_fields(row, notes, software)
-    fields |= _uneven_stages(row, model)
+    fields |= _uneven_stages(row, model, software)
     if model.experts is not None:
         fields |= {"composed": ()} | expert_execution(row, model)
     if row.micro_batch is not None:
@@ -423,11 +428,21 @@ def _sharding_group(row: StepRow, notes: Notes) -> int | None:
     return notes.shards if notes.shards and replicas % notes.shards == 0 else None
 
 
-def _uneven_stages(row: StepRow, model: Transformer) -> dict[str, Any]:
+def _uneven_stages(row: StepRow, model: Transformer, software: Software) -> dict[str, Any]:
     """Return the fields of pipelines in which embedding and loss count as layers.
 
     NVIDIA's recipes do so where the layers don't divide otherwise (Llama 3.1 405B, Qwen3 235B).
+    Aleph Alpha's stages always count them, and the first stages get one more where they don't divide
+    (pipe_partition_uniform in src/scaling/core/nn/parallel_module/pipeline_partitioning.py).
     """
+    if software is SOFTWARE["aleph alpha"]:
+        if row.pp == 1:
+            return {}
+        least, more = divmod(model.layers + 2, row.pp)
+        parts = [least + (stage < more) for stage in range(row.pp)]
+        parts[0] -= 1
+        parts[-1] -= 1
+        return {"stage_layers": tuple(parts)}
     stages = row.pp * (row.vp if row.pp > 1 else 1)
     counted = model.layers % stages > 0 and (model.layers + 2) % stages == 0
     return {"embedding_as_layer": counted, "loss_as_layer": counted}
