@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from simulator.hardware.description import Description, Fraction
 from simulator.hardware.dtypes import check_dtypes
@@ -32,12 +32,21 @@ class FusedAttention(Description):
     `flash2`, as in the same paper; the exact values are fitted to two rows of llm-foundry's
     table with long sequences, 125m at 32768 tokens on A100 and 1b at 65536 on H100. The values of
     V100, which are the default, and of B200 are guesses in proportion.
+
+    Attributes:
+        flash1: fractions of the first FlashAttention.
+        flash: fractions of the algorithm in Triton.
+        flash2: fractions of FlashAttention-2.
+        cudnn: fractions of cuDNN.
+        cudnn_least_head: head size below which a score takes cuDNN as long as one of that size, as
+            the softmax and not the products set the pace.
     """
 
     flash1: Passes = Passes(forward=0.25, backward=0.20)
     flash: Passes = Passes(forward=0.25, backward=0.20)
     flash2: Passes = Passes(forward=0.25, backward=0.20)
     cudnn: Passes | None = None
+    cudnn_least_head: PositiveInt = 1
 
 
 class KernelProfile(Description):

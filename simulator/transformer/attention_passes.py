@@ -25,6 +25,11 @@ from simulator.transformer.pass_cost import (
 from simulator.transformer.ring_attention import ring_passes
 from simulator.transformer.scenario import Execution, Transformer
 
+_WINDOW_TILES = 384
+"""Keys beyond a window that fused attention computes and masks: a tile of 256 queries needs the
+tiles of 128 keys that any of its queries sees. cuDNN takes as long for a window of 128 tokens on
+GB300, and for one of 1024 on GB200 (NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training)."""
+
 
 def attention_passes(
     model: Transformer, execution: Execution, machine: Machine, mixer: Mixer = "attention"
@@ -139,9 +144,15 @@ def _core(
     if unbalanced and model.causal:
         heads *= 2 * execution.context / (execution.context + 1)
     if model.attention != "naive":
-        flops = 2.0 * heads * s * model.visible_keys(mixer) * (size + value)
+        visible = model.visible_keys(mixer)
+        flops = 2.0 * heads * s * visible * (size + value)
         # half of them are masked
-        computed_flops = flops / 2 if model.causal and mixer != "cross" else flops
+        computed_keys = visible / 2 if model.causal and mixer != "cross" else visible
+        if mixer == "window" and visible < s:
+            computed_keys = min(computed_keys + _WINDOW_TILES, s / 2)
+        least = machine.least_head(model.attention)
+        computed_size = max(size, least) + max(value, least)
+        computed_flops = 2.0 * heads * s * computed_keys * computed_size
         forward_rate, backward_rate = machine.flash(model.attention)
         moved = 2.0 * w * heads * s * (size + value)
         return (

@@ -71,6 +71,7 @@ def expert_passes(model: Transformer, execution: Execution, machine: Machine) ->
     routing = Routing.of(model, execution)
     passes = (
         _grouped(routing, model, execution, machine),
+        _biases(routing, model, machine),
         _shared(model, execution, machine),
         _latent(model, execution, machine),
         _router(routing, model, execution, machine),
@@ -164,6 +165,27 @@ def _grouped(
         PassCost(forward, 2 * launches, 0.0, flops),
         PassCost(backward, 2 * products * launches, 0.0, products * flops),
     )
+
+
+def _biases(routing: Routing, model: Transformer, machine: Machine) -> tuple[PassCost, PassCost]:
+    """Return the passes of the biases of routed experts.
+
+    Fused with the products, they add nothing. Otherwise the first is part of its product, and the
+    second, times the scores, is added expert by expert and the sums concatenated (`_apply_bias` in
+    github.com/NVIDIA/Megatron-LM, megatron/core/transformer/moe/experts.py). Bytes per element:
+    product w2, sum r4 w2, concatenation r2 w2; backward the gradients of bias and score r2 w2 r2
+    each. The gradient of the first bias reads that of the product.
+    """
+    if not model.experts_section.biases or machine.backend.expert_kernels == "fused":
+        return NO_COST, NO_COST
+    groups = routing.experts if machine.backend.expert_kernels == "looped" else 1
+    outputs = routing.rows * routing.width
+    columns = routing.rows * (2 if model.gated else 1) * routing.inner
+    forward = PassCost(machine.memory_seconds(12.0 * outputs, 3), 2 * groups + 1)
+    if model.adapters is not None:
+        return forward, NO_COST
+    moved = 12.0 * outputs + 2.0 * columns
+    return forward, PassCost(machine.memory_seconds(moved, 7), 7 * groups)
 
 
 def _shared(

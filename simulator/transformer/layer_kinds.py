@@ -59,6 +59,7 @@ class Experts(Description):
             2408.15664, table 2); benchmarks that force an even balance have 1.
         max_hosts: hosts that the experts of a token are on, at most, where the router limits them
             (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        biases: whether the products of routed experts have biases.
     """
 
     count: PositiveInt
@@ -71,6 +72,7 @@ class Experts(Description):
     capacity_factor: PositiveFloat | None = None
     imbalance: float = Field(default=1.04, ge=1)
     max_hosts: PositiveInt | None = None
+    biases: bool = False
 
     def model_post_init(self, _: object) -> None:
         """Check that a token has no more experts than there are."""

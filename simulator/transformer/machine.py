@@ -97,6 +97,12 @@ class Machine:
         reached: Passes = getattr(attention, generation) or attention.flash2
         return self.gemms.peak * reached.forward, self.gemms.peak * reached.backward
 
+    def least_head(self, generation: FusedAttentionKind) -> int:
+        """Return the head size below which fused attention takes as long per score."""
+        return (
+            self.cluster.device.kernels.attention.cudnn_least_head if generation == "cudnn" else 1
+        )
+
     def slowest_of(self, devices: int) -> float:
         """Return how much slower the slowest of `devices` devices is than the mean, a factor.
 

@@ -549,8 +549,8 @@ class Execution(Description):
         all_reduces_gradients: whether devices sum complete gradients even where ZeRO-1 or 2 needs
             only the sum of a shard.
         gradient_bytes: bytes of an element of the gradients that are summed over microbatches.
-        separate_accumulation: whether a product writes a gradient that another kernel adds to the sum
-            over microbatches (PyTorch's AccumulateGrad), instead of adding to it itself.
+        separate_accumulation: whether a product writes a gradient that another kernel adds to the
+            sum over microbatches (PyTorch's AccumulateGrad), instead of adding to it itself.
         communicated_gradient_bytes: bytes of an element of the gradients that are communicated;
             `gradient_bytes` by default.
         optimizer_bytes: bytes of optimizer state per parameter, including a master copy.

@@ -352,7 +352,6 @@ def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> 
     if kind.mlp is None:
         return 0.0
     tokens, t = execution.tokens(model), execution.tensor
-    stream = execution.stream(model)
     saved = _saved_stream(model, execution)
     # inputs of the activation function and of the second product
     inner = (2 if not model.gated else 3) * 2.0

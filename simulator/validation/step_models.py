@@ -41,7 +41,7 @@ FAMILIES = (
     Family(
         re.compile(r"gpt.?oss.?20b"),
         "gpt_oss_120b",
-        {"layers": 24, "experts": {"count": 32, "top_k": 4, "ffn": 2880}},
+        {"layers": 24, "experts": {"count": 32, "top_k": 4, "ffn": 2880, "biases": True}},
     ),
     Family(re.compile(r"mixtral.?8x7b"), "mixtral_8x7b"),
     Family(
@@ -164,7 +164,7 @@ def has_experts(row: StepRow) -> bool:
     return row.ep > 1 or _family(row) is not None
 
 
-def expert_model(row: StepRow, precision: str) -> Transformer:
+def expert_model(row: StepRow, precision: str, attention: str) -> Transformer:
     """Return the model of a row with experts.
 
     Benchmarks of these tables force an even balance of experts, or have a capacity.
@@ -186,9 +186,12 @@ def expert_model(row: StepRow, precision: str) -> Transformer:
         given.pop("layers", None)
     if base.latent_attention is not None:
         given.pop("kv_heads", None)
+    if precision != "bf16":  # fused with the grouped products (cutedsl_fused_grouped_mlp)
+        experts["biases"] = False
     if row.layers is not None and row.layers <= experts["first_dense"]:
         experts["first_dense"] = 0
-    fields = base.fields() | sizes | given | {"experts": experts, "precision": precision}
+    fields = base.fields() | sizes | given
+    fields |= {"experts": experts, "precision": precision, "attention": attention}
     if not _trains_further_tokens(row):
         fields["prediction_layers"] = 0
     return validate(Transformer, fields, "model")
@@ -198,8 +201,8 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
     """Return the fields of the execution that experts add to a row, whose model is given.
 
     Megatron-Bridge's scripts/performance/configs name the dispatcher of each model and GPU: DeepEP
-    or HybridEP, but all_to_all for Qwen3 235B on HGX systems. Experts are whole on a device there;
-    NeMo 2.0 divides them as it divides attention.
+    or HybridEP, but all_to_all for Qwen3 235B on HGX systems and for gpt-oss in 16 bits. Experts
+    are whole on a device there; NeMo 2.0 divides them as it divides attention.
     """
     devices = row.tp * row.cp * (row.dp or 1)
     if row.dp is None:
@@ -208,8 +211,7 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
     shards = row.tp
     if bridge or devices % (row.ep * row.tp):
         shards = 1
-    hgx = row.gpu in ("H100", "H200", "B200", "B300")
-    exchanged = "all_to_all" if hgx and "235b" in row.model.lower() else "deduplicated"
+    exchanged = "all_to_all" if _ALL_TO_ALL.search(_recipe(row)) and bridge else "deduplicated"
     if row.framework.lower().startswith("nemo/") or row.framework.startswith("NeMo 2"):
         exchanged = "all_to_all"
     fields: dict[str, Any] = {
@@ -240,6 +242,9 @@ def _stages_before_predictions(row: StepRow, model: Transformer) -> dict[str, An
     last = model.layers - layers * (stages - 1)
     return {"stage_layers": (layers,) * (stages - 1) + (last,)} if last >= 0 else {}
 
+
+_ALL_TO_ALL = re.compile(r"235b\S* (h100|h200|b200|b300)|gpt.?oss\S* \S+ bf16")
+"""Models, GPUs and precisions whose recipes have no moe_flex_dispatcher_backend."""
 
 _OVERLAPS = re.compile(r"235b\S* h100|deepseek.?v3 b200 mxfp8|gpt.?oss\S* gb200")
 """Models, GPUs and precisions with moe_a2a_overlap in Megatron-Bridge's performance recipes."""

@@ -132,6 +132,7 @@ SOFTWARE: Mapping[str, Software] = {
             "communicated_gradient_bytes": 2,
             "composed": ("norm_in_f32",),
             "broadcasts": True,
+            "separate_accumulation": True,
             # beside 12 bytes of state: the gradients in one array, that array in f32, and what
             # AdamW of PyTorch computes for all parameters before it updates them (foreach)
             # (internlm/solver/optimizer/hybrid_zero_optim.py)
@@ -305,7 +306,8 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
     if match := _IMAGES.match(name):
         return _image_encoder(row, int(match[1]), software)
     if notes.experts or has_experts(row):
-        return expert_model(row, _look_up(row, "precision", _PRECISIONS))
+        precision = _look_up(row, "precision", _PRECISIONS)
+        return expert_model(row, precision, software.attention)
     hidden, heads = row.required("hidden"), row.required("heads")
     gpt = _GPT.match(name) is not None
     fields = {
@@ -432,8 +434,8 @@ def _uneven_stages(row: StepRow, model: Transformer, software: Software) -> dict
     """Return the fields of pipelines in which embedding and loss count as layers.
 
     NVIDIA's recipes do so where the layers don't divide otherwise (Llama 3.1 405B, Qwen3 235B).
-    Aleph Alpha's stages always count them, and the first stages get one more where they don't divide
-    (pipe_partition_uniform in src/scaling/core/nn/parallel_module/pipeline_partitioning.py).
+    Aleph Alpha's stages always count them, and the first stages get one more where they don't
+    divide (pipe_partition_uniform in src/scaling/core/nn/parallel_module/pipeline_partitioning.py).
     """
     if software is SOFTWARE["aleph alpha"]:
         if row.pp == 1:
