@@ -11,7 +11,7 @@ from simulator.hardware.dtypes import check_dtypes
 PROFILES = Path(__file__).parent / "profiles" / "kernels"
 
 
-FusedAttentionKind = Literal["flash1", "flash", "flash2", "cudnn"]
+FusedAttentionKind = Literal["flash1", "flash", "flash2", "cudnn", "cudnn_f8"]
 
 
 class Passes(Description):
@@ -38,6 +38,8 @@ class FusedAttention(Description):
         flash: fractions of the algorithm in Triton.
         flash2: fractions of FlashAttention-2.
         cudnn: fractions of cuDNN.
+        cudnn_f8: fractions of cuDNN with products of 8 bits, also of the peak of 16; those of
+            `cudnn` by default.
         cudnn_least_head: head size below which a score takes cuDNN as long as one of that size, as
             the softmax and not the products set the pace.
     """
@@ -46,6 +48,7 @@ class FusedAttention(Description):
     flash: Passes = Passes(forward=0.25, backward=0.20)
     flash2: Passes = Passes(forward=0.25, backward=0.20)
     cudnn: Passes | None = None
+    cudnn_f8: Passes | None = None
     cudnn_least_head: PositiveInt = 1
 
 

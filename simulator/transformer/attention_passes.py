@@ -121,6 +121,10 @@ def _elementwise(
     forward, backward = residual_passes(
         model, execution, machine, heads + rotation, heads + 3 * columns
     )
+    if model.head_norms:
+        normalized = tokens * (model.heads + model.key_heads) * model.query_size / t
+        forward += PassCost(machine.memory_seconds(2.0 * w * normalized, 2), 2)
+        backward += PassCost(machine.memory_seconds(3.0 * w * normalized, 2), 2)
     norm = composed_norm(execution.stream(model), execution, machine)
     rotary = composed_passes("rotary", rotated_elements(model, execution), execution, machine)
     dropped = execution.stream(model) if model.dropout else 0.0
@@ -148,23 +152,29 @@ def _core(
         flops = 2.0 * heads * s * visible * (size + value)
         # half of them are masked
         computed_keys = visible / 2 if model.causal and mixer != "cross" else visible
+        computed_backward = computed_keys
         if mixer == "window" and visible < s:
             computed_keys = min(computed_keys + _WINDOW_TILES, s / 2)
+            # the backward pass in 8 bits computes all keys (cuDNN 9.19 to 9.23, same benchmark)
+            computed_backward = s / 2 if model.attention == "cudnn_f8" else computed_keys
         least = machine.least_head(model.attention)
         computed_size = max(size, least) + max(value, least)
-        computed_flops = 2.0 * heads * s * computed_keys * computed_size
+        flops_per_key = 2.0 * heads * s * computed_size
         forward_rate, backward_rate = machine.flash(model.attention)
         moved = 2.0 * w * heads * s * (size + value)
         return (
             PassCost(
-                max(computed_flops / forward_rate, moved / machine.gemms.bandwidth)
+                max(flops_per_key * computed_keys / forward_rate, moved / machine.gemms.bandwidth)
                 + machine.launch_seconds,
                 1,
                 0.0,
                 flops,
             ),
             PassCost(
-                max(2.5 * computed_flops / backward_rate, 2 * moved / machine.gemms.bandwidth)
+                max(
+                    2.5 * flops_per_key * computed_backward / backward_rate,
+                    2 * moved / machine.gemms.bandwidth,
+                )
                 + 3 * machine.launch_seconds,
                 3,
                 0.0,

@@ -149,7 +149,12 @@ def _grouped(
         backward += sum(gemms.seconds(out, inner, rows, groups) for out, inner in shapes)
     elements = groups * sum(out * inner for out, inner in shapes)
     cast_bytes = RECIPES[model.precision].cast_bytes
-    if cast_bytes and machine.backend.expert_kernels != "fused":
+    if cast_bytes and machine.backend.expert_kernels == "fused":
+        # what arrives is cast by a kernel of its own: rows, and gradients of results
+        arrived = cast_bytes * routing.rows * routing.width
+        forward += machine.memory_seconds(arrived, 1)
+        backward += machine.memory_seconds(arrived, 1)
+    elif cast_bytes:
         # backends that fuse casts cast weights once per step
         weights = elements / execution.microbatches if machine.backend.fused_casts else elements
         read = routing.rows * sum(inner for _, inner in shapes) + weights

@@ -42,8 +42,26 @@ def passes_by_kind(
 
     Kinds with the same mixer share its passes, which are computed once.
     """
+    passes = _passes_by_kind(model, execution, machine)
+    if not model.layers_in_16_bits:
+        return passes
+    part = min(1.0, model.layers_in_16_bits / model.layers)
+    precise = model.model_copy(update={"precision": "bf16", "layers_in_16_bits": 0})
+    others = _passes_by_kind(precise, execution, machine)
+    return {
+        kind: LayerPasses(
+            *(one.mixed(other, part) for one, other in zip(passes[kind], others[kind], strict=True))
+        )
+        for kind in passes
+    }
+
+
+def _passes_by_kind(
+    model: Transformer, execution: Execution, machine: Machine
+) -> dict[LayerKind, LayerPasses]:
+    """Return the passes of layers that all have the precision of the model."""
     mixers: dict[tuple[str | None, str], PartPasses] = {}
-    passes = {}
+    passes: dict[LayerKind, LayerPasses] = {}
     for kind in model.kind_counts:
         stack, key = model.of(kind), (kind.mixer, kind.stack)
         if key not in mixers:

@@ -94,14 +94,13 @@ class Machine:
     def flash(self, generation: FusedAttentionKind) -> tuple[float, float]:
         """Return the FLOP/s of fused attention, forward and backward."""
         attention = self.cluster.device.kernels.attention
-        reached: Passes = getattr(attention, generation) or attention.flash2
+        reached: Passes = getattr(attention, generation) or attention.cudnn or attention.flash2
         return self.gemms.peak * reached.forward, self.gemms.peak * reached.backward
 
     def least_head(self, generation: FusedAttentionKind) -> int:
         """Return the head size below which fused attention takes as long per score."""
-        return (
-            self.cluster.device.kernels.attention.cudnn_least_head if generation == "cudnn" else 1
-        )
+        attention = self.cluster.device.kernels.attention
+        return attention.cudnn_least_head if generation.startswith("cudnn") else 1
 
     def slowest_of(self, devices: int) -> float:
         """Return how much slower the slowest of `devices` devices is than the mean, a factor.

@@ -47,6 +47,17 @@ class PassCost(NamedTuple):
             self.dispatch + other.dispatch,
         )
 
+    def mixed(self, other: "PassCost", part: float) -> "PassCost":
+        """Return the mean of this pass and of another one, which is a part of all passes."""
+        return PassCost(
+            self.compute + part * (other.compute - self.compute),
+            round(self.kernels + part * (other.kernels - self.kernels)),
+            self.communication + part * (other.communication - self.communication),
+            self.flops + part * (other.flops - self.flops),
+            self.hidden + part * (other.hidden - self.hidden),
+            self.dispatch + part * (other.dispatch - self.dispatch),
+        )
+
 
 NO_COST = PassCost()
 

@@ -58,6 +58,7 @@ class Transformer(Description):
         tied: whether input and output embeddings are one array.
         learned_positions: whether positions are parameters.
         biases: whether linear layers and norms have biases.
+        head_norms: whether each head of queries and keys is normalized.
         dropout: whether attention and the residual stream have dropout.
         attention_dropout: whether attention has dropout; as `dropout` says by default.
         inner_dropout: whether the activations of MLPs have dropout.
@@ -67,10 +68,13 @@ class Transformer(Description):
             the patches of an image.
         encoder: the encoder whose tokens the layers attend to; by default there is none.
         attention: "naive" writes the scores to memory; "flash1", "flash" (in Triton) the faster
-            "flash2", and "cudnn" do not, and skip the masked half.
+            "flash2", "cudnn", and "cudnn_f8" (with products of 8 bits) do not, and skip the masked
+            half.
         precision: type of the products of linear layers: "bf16", "f16", "f8" (a scale per tensor),
             "f8-block" (a scale per block), "mxfp8", "nvfp4" or "mxfp4"; with 8 or 4 bits, all else
             is bf16.
+        layers_in_16_bits: layers whose products are of 16 bits under a precision of fewer; their
+            cost is spread evenly over all layers.
         window: tokens that a query attends to in layers with a sliding window; by default no layer
             has one.
         full_attention_every: a layer in so many, the last of each group, attends to all tokens
@@ -97,6 +101,7 @@ class Transformer(Description):
     tied: bool = True
     learned_positions: bool = True
     biases: bool = True
+    head_norms: bool = False
     dropout: bool = True
     attention_dropout: bool | None = None
     inner_dropout: bool = False
@@ -105,6 +110,7 @@ class Transformer(Description):
     encoder: Encoder | None = None
     attention: Attention = "naive"
     precision: Precision = "bf16"
+    layers_in_16_bits: NonNegativeInt = 0
     window: PositiveInt | None = None
     full_attention_every: PositiveInt | None = None
     experts: Experts | None = None

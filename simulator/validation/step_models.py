@@ -117,6 +117,7 @@ FAMILIES = (
             "head_size": 128,
             "ffn": 16384,
             "vocab": 202048,
+            "head_norms": False,
             "experts": {"count": 128, "top_k": 1, "ffn": 8192, "shared_ffn": 8192, "every": 2},
         },
     ),
@@ -131,6 +132,7 @@ FAMILIES = (
             "head_size": 128,
             "ffn": 16384,
             "vocab": 202048,
+            "head_norms": False,
             "experts": {"count": 16, "top_k": 1, "ffn": 8192, "shared_ffn": 8192},
         },
     ),
@@ -145,6 +147,7 @@ FAMILIES = (
             "head_size": 128,
             "ffn": 10944,
             "vocab": 151552,
+            "head_norms": False,
             "experts": {"count": 128, "top_k": 8, "ffn": 1408, "shared_ffn": 1408}
             | {"first_dense": 1},
         },
@@ -188,12 +191,16 @@ def expert_model(row: StepRow, precision: str, attention: str) -> Transformer:
         given.pop("kv_heads", None)
     if precision != "bf16":  # fused with the grouped products (cutedsl_fused_grouped_mlp)
         experts["biases"] = False
+    if has_fused_experts(row) and _F8_ATTENTION.search(_recipe(row)):
+        attention = "cudnn_f8"
     if row.layers is not None and row.layers <= experts["first_dense"]:
         experts["first_dense"] = 0
     fields = base.fields() | sizes | given
     fields |= {"experts": experts, "precision": precision, "attention": attention}
     if not _trains_further_tokens(row):
         fields["prediction_layers"] = 0
+    if precision == "nvfp4" and family.example == "nemotron_3_super":
+        fields["layers_in_16_bits"] = _SUPER_LAYERS_IN_16_BITS
     return validate(Transformer, fields, "model")
 
 
@@ -257,6 +264,13 @@ _FUSED = re.compile(r"(deepseek.?v3|qwen3)\S* g?b[23]00 mxfp8")
 of Qwen3 became a third faster with that container."""
 
 _FUSED_SINCE = (26, 6)
+
+_F8_ATTENTION = re.compile(r"deepseek.?v3 g?b300|qwen3")
+"""Those of them with fp8_dot_product_attention."""
+
+_SUPER_LAYERS_IN_16_BITS = 15
+"""The first layer and the last 14 (nemotron_3_super_bf16_with_nvfp4_mixed in
+github.com/NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/training/mixed_precision.py)."""
 
 
 def has_fused_experts(row: StepRow) -> bool:
