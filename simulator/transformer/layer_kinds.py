@@ -97,7 +97,8 @@ class Experts(Description):
             hidden: width of the residual stream.
             matrices: matrices of an MLP: 3 with a gate, 2 without.
         """
-        return matrices * self.width(hidden) * self.ffn
+        biases = (matrices - 1) * self.ffn + self.width(hidden) if self.biases else 0
+        return matrices * self.width(hidden) * self.ffn + biases
 
     def other_elements(self, hidden: int, matrices: int) -> int:
         """Return the elements of the router, the shared experts and the latent projections."""

@@ -348,7 +348,8 @@ class Transformer(Description):
             return h * (mamba.columns + mamba.inner), mamba.vectors + norm
         if latent is None:
             biases = self.qkv_width + h if self.biases else 0
-            return h * (self.qkv_width + self.attention_width), norm + biases
+            scales = 2 * self.query_size if self.head_norms else 0
+            return h * (self.qkv_width + self.attention_width), norm + biases + scales
         queries = self.heads * self.query_size
         rank = latent.query_rank
         matrices = h * queries if rank is None else rank * (h + queries)

@@ -200,6 +200,36 @@ def test_layers_that_predict_further_tokens_leave_fewer_layers_to_the_last_stage
     assert scenario_of(whole).execution.stage_layers is None
 
 
+def test_stages_of_aleph_alpha_count_the_embedding_and_the_head_as_layers() -> None:
+    layout = {"framework": "Aleph Alpha scaling", "gpu": "A100", "gpus": 64, "layers": 40}
+    stages = [scenario_of(row_with(**layout | {"pp": pp})).execution for pp in (1, 2, 4)]
+    layers = [execution.stage_layers for execution in stages]
+    assert layers == [None, (20, 20), (10, 11, 10, 9)]
+    assert stages[0].separate_gates
+    assert stages[0].all_reduces_gradients
+
+
+def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
+    sizes = {name: None for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")}
+    bridge = sizes | {"framework": "Megatron-Bridge", "gpus": 64, "ep": 64, "gpu": "GB300"}
+
+    def scenario(model: str, precision: str, **changes: Any) -> StepScenario:
+        return scenario_of(row_with(**bridge | {"model": model, "precision": precision} | changes))
+
+    sixteen, eight = scenario("gpt-oss-120b", "bf16"), scenario("gpt-oss-120b", "mxfp8")
+    assert (sixteen.execution.dispatch, eight.execution.dispatch) == ("all_to_all", "deduplicated")
+    assert sixteen.model.experts_section.biases
+    assert not eight.model.experts_section.biases
+    assert sixteen.model.attention == "cudnn"
+    four = scenario("Nemotron_3_Super", "nvfp4")
+    assert four.model.layers_in_16_bits == 15
+    assert scenario("Nemotron_3_Super", "mxfp8").model.layers_in_16_bits == 0
+    qwen = {"ep": 8, "notes": "26.06 container"}
+    assert scenario("qwen3-30b-a3b", "mxfp8", **qwen).model.attention == "cudnn_f8"
+    assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.attention == "cudnn"
+    assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.head_norms
+
+
 def test_each_framework_has_its_architecture_kernels_and_network() -> None:
     layouts = first_row("layouts_a100_oom", "Aleph Alpha")
     assert (layouts.model.gated, layouts.model.tied, layouts.model.attention) == (

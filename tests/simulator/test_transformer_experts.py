@@ -480,7 +480,7 @@ def test_products_launched_one_by_one_cost_the_host_a_launch_per_expert() -> Non
     assert looped.forward.compute == grouped.forward.compute
 
 
-def test_fused_experts_have_neither_casts_nor_activations_of_their_own() -> None:
+def test_fused_experts_cast_what_arrives_alone_and_have_no_activations_of_their_own() -> None:
     model = MOE.model_copy(update={"precision": "f8"})
     cluster = Cluster.load("dgx_h100")
     execution = Execution(expert=4, data=8, global_batch=8)

@@ -1,0 +1,186 @@
+"""What software does beyond the products of a step: collectives, sums, casts, tiles and norms."""
+
+from dataclasses import replace
+
+import pytest
+
+from simulator.hardware.cluster import Cluster
+from simulator.transformer import EAGER, Execution, Machine, Transformer, memory_of, predict
+from simulator.transformer.experts import Routing
+from simulator.transformer.layer import layer_passes, passes_by_kind
+from simulator.transformer.layer_kinds import LayerKind, Mixer
+from simulator.transformer.pass_cost import accumulation_seconds
+
+LLAMA = Transformer(
+    layers=8,
+    hidden=4096,
+    heads=32,
+    ffn=11008,
+    seq=2048,
+    vocab=32000,
+    gated=True,
+    tied=False,
+    learned_positions=False,
+    biases=False,
+    dropout=False,
+    attention="cudnn",
+)
+MOE = Transformer.model_validate(
+    LLAMA.fields() | {"experts": {"count": 16, "top_k": 2, "ffn": 4096, "imbalance": 1.0}}
+)
+A100 = Machine(Cluster.load("dgx_a100_80"))
+B200 = Machine(Cluster.load("dgx_b200"))
+
+
+def with_(model: Transformer, **changes: object) -> Transformer:
+    return Transformer.model_validate(model.fields() | changes)
+
+
+def differently(execution: Execution, **changes: object) -> Execution:
+    return Execution.model_validate(execution.fields() | changes)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_each_gate_of_its_own_sums_the_gradient_of_its_input(sequence_parallel: bool) -> None:
+    one = Execution(tensor=4, global_batch=1, sequence_parallel=sequence_parallel)
+    two = differently(one, separate_gates=True)
+    before, after = layer_passes(LLAMA, one, A100), layer_passes(LLAMA, two, A100)
+    stream = 2.0 * 2048 * 4096
+    reduced = A100.network.seconds("all_reduce", stream, A100.network.ring(4))
+    added = after.backward.communication - before.backward.communication
+    assert added == pytest.approx(0.0 if sequence_parallel else reduced)
+    assert after.forward.communication == before.forward.communication
+    assert after.forward.flops == before.forward.flops
+    assert after.forward.kernels == before.forward.kernels + 1
+
+
+def test_gathered_inputs_that_are_saved_need_memory_instead_of_a_gather() -> None:
+    again = Execution(tensor=4, global_batch=1, sequence_parallel=True)
+    saved = differently(again, saves_gathered=True)
+    before, after = layer_passes(LLAMA, again, A100), layer_passes(LLAMA, saved, A100)
+    gather = A100.network.seconds("all_gather", 2.0 * 2048 * 4096, A100.network.ring(4))
+    # before the projections of attention, and before the MLP
+    less = before.backward.communication - after.backward.communication
+    assert less == pytest.approx(2 * gather)
+    more = memory_of(LLAMA, saved).activations - memory_of(LLAMA, again).activations
+    assert more == pytest.approx(8 * 2 * 2.0 * 2048 * 4096 * 3 / 4)
+    whole = differently(again, sequence_parallel=False)
+    assert memory_of(LLAMA, differently(whole, saves_gathered=True)) == memory_of(LLAMA, whole)
+
+
+def test_complete_sums_of_gradients_take_longer_than_those_of_shards() -> None:
+    shards = Execution(data=8, global_batch=8, zero=1)
+    complete = differently(shards, all_reduces_gradients=True)
+    ring = A100.network.ring(8)
+    num_bytes = 4.0 * LLAMA.parameters
+    expected = A100.network.seconds("all_reduce", num_bytes, ring)
+    expected -= A100.network.seconds("reduce_scatter", num_bytes, ring)
+    seconds = [predict(LLAMA, plan, A100).exposed["data"] for plan in (shards, complete)]
+    assert seconds[1] - seconds[0] == pytest.approx(expected, rel=1e-3)
+    unsharded = differently(shards, zero=0)
+    assert predict(LLAMA, differently(unsharded, all_reduces_gradients=True), A100) == predict(
+        LLAMA, unsharded, A100
+    )
+
+
+def test_gradients_that_another_kernel_adds_are_read_once_more() -> None:
+    plan = Execution(global_batch=4, gradient_bytes=2, separate_accumulation=True)
+    # the gradient r2, and the sum r2 w2
+    assert accumulation_seconds(1e9, plan, A100) == A100.memory_seconds(6e9, 1)
+    alone = differently(plan, global_batch=1)
+    assert accumulation_seconds(1e9, alone, A100) == 0
+    added = differently(plan, separate_accumulation=False)
+    assert predict(LLAMA, added, A100).seconds < predict(LLAMA, plan, A100).seconds
+
+
+def forward_seconds(model: Transformer, machine: Machine, mixer: Mixer = "attention") -> float:
+    """Return the seconds of the forward pass over attention without an MLP."""
+    passes = layer_passes(model, Execution(global_batch=1), machine, LayerKind(mixer, None))
+    return passes.forward.compute
+
+
+def test_scores_of_small_heads_take_as_long_as_those_of_larger_ones() -> None:
+    sizes = {128: 32, 64: 64, 256: 16}
+    seconds = {
+        size: forward_seconds(with_(LLAMA, heads=heads, head_size=size, seq=16384), B200)
+        for size, heads in sizes.items()
+    }
+    flops = 2.0 * 32 * 16384**2 * 128 * 2 / 2
+    core = flops / (B200.gemms.peak * 0.58)
+    assert seconds[64] - seconds[128] == pytest.approx(core, rel=1e-6)
+    assert seconds[256] == pytest.approx(seconds[128])
+    old = {
+        size: forward_seconds(with_(LLAMA, heads=heads, head_size=size, seq=16384), A100)
+        for size, heads in sizes.items()
+    }
+    assert old[64] == pytest.approx(old[128])
+
+
+def test_a_window_costs_the_tiles_that_it_touches() -> None:
+    narrow = with_(LLAMA, seq=16384, window=128, full_attention_every=2)
+    seconds = {mixer: forward_seconds(narrow, B200, mixer) for mixer in ("attention", "window")}
+    per_key = 2.0 * 32 * 16384 * 256 / (B200.gemms.peak * 0.58)
+    keys = narrow.visible_keys("window") / 2 + 384
+    assert seconds["attention"] - seconds["window"] == pytest.approx(per_key * (8192 - keys))
+    wide = with_(narrow, window=16000)
+    assert forward_seconds(wide, B200, "window") == pytest.approx(seconds["attention"])
+
+
+def test_attention_in_8_bits_is_faster_but_not_the_backward_pass_of_windows() -> None:
+    plan = Execution(global_batch=1)
+    model = with_(LLAMA, seq=16384, window=128, full_attention_every=2)
+    few = with_(model, attention="cudnn_f8")
+    full, windows = LayerKind("attention", None), LayerKind("window", None)
+    for kind, faster in ((full, True), (windows, False)):
+        before, after = (layer_passes(each, plan, B200, kind) for each in (model, few))
+        assert after.forward.compute < before.forward.compute
+        assert (after.backward.compute < before.backward.compute) == faster
+    # a GPU without such fractions computes as in 16 bits
+    few, model = with_(LLAMA, attention="cudnn_f8"), LLAMA
+    assert predict(few, plan, A100) == predict(model, plan, A100)
+
+
+def test_biases_of_experts_are_added_expert_by_expert_unless_they_are_fused() -> None:
+    biased = with_(MOE, experts=MOE.experts_section.fields() | {"biases": True})
+    execution = Execution(data=8, expert=4, global_batch=8)
+    routing = Routing.of(MOE, execution)
+    experts, rows, kind = 16 // 4, 2048 * 2, MOE.kinds[0]
+    assert (routing.rows, routing.experts) == (rows, experts)
+    for kernels, groups in (("looped", experts), ("grouped", 1), ("fused", 0)):
+        machine = Machine(A100.cluster, replace(EAGER, expert_kernels=kernels))
+        before, after = (layer_passes(model, execution, machine, kind) for model in (MOE, biased))
+        added = after.forward.compute - before.forward.compute
+        expected = machine.memory_seconds(12.0 * rows * 4096, 3) if groups else 0
+        assert added == pytest.approx(expected, abs=1e-12)
+        launches = after.forward.kernels - before.forward.kernels
+        assert launches == (2 * groups + 1 if groups else 0)
+        launches = after.backward.kernels - before.backward.kernels
+        assert launches == 7 * groups
+    # 16 experts with biases of 4096 outputs, and of 4096 for gate and value each
+    assert biased.parameters - MOE.parameters == 8 * 16 * 3 * 4096
+
+
+def test_norms_of_heads_read_and_write_queries_and_keys() -> None:
+    normed = with_(LLAMA, kv_heads=8, head_norms=True)
+    plain = with_(LLAMA, kv_heads=8)
+    plan = Execution(tensor=2, global_batch=1)
+    before, after = (layer_passes(model, plan, A100) for model in (plain, normed))
+    elements = 2048 * (32 + 8) * 128 / 2
+    added = after.forward.compute - before.forward.compute
+    assert added == pytest.approx(A100.memory_seconds(4.0 * elements, 2))
+    assert after.forward.kernels - before.forward.kernels == 2
+    assert normed.parameters - plain.parameters == 8 * 2 * 128
+
+
+def test_layers_in_16_bits_are_between_none_and_all_of_them() -> None:
+    execution, kind = Execution(global_batch=1), MOE.kinds[0]
+    passes = [
+        passes_by_kind(with_(MOE, precision=precision, layers_in_16_bits=layers), execution, B200)[
+            kind
+        ]
+        for precision, layers in (("nvfp4", 0), ("nvfp4", 2), ("nvfp4", 8), ("bf16", 0))
+    ]
+    few, some, every, sixteen = (each.forward.compute for each in passes)
+    assert some - few == pytest.approx((sixteen - few) / 4)
+    assert every == pytest.approx(sixteen)
+    assert passes[1].forward.flops == pytest.approx(passes[0].forward.flops)
