@@ -157,14 +157,13 @@ def _core(
             computed_keys = min(computed_keys + _WINDOW_TILES, s / 2)
             # the backward pass in 8 bits computes all keys (cuDNN 9.19 to 9.23, same benchmark)
             computed_backward = s / 2 if model.attention == "cudnn_f8" else computed_keys
-        least = machine.least_head(model.attention)
-        computed_size = max(size, least) + max(value, least)
+        rates = machine.flash(model.attention)
+        computed_size = max(size, rates.least_head) + max(value, rates.least_head)
         flops_per_key = 2.0 * heads * s * computed_size
-        forward_rate, backward_rate = machine.flash(model.attention)
         moved = 2.0 * w * heads * s * (size + value)
         return (
             PassCost(
-                max(flops_per_key * computed_keys / forward_rate, moved / machine.gemms.bandwidth)
+                max(flops_per_key * computed_keys / rates.forward, moved / machine.gemms.bandwidth)
                 + machine.launch_seconds,
                 1,
                 0.0,
@@ -172,7 +171,7 @@ def _core(
             ),
             PassCost(
                 max(
-                    2.5 * flops_per_key * computed_backward / backward_rate,
+                    2.5 * flops_per_key * computed_backward / rates.backward,
                     2 * moved / machine.gemms.bandwidth,
                 )
                 + 3 * machine.launch_seconds,

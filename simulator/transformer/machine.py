@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log, sqrt
+from typing import NamedTuple
 
 from simulator.backend import EAGER, Backend
 from simulator.costs.collective_model import CollectiveModel
@@ -14,6 +15,20 @@ from simulator.hardware.description import ClusterError
 from simulator.hardware.kernel_profile import FusedAttentionKind, Passes
 from simulator.hardware.topology import Ring
 from simulator.transformer.precision import RECIPES, Precision
+
+
+class FlashRates(NamedTuple):
+    """Speed of fused attention.
+
+    Attributes:
+        forward: FLOP/s of the forward pass.
+        backward: FLOP/s of the backward pass.
+        least_head: head size below which a score takes as long as one of that size.
+    """
+
+    forward: float
+    backward: float
+    least_head: int
 
 
 @dataclass(frozen=True)
@@ -91,16 +106,21 @@ class Machine:
         """Seconds from the end of a kernel to the start of the next."""
         return self.cluster.device.kernel_launch_us * 1e-6
 
-    def flash(self, generation: FusedAttentionKind) -> tuple[float, float]:
-        """Return the FLOP/s of fused attention, forward and backward."""
-        attention = self.cluster.device.kernels.attention
-        reached: Passes = getattr(attention, generation) or attention.cudnn or attention.flash2
-        return self.gemms.peak * reached.forward, self.gemms.peak * reached.backward
+    def flash(self, generation: FusedAttentionKind) -> "FlashRates":
+        """Return how fast fused attention is."""
+        if generation not in self._known_flash:
+            attention = self.cluster.device.kernels.attention
+            reached: Passes = getattr(attention, generation) or attention.cudnn or attention.flash2
+            self._known_flash[generation] = FlashRates(
+                self.gemms.peak * reached.forward,
+                self.gemms.peak * reached.backward,
+                attention.cudnn_least_head if generation.startswith("cudnn") else 1,
+            )
+        return self._known_flash[generation]
 
-    def least_head(self, generation: FusedAttentionKind) -> int:
-        """Return the head size below which fused attention takes as long per score."""
-        attention = self.cluster.device.kernels.attention
-        return attention.cudnn_least_head if generation.startswith("cudnn") else 1
+    @cached_property
+    def _known_flash(self) -> "dict[FusedAttentionKind, FlashRates]":
+        return {}
 
     def slowest_of(self, devices: int) -> float:
         """Return how much slower the slowest of `devices` devices is than the mean, a factor.
