@@ -46,8 +46,8 @@ def passes_by_kind(
     if not model.layers_in_16_bits:
         return passes
     part = min(1.0, model.layers_in_16_bits / model.layers)
-    precise = model.model_copy(update={"precision": "bf16", "layers_in_16_bits": 0})
-    others = _passes_by_kind(precise, execution, machine)
+    in_16_bits = model.model_copy(update={"precision": "bf16", "layers_in_16_bits": 0})
+    others = _passes_by_kind(in_16_bits, execution, machine)
     return {
         kind: LayerPasses(
             *(one.mixed(other, part) for one, other in zip(passes[kind], others[kind], strict=True))
