@@ -84,7 +84,7 @@ def check_host_memory(devices: Iterable[Device]) -> None:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST_KIND not in kinds:
             raise ValueError(
-                f"the plan keeps state in host memory, but {device} has no memory of kind"
+                f"the plan keeps values in host memory, but {device} has no memory of kind"
                 f" {HOST_KIND!r}, only {', '.join(map(repr, kinds))}; plan the step again with"
                 ' offload="none"'
             )

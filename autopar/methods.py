@@ -96,11 +96,15 @@ class PlanningMethod:
             what `jax.checkpoint` says, "none" recomputes nothing. With "auto" the planner chooses,
             value by value, so that the step fits into memory in least time. In loops,
             `jax.checkpoint` stays as it is. Pipelines allow "keep" only.
-        offload: what stays in the memory of the hosts between updates. With "optimizer" it is all
-            state that only the update reads, such as the moments of Adam. The step moves each array
-            to the devices for the update and back, over the link that the cluster file describes.
-            With "auto" it is as little of this state as lets the step fit into memory; pipelines
-            offload all or nothing. With "none" all state stays on the devices.
+        offload: what is in the memory of the hosts while the devices don't need it. Copies pass
+            the link that the cluster file describes. With "optimizer" it is all state that only the
+            update reads, such as the moments of Adam; each array is moved to the devices for the
+            update and back. With "activations" it is values of the forward pass until the backward
+            pass reads them, as many as let the step fit into memory in least time; with
+            remat="auto" the planner chooses, value by value, between keeping, recomputing and
+            offloading. With "auto" it is as little as lets the step fit: state, activations or
+            both, whatever is fastest. Pipelines offload all state or nothing, and no activations.
+            With "none" everything stays on the devices.
     """
 
     devices: Devices = None
@@ -267,6 +271,11 @@ _KEEP = satisfying(
     " jax.checkpoint says",
     lambda remat: remat == "keep",
 )
+_STATE = satisfying(
+    '"none", "optimizer" or "auto": a pipeline keeps activations on its devices;'
+    " AutoLayerOption(remat_layer=True) recomputes them",
+    lambda offload: offload in ("none", "optimizer", "auto"),
+)
 _STAGES = one_of(*_STAGE_OPTIONS) | instance(
     "a UniformStageOption, a ManualStageOption or an AutoStageOption",
     *get_args(StageOption.__value__),
@@ -327,7 +336,7 @@ class PipeshardParallel(PlanningMethod):
             stage_option=_STAGES,
             stage_mode=one_of(*_STAGE_OPTIONS) | NONE,
             num_chunks=count | NONE,
-            **{**_COMMON, "remat": _KEEP},
+            **{**_COMMON, "remat": _KEEP, "offload": _STATE},
         )
         if isinstance(self.num_chunks, int) and self.pipeline_schedule != "auto":
             schedule_kind(self.pipeline_schedule, Pipeline(1, 1, self.num_chunks))

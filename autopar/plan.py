@@ -119,6 +119,16 @@ class ShardingConstraint(_Array):
     name: str
 
 
+class OffloadedValue(_Array):
+    """A forward value that is in host memory until the backward pass reads it.
+
+    Attributes:
+        name: the scope in the model and the primitive of the equation that computes it.
+    """
+
+    name: str
+
+
 class Stage(_Model):
     """A run of layers on one submesh, or a whole step on one mesh.
 
@@ -128,6 +138,7 @@ class Stage(_Model):
         inputs: the inputs of the stage with their placements.
         outputs: its outputs with theirs.
         constraints: the shardings of values inside the stage.
+        offloaded: the values of its forward pass that are in host memory in between.
         deferred: mesh axes along which each device accumulates its partial gradients locally; one
             collective after the last microbatch completes them.
         layers: numbers of its layers; empty if the stage is the whole step.
@@ -139,6 +150,7 @@ class Stage(_Model):
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     constraints: tuple[ShardingConstraint, ...] = ()
+    offloaded: tuple[OffloadedValue, ...] = ()
     deferred: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     devices: tuple[int, ...]
@@ -160,7 +172,7 @@ class Stage(_Model):
             raise ValueError(
                 f"devices {brief(self.devices)} for a mesh of shape {brief(self.mesh_shape)}"
             )
-        for array in (*self.inputs, *self.outputs, *self.constraints):
+        for array in (*self.inputs, *self.outputs, *self.constraints, *self.offloaded):
             unknown = {axis for axes in array.spec for axis in axes}.difference(self.axis_names)
             if unknown or len(array.spec) != len(array.shape):
                 raise ValueError(
@@ -271,6 +283,8 @@ class Plan(_Model):
             They are those of the step without recomputation; constraints have the numbers of the
             step with it.
         offloaded: with offload, the numbers of the inputs that stay in host memory between steps.
+        offloaded_results: with offload, the numbers of the equations whose results the backward
+            pass fetches from host memory, counted as those of `recomputed`.
         warnings: notes for a reader, e.g. primitives that every device computes whole because no
             rule splits them.
 
@@ -300,6 +314,7 @@ class Plan(_Model):
     remat: Remat = "keep"
     recomputed: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
+    offloaded_results: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -425,6 +440,7 @@ class Plan(_Model):
             sections = (
                 [(value.path, value.role, value) for value in stage.inputs],
                 [(pinned.name, pinned.side, pinned) for pinned in stage.constraints],
+                [(value.name, "offloaded", value) for value in stage.offloaded],
                 [(value.path, value.role, value) for value in stage.outputs],
             )
             for section in sections:
@@ -441,7 +457,8 @@ class Plan(_Model):
 
 
 def _rows(
-    values: Iterable[tuple[str, str, Value | ShardingConstraint]], mesh: LogicalMesh
+    values: Iterable[tuple[str, str, Value | ShardingConstraint | OffloadedValue]],
+    mesh: LogicalMesh,
 ) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a table.
 
@@ -452,7 +469,7 @@ def _rows(
     names_by_row: dict[tuple[str, ...], list[str]] = {}
     for name, role, value in values:
         spec = spec_text(partition_spec(value.spec))
-        on_host = isinstance(value, Value) and value.on_host
+        on_host = isinstance(value, OffloadedValue) or (isinstance(value, Value) and value.on_host)
         size = "on the host" if on_host else f"{value.device_bytes(mesh):,}"
         columns = role, str(value.shape), value.dtype, spec, size
         names_by_row.setdefault((_NUMBER.sub("*", name), *columns), []).append(name)

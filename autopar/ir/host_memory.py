@@ -5,15 +5,16 @@ from typing import Any, Literal, cast
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive, Var
 
 from autopar.ir.graph import Atom, aval_of
 
-type Offload = Literal["none", "optimizer", "auto"]
-"""What stays in host memory between updates.
+type Offload = Literal["none", "optimizer", "activations", "auto"]
+"""What is in host memory while the devices don't need it.
 
-none: nothing. optimizer: all state that only the update reads. auto: as little of it as lets the
-step fit into the memory of the devices; none if it fits without.
+none: nothing. optimizer: all state that only the update reads. activations: as many values of the
+forward pass, until the backward pass reads them, as let the step fit into the memory of the
+devices. auto: the faster of both, or both, if the step does not fit without.
 """
 
 HOST_KIND = "pinned_host"
@@ -55,3 +56,10 @@ def is_on_host(atom: Atom) -> bool:
 def memory_kind(atom: Atom) -> str | None:
     """Return JAX's name of the memory of a value; None if it is on its device."""
     return HOST_KIND if is_on_host(atom) else None
+
+
+def move_beside(eqn: JaxprEqn, primitive: Primitive, source: Var, target: Var) -> JaxprEqn:
+    """Return the equation that moves a value, in the scope of the equation that it is moved for."""
+    return eqn.replace(
+        primitive=primitive, params={}, invars=[source], outvars=[target], effects=frozenset()
+    )

@@ -137,7 +137,7 @@ class _Planning:
             )
         with progress_part(_TRACING, 1):
             return plan_offloading(
-                lambda step: make_planned(
+                lambda step, offloads: make_planned(
                     step,
                     self.target.mesh,
                     cluster,
@@ -145,6 +145,7 @@ class _Planning:
                     type(method).__name__,
                     memory_budget=method.memory_budget,
                     remat=method.remat,
+                    offloads=offloads,
                 ),
                 step,
                 method.offload,
@@ -298,7 +299,7 @@ def trace_for(
         batch_argnums: numbers of the arguments whose arrays have the batch as their first dim.
 
     Raises:
-        PlanError: the plan computes equations again, or offloads inputs, that this step does not
+        PlanError: the plan computes equations again, or offloads values, that this step does not
             have.
     """
     schedule = plan.schedule
@@ -309,7 +310,7 @@ def trace_for(
     exactness = plan.exactness
     step = trace(fun, args, batch_argnums, count, layers, marked, forward, exactness, keeps_remat)
     try:
-        return recompute(offload(step, plan.offloaded), plan.recomputed)
+        return recompute(offload(step, plan.offloaded), plan.recomputed, plan.offloaded_results)
     except (OffloadError, RecomputeError) as error:
         raise PlanError(f"this plan is for another step: {error}; plan the step again") from error
 

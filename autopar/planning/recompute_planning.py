@@ -1,8 +1,9 @@
-"""Sharding and recomputation of a step, chosen in turn until neither makes it faster.
+"""Sharding, recomputation and offload of a step, chosen in turn until none makes it faster.
 
 Three shardings are the starting points: the fastest without a budget, the fastest within it that
-recomputes nothing, and the fastest within it of the step that recomputes as much as saves memory.
-For each, the cheapest recomputation that fits is chosen, the step is rewritten and sharded again.
+keeps everything, and the fastest within it of the step that recomputes and offloads as much as
+saves memory. For each, the cheapest recomputation and offload that fit are chosen, the step is
+rewritten and sharded again.
 """
 
 import math
@@ -11,9 +12,14 @@ from dataclasses import dataclass
 
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
-from autopar.recompute.recompute_candidates import RecomputeCandidates, candidates
+from autopar.recompute.recompute_candidates import (
+    ChosenEquations,
+    RecomputeCandidates,
+    candidates,
+)
 from autopar.recompute.recompute_ilp import cheapest_recomputation, least_memory
 from autopar.recompute.rewriting import recompute
+from autopar.sharding.equation_seconds import repeats_in_step
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import ShardingOptions
@@ -21,6 +27,7 @@ from autopar.sharding.plan_shardings import Shardings, plan_shardings
 from autopar.sharding.solve_within_memory import MemoryBudgetError, cheapest_like
 from autopar.sharding.step_memory import StepMemory
 from simulator.costs.cost_model import CostModel
+from simulator.work import Kernel
 
 _ROUNDS = 4
 """Maximum number of recomputations that are chosen from one starting point."""
@@ -28,15 +35,15 @@ _ROUNDS = 4
 
 @dataclass(frozen=True, eq=False)
 class Recomputing:
-    """A step with its recomputation and sharding.
+    """A step with its recomputation, offload and sharding.
 
     Attributes:
-        equations: The numbers of the equations of the traced step that are repeated.
-        step: The step that repeats them.
+        equations: The equations of the traced step that are repeated or offloaded.
+        step: The step that repeats and offloads them.
         shardings: Its sharding.
     """
 
-    equations: frozenset[int]
+    equations: ChosenEquations
     step: StepGraph
     shardings: Shardings
 
@@ -47,8 +54,10 @@ def shard_recomputing(
     model: CostModel,
     options: ShardingOptions,
     budget: float,
+    repeats: bool = True,
+    offloads: bool = False,
 ) -> Recomputing:
-    """Return the fastest recomputation and sharding of a step that fit into `budget` bytes.
+    """Return the fastest recomputation, offload and sharding that fit into `budget` bytes.
 
     Args:
         step: The traced step.
@@ -56,6 +65,8 @@ def shard_recomputing(
         model: The cost model of the mesh's devices and network.
         options: What a sharding may do.
         budget: The bytes of one device that the step may use.
+        repeats: Whether the backward pass may compute values again.
+        offloads: Whether it may fetch values from host memory.
 
     Raises:
         MemoryBudgetError: Nothing that was tried fits.
@@ -64,12 +75,13 @@ def shard_recomputing(
     search = _RecomputeSearch(step, mesh, model, options, budget)
     free = search.sharded(step, math.inf)
     if free.peak_bytes <= budget:
-        return Recomputing(frozenset(), step, free)
+        return Recomputing(ChosenEquations(), step, free)
     best: Recomputing | None = None
-    for start in search.starts(free):
-        for found in search.improved(start):
-            if best is None or found.shardings.seconds < best.shardings.seconds:
-                best = found
+    for search.repeats, search.offloads in dict.fromkeys([(repeats, False), (repeats, offloads)]):
+        for start in search.starts(free):
+            for found in search.improved(start):
+                if best is None or found.shardings.seconds < best.shardings.seconds:
+                    best = found
     if best is None:
         assert search.error is not None
         raise search.error
@@ -80,7 +92,10 @@ class _RecomputeSearch:
     """The state of a search; see `shard_recomputing` for the arguments.
 
     Attributes:
+        repeats: Whether values may be computed again.
+        offloads: Whether they may be offloaded.
         error: The error of the attempt that came closest to the budget.
+        runs: How often each equation runs in a step.
     """
 
     def __init__(
@@ -96,8 +111,11 @@ class _RecomputeSearch:
         self.model = model
         self.options = options
         self.budget = budget
+        self.repeats = True
+        self.offloads = False
         self.costs = MeshCosts(mesh, model, options.forbidden)
         self.error: MemoryBudgetError | None = None
+        self.runs = repeats_in_step(step)
 
     def sharded(self, step: StepGraph, budget: float) -> Shardings:
         """Return the fastest sharding of a step within a budget, with the specs of its values."""
@@ -105,9 +123,9 @@ class _RecomputeSearch:
             step, self.mesh, self.model, self.options, budget, self.costs, with_specs=True
         )
 
-    def attempt(self, equations: frozenset[int]) -> Recomputing | None:
-        """Return the step with equations repeated and sharded within the budget, if it fits."""
-        step = recompute(self.step, equations)
+    def attempt(self, equations: ChosenEquations) -> Recomputing | None:
+        """Return the step with equations repeated or offloaded, and sharded, if it fits."""
+        step = recompute(self.step, equations.repeated, equations.offloaded)
         try:
             return Recomputing(equations, step, self.sharded(step, self.budget))
         except MemoryBudgetError as error:
@@ -118,12 +136,12 @@ class _RecomputeSearch:
     def starts(self, free: Shardings) -> Iterator[Shardings | Recomputing]:
         """Yield the starting points, from the sharding that is the fastest without a budget."""
         yield free
-        without = self.attempt(frozenset())
+        without = self.attempt(ChosenEquations())
         if without is not None:
             yield without
         found = self.candidates(free)
         if found is not None:
-            lean = self.attempt(found.equations(least_memory(found.problem, rounds=6).repeated))
+            lean = self.attempt(found.equations(least_memory(found.problem, rounds=6).choice))
             if lean is not None:
                 yield lean
 
@@ -143,7 +161,7 @@ class _RecomputeSearch:
             chosen = found and cheapest_recomputation(found.problem, self.budget - excess)
             if found is None or chosen is None:
                 return
-            equations = found.equations(chosen.repeated)
+            equations = found.equations(chosen.choice)
             if equations in tried:
                 return
             tried.add(equations)
@@ -167,4 +185,15 @@ class _RecomputeSearch:
             return None
         memory = StepMemory(self.step, decisions, self.mesh)
         seconds = decisions.seconds_by_equation(solution.choice, len(self.step.jaxpr.eqns))
-        return candidates(memory, solution.choice, [sum(parts) for parts in seconds])
+        return candidates(
+            memory,
+            solution.choice,
+            [sum(parts) for parts in seconds],
+            self.repeats,
+            self.host_seconds if self.offloads else None,
+        )
+
+    def host_seconds(self, number: int, num_bytes: float) -> float:
+        """Return the seconds in a step to copy the result of an equation to or from the host."""
+        copy = Kernel("", "host copy", 0.0, num_bytes)
+        return self.runs[number] * self.model.kernel(copy)

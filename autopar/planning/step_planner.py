@@ -1,9 +1,11 @@
 """Planning of a traced step as one program: from shardings to a plan."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import name_p
 
 from autopar._cpython import builds_graphs
@@ -11,15 +13,24 @@ from autopar.analysis.axis_uses import with_axis_uses
 from autopar.analysis.reasons import print_if_asked
 from autopar.ir.control_flow import endless_loops
 from autopar.ir.graph import aval_of
-from autopar.ir.host_memory import is_on_host
+from autopar.ir.host_memory import is_on_host, to_host_p
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import Remat, StepGraph
 from autopar.lowering.planned import PlannedStep
 from autopar.microbatch.exactness import exactness_of, exactness_warnings
-from autopar.plan import MemorySplit, Plan, ShardingConstraint, Stage, TimeSplit, Value
+from autopar.plan import (
+    MemorySplit,
+    OffloadedValue,
+    Plan,
+    ShardingConstraint,
+    Stage,
+    TimeSplit,
+    Value,
+)
 from autopar.planning.recompute_planning import shard_recomputing
 from autopar.primitives import record_of, runs_on_shards
 from autopar.recompute.offloading import offloaded_inputs
+from autopar.recompute.recompute_candidates import ChosenEquations
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.plan_shardings import Shardings, plan_shardings
@@ -53,8 +64,11 @@ def make_planned(
     costs: CostModel | None = None,
     memory_budget: float | None = None,
     remat: Remat = "keep",
+    offloads: bool = False,
 ) -> PlannedStep:
-    """Return the cheapest plan for `step` on `mesh`, and the step as it computes values again.
+    """Return the cheapest plan for `step` on `mesh`, and the step as it runs.
+
+    The step computes values of its forward pass again, or fetches them, as the plan says.
 
     No device is touched.
 
@@ -68,6 +82,8 @@ def make_planned(
         memory_budget: bytes of one device that the step may use; by default the device's memory
             less its reserve.
         remat: what the backward pass computes again; `step` is traced accordingly.
+        offloads: whether values of the forward pass may be in host memory until the backward pass
+            reads them.
 
     Raises:
         MemoryBudgetError: no plan fits.
@@ -83,9 +99,10 @@ def make_planned(
     check_patterns(options.pins, step)
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget
     costs = costs or ClusterCosts(cluster)
-    equations: frozenset[int] = frozenset()
-    if remat == "auto":
-        found = shard_recomputing(step, mesh, costs, options, budget)
+    equations = ChosenEquations()
+    if remat == "auto" or offloads:
+        repeats = remat == "auto"
+        found = shard_recomputing(step, mesh, costs, options, budget, repeats, offloads)
         equations, step, shardings = found.equations, found.step, found.shardings
     else:
         shardings = plan_shardings(step, mesh, costs, options, budget)
@@ -105,8 +122,9 @@ def make_planned(
         planning_seconds=shardings.solve_seconds,
         **asdict(exactness_of(step)),
         remat=remat,
-        recomputed=tuple(sorted(equations)),
+        recomputed=tuple(sorted(equations.repeated)),
         offloaded=offloaded_inputs(step),
+        offloaded_results=tuple(sorted(equations.offloaded)),
         warnings=(*shardings.warnings, *coverage_warnings(step)),
     )
     plan = with_axis_uses(step, plan)
@@ -177,7 +195,7 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, shardings: Shardings) -> Stage:
                 side=constraint.side,
                 index=constraint.index,
                 spec=constraint.spec,
-                name=f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/"),
+                name=_name(eqn),
                 **_array(aval_of(atoms[constraint.index])),
             )
         )
@@ -187,9 +205,27 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, shardings: Shardings) -> Stage:
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         constraints=tuple(constraints),
+        offloaded=tuple(_offloaded_values(step, shardings)),
         deferred=shardings.deferred,
         devices=tuple(range(mesh.num_devices)),
     )
+
+
+def _offloaded_values(step: StepGraph, shardings: Shardings) -> Iterator[OffloadedValue]:
+    """Yield the values that the step moves to host memory and back."""
+    makers = {var: eqn for eqn in step.jaxpr.eqns for var in eqn.outvars}
+    for eqn in step.jaxpr.eqns:
+        if eqn.primitive is not to_host_p or eqn.outvars[0] in step.jaxpr.outvars:
+            continue
+        (source,) = eqn.invars
+        if isinstance(source, Var) and source in shardings.specs:
+            name, spec = _name(makers[source]), shardings.specs[source]
+            yield OffloadedValue(spec=spec, name=name, **_array(aval_of(source)))
+
+
+def _name(eqn: JaxprEqn) -> str:
+    """Return the scope of an equation in the model and its primitive."""
+    return f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
 
 
 def _array(aval: Any) -> dict[str, Any]:

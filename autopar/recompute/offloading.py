@@ -9,12 +9,12 @@ time and memory of their own. The numbers are the same; the device computes the 
 from collections import Counter
 from collections.abc import Collection
 
-from jax.extend.core import JaxprEqn, Primitive, Var
+from jax.extend.core import Var
 
 from autopar.ir import control_flow
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.graph import Atom, aval_of, is_backward
-from autopar.ir.host_memory import is_on_host, on_host, to_device_p, to_host_p
+from autopar.ir.host_memory import is_on_host, move_beside, on_host, to_device_p, to_host_p
 from autopar.ir.keys import is_key
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.rebuilding import Placed, rebuilt, retraced_alike
@@ -98,7 +98,7 @@ def offload(step: StepGraph, inputs: Collection[int]) -> StepGraph:
     eqns: list[Placed] = []
     for number, eqn in enumerate(jaxpr.eqns):
         for var in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var) and a in sources):
-            move = _move(eqn, to_device_p, sources.pop(var), fetched[var])
+            move = move_beside(eqn, to_device_p, sources.pop(var), fetched[var])
             eqns.append(Placed(number, move))
         read: list[Atom] = [
             fetched.get(atom, atom) if isinstance(atom, Var) else atom for atom in eqn.invars
@@ -106,7 +106,7 @@ def offload(step: StepGraph, inputs: Collection[int]) -> StepGraph:
         eqns.append(Placed(number, eqn.replace(invars=read), number))
         for var in eqn.outvars:
             if var in stored:
-                eqns.append(Placed(number, _move(eqn, to_host_p, var, stored[var])))
+                eqns.append(Placed(number, move_beside(eqn, to_host_p, var, stored[var])))
     rewritten = rebuilt(step, eqns, outvars, invars)
     return retraced_alike(rewritten, step, lambda parts: offload(parts, inputs))
 
@@ -114,10 +114,3 @@ def offload(step: StepGraph, inputs: Collection[int]) -> StepGraph:
 def offloaded_inputs(step: StepGraph) -> tuple[int, ...]:
     """Return the numbers of the inputs that are in host memory."""
     return tuple(i for i, var in enumerate(step.jaxpr.invars) if is_on_host(var))
-
-
-def _move(eqn: JaxprEqn, primitive: Primitive, source: Var, target: Var) -> JaxprEqn:
-    """Return the equation that moves a value, in the scope of the equation that it is moved for."""
-    return eqn.replace(
-        primitive=primitive, params={}, invars=[source], outvars=[target], effects=frozenset()
-    )

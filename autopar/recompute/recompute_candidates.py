@@ -1,19 +1,20 @@
-"""The forward values of a sharded step that may be computed again, as a recomputation problem.
+"""The forward values of a sharded step that may be recomputed or offloaded, as a problem.
 
 A candidate is a unit whose result XLA stores. What lies between stored values, such as an
 activation function inside the kernel of a product, is computed by every kernel that reads it, in a
 repeated kernel as in others. The epilogue of a product has the memory of its result.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import Var
 
-from autopar.recompute.recompute_problem import ForwardValue, RecomputeProblem
-from autopar.recompute.rewriting import Passes, passes
+from autopar.recompute.passes import Passes, passes
+from autopar.recompute.recompute_problem import Choice, ForwardValue, RecomputeProblem
 from autopar.sharding.step_memory import StepMemory
 from autopar.xla_fusion import epilogues
 
@@ -52,6 +53,7 @@ class RecomputeCandidates:
         nodes: For each result of a unit of the forward pass that is in memory, the unit whose value
             it belongs to.
         passes: The forward and backward pass.
+        fetched: For each unit, its results that are in host memory if its value is offloaded.
     """
 
     problem: RecomputeProblem
@@ -59,33 +61,63 @@ class RecomputeCandidates:
     recipes: Mapping[int, Recipe]
     nodes: Mapping[Var, int]
     passes: Passes
+    fetched: Mapping[int, Sequence[Var]]
 
-    def equations(self, repeated: Collection[int]) -> frozenset[int]:
-        """Return the equations to repeat so that values are computed again.
+    def equations(self, choice: Choice) -> "ChosenEquations":
+        """Return the equations to repeat, and those whose results are offloaded, for a choice.
 
-        These are the recipes of the values, and those of what the backward pass derives from them
-        without storing it.
+        Repeated are the recipes of values that are computed again, and those of what the backward
+        pass derives from such or offloaded values without storing it.
 
         Args:
-            repeated: The numbers of the values.
+            choice: The numbers of the values.
         """
-        values = {self.makers[number] for number in repeated}
-        changed = set(values)
+        values = {self.makers[number] for number in choice.repeated}
+        on_host = {self.makers[number] for number in choice.offloaded}
+        changed = values | on_host
         chosen = {part for u in values for part in self.recipes[u].units}
         for u, unit in enumerate(self.passes.units):
             if self.passes.late[u] or u in values:
                 continue
             own = {self.nodes[var] for var in unit.makes if var in self.nodes}
+            if not own.isdisjoint(on_host):
+                continue
             sources = {self.nodes.get(var, self.passes.made_in.get(var)) for var in unit.reads}
             if not changed.isdisjoint(own if own else sources) and u in self.recipes:
                 changed.add(u)
                 chosen |= self.recipes[u].units
-        repeatable = filter(self.passes.is_repeatable, chosen)
-        return frozenset(self.passes.units[u].number for u in repeatable)
+        found = self.passes
+        sent = {found.made_in[var] for u in on_host for var in self.fetched[u]}
+        repeatable = filter(found.is_repeatable, chosen)
+        return ChosenEquations(
+            frozenset(found.units[u].number for u in repeatable),
+            frozenset(found.units[u].number for u in sent),
+        )
+
+
+class ChosenEquations(NamedTuple):
+    """Equations of a step whose results are not kept for its backward pass.
+
+    Attributes:
+        repeated: The numbers of those that the backward pass repeats.
+        offloaded: The numbers of those whose results it fetches from host memory.
+    """
+
+    repeated: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
+
+
+type HostSeconds = Callable[[int, float], float]
+"""(number of an equation, bytes on a device) -> the seconds in a step to copy its result to host
+memory, or back."""
 
 
 def candidates(
-    memory: StepMemory, choice: Sequence[int], eqn_seconds: Sequence[float]
+    memory: StepMemory,
+    choice: Sequence[int],
+    eqn_seconds: Sequence[float],
+    repeats: bool = True,
+    host_seconds: HostSeconds | None = None,
 ) -> RecomputeCandidates:
     """Return the recomputation problem of a step under a choice of shardings.
 
@@ -93,6 +125,8 @@ def candidates(
         memory: The memory of the step.
         choice: The option of each decision.
         eqn_seconds: The seconds of each equation under that choice.
+        repeats: Whether values may be computed again.
+        host_seconds: The time of copies, if values may be offloaded.
     """
     found = passes(memory.step)
     spans: dict[Var, tuple[float, int, int]] = {}
@@ -103,6 +137,7 @@ def candidates(
     nodes = _nodes(memory, found, spans)
     recipes = _recipes(found, nodes)
     uses = _Uses(found, nodes, recipes)
+    fetched = _fetched(found, nodes) if host_seconds else {}
     results: dict[int, list[tuple[float, int, int]]] = {}
     for var, span in spans.items():
         if var in nodes and nodes[var] in uses.relevant:
@@ -119,8 +154,9 @@ def candidates(
         start = min(start for _, start, _ in results[u])
         is_moved = uses.until.get(u, 0) <= uses.ends[u]  # the forward pass does not read it
         seconds = sum(eqn_seconds[found.units[part].number] for part in recipe.units)
+        num_bytes = sum(size for size, _, _ in results[u])
         value = ForwardValue(
-            num_bytes=sum(size for size, _, _ in results[u]),
+            num_bytes=num_bytes,
             seconds=_LEAST_SECONDS if is_moved else max(seconds, _LEAST_SECONDS),
             made=start,
             until=max(start, uses.until.get(u, 0), uses.ends[u]),
@@ -128,13 +164,20 @@ def candidates(
             sources=tuple(
                 sorted(numbers[source] for source in recipe.sources if source in numbers)
             ),
-            repeatable=u in recipes and u not in negligible and u not in uses.blocked,
+            repeatable=(repeats and u in recipes and u not in negligible and u not in uses.blocked),
         )
+        if u in fetched and host_seconds and u not in negligible and u not in uses.blocked:
+            waiting = max(found.arrivals[var] for var in fetched[u])
+            value = replace(
+                value,
+                host_seconds=2 * host_seconds(found.units[u].number, num_bytes),
+                sent=found.units[waiting].number - 1,
+            )
         if u in uses.first_late:
             value = replace(value, late=(uses.first_late[u], max(end for _, _, end in results[u])))
         values.append(value)
     problem = RecomputeProblem(values, np.maximum(base, 0.0))
-    return RecomputeCandidates(problem, makers, recipes, nodes, found)
+    return RecomputeCandidates(problem, makers, recipes, nodes, found, fetched)
 
 
 def _nodes(
@@ -151,6 +194,33 @@ def _nodes(
         if result in nodes:
             nodes[eqns[number].outvars[0]] = nodes[result]
     return nodes
+
+
+def _fetched(found: Passes, nodes: Mapping[Var, int]) -> dict[int, list[Var]]:
+    """Return for each unit whose value may be offloaded the results that are in host memory then.
+
+    These are the results that the backward pass may read, by itself or to compute others again.
+    """
+    fetched: dict[int, list[Var]] = {}
+    stuck: set[int] = set()
+    for var, u in nodes.items():
+        readers = (
+            reader
+            for reader in found.readers.get(var, ())
+            if found.region[reader] == found.region[found.made_in[var]]
+        )
+        if not found.late[u] and any(
+            found.late[reader]
+            or (
+                found.is_repeatable(reader)
+                and all(nodes.get(made) != u for made in found.units[reader].makes)
+            )
+            for reader in readers
+        ):
+            fetched.setdefault(u, []).append(var)
+            if var not in found.arrivals:
+                stuck.add(u)
+    return {u: variables for u, variables in fetched.items() if u not in stuck}
 
 
 def _recipes(found: Passes, nodes: Mapping[Var, int]) -> dict[int, Recipe]:

@@ -224,7 +224,7 @@ class _Program:
                 self.rows.append(_sum(part, chosen, -1.0))
             parts.append(part)
         found = _Pending(*parts)
-        made = _sum(_sum(choices[0], choices[1]), found.any, -1.0)
+        made = dict(_sum(_sum(choices[0], choices[1]), found.any, -1.0))
         for reader in readers:
             copied = _sum({reader: 1.0}, pending[reader].copy, -1.0)
             self.rows.append(_sum(_sum(found.any, {-1: -1.0}), copied))

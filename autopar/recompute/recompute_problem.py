@@ -87,9 +87,8 @@ class RecomputeProblem:
         """For each value the earliest program point at which its copy may be made."""
         earliest: list[float] = [value.late[0] for value in self.values]
         for number in reversed(range(len(earliest))):
-            earliest[number] = min(
-                [earliest[number], *(earliest[reader] for reader in self.readers[number])]
-            )
+            readers = (r for r in self.readers[number] if self.values[r].repeatable)
+            earliest[number] = min([earliest[number], *(earliest[r] for r in readers)])
         return earliest
 
     @cached_property

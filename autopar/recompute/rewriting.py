@@ -1,159 +1,74 @@
-"""A step that computes some values of its forward pass again, right before its backward pass reads.
+"""A step whose backward pass computes forward values again, or fetches them from host memory.
 
 The equations of these values are repeated before their first reader in the backward pass. They are
 the same equations, random bits included, so results do not change. The values that the repeated
 equations read pass an `optimization_barrier` together with a value that the backward pass has
 computed, as in `jax.checkpoint`. Without it XLA would merge a repeated equation with its original,
 or run it before the backward pass begins.
+
+A value that is offloaded is copied to host memory when it is computed. XLA would delay the copy as
+long as it can, and keep the value on the device. So a barrier makes a later product of the forward
+pass wait for it. The copy back passes a barrier like a repeated equation.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from jax.extend.core import JaxprEqn, Var
 from jax.lax import optimization_barrier_p
 
-from autopar.ir.equation_groups import Unit, units
-from autopar.ir.graph import Atom, is_backward, needed
-from autopar.ir.memo import memoized_on_step
+from autopar.ir.graph import Atom, aval_of, needed
+from autopar.ir.host_memory import move_beside, on_host, to_device_p, to_host_p
 from autopar.ir.rebuilding import Placed, rebuilt, retraced_alike
 from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
-from autopar.xla_fusion import stored_values
+from autopar.recompute.passes import Passes, passes
 
 SCOPE = "rematted_computation"
 """The scope of repeated equations, as JAX names those of `jax.checkpoint`."""
 
 
 class RecomputeError(ValueError):
-    """An equation can't be computed again in the backward pass."""
+    """An equation can't be computed again in the backward pass, or its results not offloaded."""
 
 
-@dataclass(frozen=True, eq=False)
-class Passes:
-    """The parts of a step that matter for recomputation.
-
-    Attributes:
-        step: The step.
-        units: Its equations, with loops and switches as one unit each.
-        late: For each unit, whether the backward pass runs it.
-        region: For each unit, the parts of the step in microbatches that run it.
-    """
-
-    step: StepGraph
-    units: tuple[Unit, ...]
-    late: tuple[bool, ...]
-    region: tuple[frozenset[int], ...]
-
-    @cached_property
-    def made_in(self) -> Mapping[Var, int]:
-        """The unit that computes each value."""
-        return {var: u for u, unit in enumerate(self.units) for var in unit.makes}
-
-    @cached_property
-    def readers(self) -> Mapping[Var, tuple[int, ...]]:
-        """The units that read each value, in order."""
-        readers: dict[Var, list[int]] = {}
-        for u, unit in enumerate(self.units):
-            for var in unit.reads:
-                readers.setdefault(var, []).append(u)
-        return {var: tuple(numbers) for var, numbers in readers.items()}
-
-    @cached_property
-    def depending(self) -> frozenset[Var]:
-        """The values that depend on an input, and so are no constants of the compiler."""
-        reached: set[Var] = set(self.step.jaxpr.invars)
-        for unit in self.units:
-            if not reached.isdisjoint(unit.reads):
-                reached.update(unit.makes)
-        return frozenset(reached)
-
-    @cached_property
-    def heads(self) -> tuple[int, ...]:
-        """For each unit of the backward pass, the first unit in the same kernel.
-
-        It is reached through values that XLA does not store. What a kernel reads is computed before
-        its first unit, because a barrier among its units would make XLA store what passes it.
-        """
-        stored = stored_values(self.step)
-        heads: list[int] = []
-        for u, unit in enumerate(self.units):
-            makers = (self.made_in.get(var) for var in unit.reads if var not in stored)
-            inside = (
-                heads[maker]
-                for maker in makers
-                if maker is not None and self.late[maker] and self.region[maker] == self.region[u]
-            )
-            heads.append(min([u, *inside]) if self.late[u] else u)
-        return tuple(heads)
-
-    @cached_property
-    def headed(self) -> Mapping[int, tuple[int, ...]]:
-        """The units of each kernel, by its first unit."""
-        headed: dict[int, list[int]] = {}
-        for u, head in enumerate(self.heads):
-            headed.setdefault(head, []).append(u)
-        return {head: tuple(members) for head, members in headed.items()}
-
-    def is_repeatable(self, u: int) -> bool:
-        """Return whether the equation of a unit may be repeated in the backward pass."""
-        unit = self.units[u]
-        _, eqn = unit.eqns[0]
-        return (
-            len(unit.eqns) == 1
-            and not self.late[u]
-            and not eqn.effects
-            and eqn.primitive is not accumulate_p
-            and not self.depending.isdisjoint(unit.reads)
-        )
-
-
-@memoized_on_step
-def passes(step: StepGraph) -> Passes:
-    """Return the forward and backward pass of a step."""
-    grouped = tuple(units(enumerate(step.jaxpr.eqns)))
-    late = tuple(any(is_backward(eqn) for _, eqn in unit.eqns) for unit in grouped)
-    parts: dict[int, set[int]] = {}
-    if micro := step.microbatching:
-        for part, eqns in enumerate((micro.tail, *(loop.body for loop in micro.loops))):
-            for number, _ in eqns:
-                parts.setdefault(number, set()).add(part)
-    region = tuple(frozenset(parts.get(unit.number, ())) for unit in grouped)
-    return Passes(step, grouped, late, region)
-
-
-def recompute(step: StepGraph, numbers: Collection[int]) -> StepGraph:
-    """Return the step with equations repeated in the backward pass.
+def recompute(
+    step: StepGraph, numbers: Collection[int], offloaded: Collection[int] = ()
+) -> StepGraph:
+    """Return the step with equations repeated in the backward pass, and results in host memory.
 
     Args:
         step: The step as it was traced.
-        numbers: The numbers of the equations. The backward pass reads no result of them, but
-            computes it again, from values that are kept and from each other.
+        numbers: The numbers of the equations to repeat. The backward pass reads no result of them,
+            but computes it again, from values that are kept or fetched and from each other.
+        offloaded: The numbers of the equations whose results the backward pass fetches from host
+            memory.
 
     Raises:
         RecomputeError: There is no such equation, or it is part of a loop, has an effect, depends
-            on no input, or is in the backward pass itself.
+            on no input, or is in the backward pass itself; or the backward pass reads no result of
+            an equation to offload, or nothing in the forward pass can wait for its copy.
     """
-    if not numbers:
+    if not numbers and not offloaded:
         return step
-    rewritten = _Rewriter(passes(step), frozenset(numbers)).run()
-    return retraced_alike(rewritten, step, lambda parts: recompute(parts, numbers))
+    rewritten = _Rewriter(passes(step), frozenset(numbers), frozenset(offloaded)).run()
+    return retraced_alike(rewritten, step, lambda parts: recompute(parts, numbers, offloaded))
 
 
 class _Rewriter:
-    """Copies the equations of a step, with repeated ones among them.
+    """Copies the equations of a step, with repeated ones and moves among them.
 
     Attributes:
         passes: The forward and backward pass.
         eqns: The equations so far.
         repeated: The units to repeat.
-        copies: For each value that the backward pass has computed again, the copy.
+        on_host: For each value to offload, its name in host memory.
+        waiting: For units of the forward pass, the values that are in host memory before them.
+        copies: For each value that the backward pass has computed again or fetched, the copy.
         renamed: For values that passed a barrier, their name behind it.
     """
 
-    def __init__(self, found: Passes, numbers: frozenset[int]) -> None:
+    def __init__(self, found: Passes, numbers: frozenset[int], offloaded: frozenset[int]) -> None:
         self.passes = found
         self.eqns: list[Placed] = []
         self.copies: dict[Var, Var] = {}
@@ -166,6 +81,19 @@ class _Rewriter:
                     f" {found.step.name}, which has {len(found.step.jaxpr.eqns)} equations"
                 )
         self.repeated = frozenset(unit_of[number] for number in numbers)
+        self.on_host: dict[Var, Var] = {}
+        self.waiting: dict[int, list[Var]] = {}
+        for number in sorted(offloaded):
+            fetched = self._fetched(unit_of[number]) if number in unit_of else []
+            if not fetched:
+                raise RecomputeError(
+                    f"no result of equation {number} can be in host memory between the forward and"
+                    f" backward pass of {found.step.name}, which has"
+                    f" {len(found.step.jaxpr.eqns)} equations"
+                )
+            for var in fetched:
+                self.on_host[var] = Var(on_host(aval_of(var)))
+                self.waiting.setdefault(found.arrivals[var], []).append(var)
 
     def run(self) -> StepGraph:
         """Return the rewritten step."""
@@ -173,13 +101,34 @@ class _Rewriter:
         for u, unit in enumerate(self.passes.units):
             late = self.passes.late[u]
             if late:
-                self._repeat_for(u)
+                self._copy_for(u)
+            elif u in self.waiting:
+                self._wait_before(u)
             for number, eqn in unit.eqns:
                 invars = [self._read(atom, u if late else None) for atom in eqn.invars]
                 self.eqns.append(Placed(number, eqn.replace(invars=invars), number))
+            for var in unit.makes:
+                if var in self.on_host:
+                    number, eqn = unit.eqns[-1]
+                    move = move_beside(eqn, to_host_p, var, self.on_host[var])
+                    self.eqns.append(Placed(number, move))
         outvars = [self._read(atom) for atom in step.jaxpr.outvars]
         self._drop_unread(outvars)
         return rebuilt(step, self.eqns, outvars)
+
+    def _fetched(self, u: int) -> list[Var]:
+        """Return the results of a unit that may be offloaded and that the backward pass reads."""
+        found = self.passes
+        return [
+            var
+            for var in found.units[u].makes
+            if var in found.arrivals
+            and any(
+                (found.late[reader] or reader in self.repeated)
+                and found.region[reader] == found.region[u]
+                for reader in found.readers.get(var, ())
+            )
+        ]
 
     def _read(self, atom: Atom, u: int | None = None) -> Atom:
         """Return the name of a value for a reader.
@@ -212,8 +161,17 @@ class _Rewriter:
         region = self.passes.region
         return [m for m in makers if m in self.repeated and region[m] == region[u]]
 
-    def _repeat_for(self, u: int) -> None:
-        """Append the repeated equations that the kernel reads first whose first unit is `u`."""
+    def _wait_before(self, u: int) -> None:
+        """Make a unit of the forward pass wait until values are in host memory."""
+        variables = self.waiting[u]
+        tie = self.passes.ties[u]
+        operands = [*(self.on_host[var] for var in variables), self.renamed.get(tie, tie)]
+        number, eqn = self.passes.units[u].eqns[0]
+        *arrived, self.renamed[tie] = self._append_barrier(number, eqn, operands)
+        self.on_host.update(zip(variables, arrived, strict=True))
+
+    def _copy_for(self, u: int) -> None:
+        """Append what the kernel reads first whose first unit is `u`, fetched or computed again."""
         units_of_step = self.passes.units
         kernel = self.passes.headed.get(u, ())
         reads = dict.fromkeys(var for member in kernel for var in units_of_step[member].reads)
@@ -224,11 +182,24 @@ class _Rewriter:
             if maker not in chosen:
                 chosen.add(maker)
                 pending += self._missing(units_of_step[maker].reads, u)
-        if not chosen:
+        read = dict.fromkeys(reads)
+        read.update((var, None) for maker in sorted(chosen) for var in units_of_step[maker].reads)
+        fetched = [
+            var
+            for var in read
+            if var in self.on_host and var not in self.copies and self._in_region(var, u)
+        ]
+        if not chosen and not fetched:
             return
         at = units_of_step[u].number
         copied = [units_of_step[maker].eqns[0] for maker in sorted(chosen)]
-        behind = self._barrier(u, reads, [eqn for _, eqn in copied])
+        behind = self._barrier(u, reads, [eqn for _, eqn in copied], fetched)
+        for var in fetched:
+            _, eqn = units_of_step[self.passes.made_in[var]].eqns[0]
+            copy = Var(var.aval)
+            self.copies[var] = copy
+            move = move_beside(_in_backward(eqn), to_device_p, behind[var], copy)
+            self.eqns.append(Placed(at, move))
         for number, eqn in copied:
             outvars = [Var(var.aval) for var in eqn.outvars]
             invars = [
@@ -236,20 +207,24 @@ class _Rewriter:
                 for atom in eqn.invars
             ]
             self.copies.update(zip(eqn.outvars, outvars, strict=True))
-            copy = _in_backward(eqn).replace(invars=invars, outvars=outvars)
+            copy = _in_backward(eqn, SCOPE).replace(invars=invars, outvars=outvars)
             self.eqns.append(Placed(at, copy, number))
 
-    def _barrier(self, u: int, reads: Iterable[Var], copied: Sequence[JaxprEqn]) -> dict[Var, Var]:
-        """Put the kept values that repeated equations read behind a barrier; return their names.
+    def _barrier(
+        self, u: int, reads: Iterable[Var], copied: Sequence[JaxprEqn], fetched: Sequence[Var]
+    ) -> dict[Var, Var]:
+        """Put what copies are made from behind a barrier; return the names there.
 
+        These are the kept values that repeated equations read, and fetched values in host memory.
         Constants stay as they are, so that XLA computes them where they are read.
 
         Args:
-            u: The unit before which the equations are repeated.
+            u: The unit before which the copies are made.
             reads: The values that its kernel reads.
-            copied: The equations.
+            copied: The equations to repeat.
+            fetched: The values to fetch.
         """
-        made = {var for eqn in copied for var in eqn.outvars}
+        made = {*fetched, *(var for eqn in copied for var in eqn.outvars)}
         kept = dict.fromkeys(
             atom
             for eqn in copied
@@ -257,26 +232,45 @@ class _Rewriter:
             if isinstance(atom, Var) and atom in self.passes.depending
             if atom not in made and atom not in self.copies
         )
-        if not kept:
+        sources = [*kept, *fetched]
+        if not sources:
             return {}
         tie = self._tie(u, reads, {*kept, *made})
-        operands = [self.renamed.get(var, var) for var in (*kept, *tie)]
+        operands = [self.renamed.get(var, var) for var in kept]
+        operands += [self.on_host[var] for var in fetched]
+        operands += [self.renamed.get(var, var) for var in tie]
+        beside = copied[0] if copied else self.passes.units[u].eqns[0][1]
+        number = self.passes.units[u].number
+        results = self._append_barrier(number, _in_backward(beside, SCOPE), operands)
+        self.renamed.update(zip(tie, results[len(sources) :], strict=True))
+        return dict(zip(sources, results, strict=False))
+
+    def _append_barrier(self, at: int, beside: JaxprEqn, operands: Sequence[Var]) -> list[Var]:
+        """Append a barrier that is placed at an equation; return the results.
+
+        Args:
+            at: The number of the equation.
+            beside: An equation in the scope of the barrier.
+            operands: What passes it.
+        """
         results = [Var(var.aval) for var in operands]
-        barrier = _in_backward(copied[0]).replace(
-            primitive=optimization_barrier_p, params={}, invars=[*operands], outvars=results
+        barrier = beside.replace(
+            primitive=optimization_barrier_p,
+            params={},
+            invars=list(operands),
+            outvars=results,
+            effects=frozenset(),
         )
-        self.eqns.append(Placed(self.passes.units[u].number, barrier))
-        self.renamed.update(zip(tie, results[len(kept) :], strict=True))
-        return dict(zip(kept, results, strict=False))
+        self.eqns.append(Placed(at, barrier))
+        return results
 
     def _tie(self, u: int, reads: Iterable[Var], excluded: Collection[Var]) -> list[Var]:
         """Return a value that exists before unit `u` and is read from there on, if there is one.
 
-        The barrier makes the repeated equations wait for it. A cotangent that the kernel reads
-        comes first, then the value that was computed last.
+        The barrier makes the copies wait for it. A cotangent that the kernel reads comes first,
+        then the value that was computed last.
         """
         found = self.passes
-        stored = stored_values(found.step)
         outputs = {atom for atom in found.step.jaxpr.outvars if isinstance(atom, Var)}
 
         def serves(var: Var) -> bool:
@@ -285,7 +279,7 @@ class _Rewriter:
                 maker is not None
                 and maker < u
                 and maker not in self.repeated
-                and var in stored
+                and var in found.stored
                 and found.region[maker] == found.region[u]
                 and var in found.depending
                 and var not in excluded
@@ -299,8 +293,14 @@ class _Rewriter:
         return list(islice(filter(serves, latest), 1))
 
 
-def _in_backward(eqn: JaxprEqn) -> JaxprEqn:
-    """Return an equation with the name of recomputation in a backward pass."""
+def _in_backward(eqn: JaxprEqn, scope: str = "") -> JaxprEqn:
+    """Return an equation with a name in a backward pass.
+
+    Args:
+        eqn: The equation.
+        scope: The scope of the equation there; `SCOPE` if it is computed again.
+    """
     stack = eqn.source_info.name_stack
-    stack = type(stack)().transform("transpose") + stack.extend(SCOPE)
+    inner = stack.extend(scope) if scope else stack
+    stack = type(stack)().transform("transpose") + inner
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))

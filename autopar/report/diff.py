@@ -72,6 +72,8 @@ def _setting(a: Plan, b: Plan) -> Iterator[str]:
         "microbatches": (a.num_micro_batches, b.num_micro_batches),
         "remat": (a.remat, b.remat),
         "recomputed equations": (len(a.recomputed), len(b.recomputed)),
+        "offloaded inputs": (len(a.offloaded), len(b.offloaded)),
+        "offloaded results": (len(a.offloaded_results), len(b.offloaded_results)),
         "method": (a.method, b.method),
         "cluster": (a.cluster, b.cluster),
         "step": (a.step, b.step),

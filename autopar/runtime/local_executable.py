@@ -60,7 +60,7 @@ class LocalExecutable(Executable):
             transport: transfers values from mesh to mesh.
         """
         start = time.perf_counter()
-        if planned.plan.offloaded:
+        if planned.plan.offloaded or planned.plan.offloaded_results:
             check_host_memory(device for mesh in meshes for device in mesh.devices.flat)
         self.planned = planned
         self.meshes = tuple(meshes)

@@ -34,7 +34,7 @@ class EquationSeconds:
     """
 
     def __init__(self, step: StepGraph, flow: Dataflow, traffic: Traffic, costs: MeshCosts) -> None:
-        self.repeats = _repeats(step)
+        self.repeats = repeats_in_step(step)
         self.producers = {var: eqn for eqn in step.jaxpr.eqns for var in eqn.outvars}
         self._num_micro_batches = step.num_micro_batches
         self._eqns = step.jaxpr.eqns
@@ -234,7 +234,7 @@ class EquationSeconds:
         )
 
 
-def _repeats(step: StepGraph) -> list[float]:
+def repeats_in_step(step: StepGraph) -> list[float]:
     """Return how often each equation runs in a step, with loops and microbatches."""
     counts = control_flow.repeats(step.jaxpr.eqns)
     for number, _ in step.microbatching.body if step.microbatching else ():

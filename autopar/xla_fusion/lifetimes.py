@@ -7,12 +7,13 @@ that other shardings make XLA compute twice.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import scatter_add_p, select_and_scatter_add_p
 
 from autopar.ir import control_flow
+from autopar.ir.host_memory import to_device_p, to_host_p
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
@@ -29,12 +30,13 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
     """
     eqns, outputs = step.jaxpr.eqns, {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
     outputs.update(step.cross_task_values)
+    inputs = set(step.jaxpr.invars)
     readers = Counter(atom for eqn in eqns for atom in _operands(eqn))
     makers = {var: eqn for eqn in eqns for var in eqn.outvars}
     stored, in_place = {*step.jaxpr.invars, *step.jaxpr.constvars, *outputs}, set()
     for eqn in reversed(eqns):
         record, operands = record_of(eqn), _operands(eqn)
-        if eqn.primitive in control_flow.MARKERS:
+        if eqn.primitive in control_flow.MARKERS or _is_offload(eqn, inputs, outputs):
             stored.update((*eqn.outvars, *operands))
         elif is_view(eqn):
             stored.update(operands if not stored.isdisjoint(eqn.outvars) else ())
@@ -129,6 +131,17 @@ def readings(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
             span = spans.get(atom, (first, last))
             spans[atom] = min(first, span[0]), max(last, span[1])
     return spans
+
+
+def _is_offload(eqn: JaxprEqn, inputs: Set[Var], outputs: Set[Var]) -> bool:
+    """Return whether an equation moves a forward value to host memory or back.
+
+    State that is in host memory between steps is moved array by array, in the kernels that update
+    it.
+    """
+    if eqn.primitive not in (to_device_p, to_host_p):
+        return False
+    return inputs.isdisjoint(_operands(eqn)) and outputs.isdisjoint(eqn.outvars)
 
 
 def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:

@@ -8,7 +8,8 @@ import pytest
 import autopar
 from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.step_graph import Remat
-from autopar.recompute.rewriting import SCOPE, RecomputeError, passes, recompute
+from autopar.recompute.passes import passes
+from autopar.recompute.rewriting import SCOPE, RecomputeError, recompute
 from autopar.tracing.trace import trace
 
 WIDTH, DEPTH = 16, 4
