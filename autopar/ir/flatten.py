@@ -4,7 +4,7 @@ Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined: when a whole st
 derivatives have been taken. A differentiated `jax.checkpoint` becomes an `optimization_barrier` on
 its inputs followed by its body, as JAX lowers it, so that the recomputation stays. The bodies of
 `scan`, `while_loop` and `cond` stand between markers (`autopar.ir.control_flow`). A `psum` over an
-axis of `jax.vmap` becomes a sum.
+axis of `jax.vmap` becomes a sum, and a `device_put` between memories `to_host` or `to_device`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import (
     broadcast_in_dim_p,
     cond_p,
+    device_put_p,
     iota_p,
     pmax_p,
     pmin_p,
@@ -32,7 +33,8 @@ from jax.extend.core.primitives import (
 
 from autopar.ir import control_flow
 from autopar.ir.calls import called_jaxpr
-from autopar.ir.graph import Atom, eqns_of_call, needed
+from autopar.ir.graph import Atom, eqns_of_call, is_differentiated, needed
+from autopar.ir.host_memory import is_on_host, to_device_p, to_host_p
 
 
 def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr:
@@ -45,7 +47,8 @@ def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr
         loops: whether the equations of loops and branches are listed, too. Otherwise a loop or
             branch stays one equation.
         keeps_remat: whether a differentiated `jax.checkpoint` recomputes. Otherwise it gets no
-            barrier outside of loops, so its equations merge with those of the forward pass.
+            barrier outside of loops, so its equations merge with those of the forward pass, and
+            what its policy offloads stays on the device.
     """
     builder = _FlatJaxprBuilder(loops, keeps_remat)
     invars = [Var(v.aval) for v in jaxpr.invars]
@@ -106,8 +109,11 @@ class _FlatJaxprBuilder:
                 outvars = self.inline(called, invars, stack, call)
             elif eqn.primitive in self._control:
                 outvars = self._control[eqn.primitive](_at(eqn, stack), invars, stack)
+            elif self._is_undone(_at(eqn, stack), invars):
+                outvars = invars
             else:
-                outvars = self._apply(_reduction(_at(eqn, stack)).replace(invars=invars))
+                known = _host_move(_reduction(_at(eqn, stack)))
+                outvars = self._apply(known.replace(invars=invars))
             env.update(zip(eqn.outvars, outvars, strict=True))
         return [rename(atom) for atom in jaxpr.outvars]
 
@@ -149,6 +155,13 @@ class _FlatJaxprBuilder:
     def _keeps_checkpoint(self, eqn: JaxprEqn) -> bool:
         """Return whether a `jax.checkpoint` recomputes in the flat jaxpr."""
         return eqn.params["differentiated"] and (self._keeps_remat or self._depth > 0)
+
+    def _is_undone(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> bool:
+        """Return whether an equation offloads a value as a checkpoint says that is not kept."""
+        if self._keeps_remat or self._depth or not is_differentiated(eqn):
+            return False
+        primitive = _host_move(eqn).primitive
+        return primitive is to_host_p or (primitive is to_device_p and not is_on_host(invars[0]))
 
     def _barrier(self, invars: list[Atom], eqn: JaxprEqn) -> list[Atom]:
         """Put `invars` behind a barrier, so that the compiler recomputes what follows."""
@@ -281,6 +294,16 @@ def _reduction(eqn: JaxprEqn) -> JaxprEqn:
     if len(eqn.invars) > 1 or not all(isinstance(axis, int) for axis in axes):
         return eqn
     return eqn.replace(primitive=reduce, params={"axes": tuple(axes), "out_sharding": None})
+
+
+def _host_move(eqn: JaxprEqn) -> JaxprEqn:
+    """Return a `device_put` of a value to host memory, or back, as the move that it is."""
+    if eqn.primitive is not device_put_p or len(eqn.invars) != 1:
+        return eqn
+    (source,), (target,) = eqn.invars, eqn.outvars
+    if is_on_host(source) == is_on_host(target):
+        return eqn
+    return eqn.replace(primitive=to_host_p if is_on_host(target) else to_device_p, params={})
 
 
 _REDUCTIONS = {psum_p: reduce_sum_p, pmax_p: reduce_max_p, pmin_p: reduce_min_p}

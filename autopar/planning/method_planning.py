@@ -41,7 +41,7 @@ from autopar.planning.stage_problem import NoStagesError
 from autopar.planning.step_planner import make_plan, make_planned
 from autopar.progress import progress_part
 from autopar.recompute.offloading import OffloadError, offload, offloadable
-from autopar.recompute.rewriting import RecomputeError, recompute
+from autopar.recompute.rewriting import RecomputeError, recompute, with_waits
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.shared_traces import shared_traces
@@ -135,6 +135,7 @@ class _Planning:
                 exactness=exactness,
                 keeps_remat=keeps_remat,
             )
+            step = with_waits(step)
         with progress_part(_TRACING, 1):
             return plan_offloading(
                 lambda step, offloads: make_planned(
@@ -279,7 +280,7 @@ class _PipelinePlanning:
         name = type(self.method).__name__
         exactness = self.method.exactness
         step = trace(self.fun, self.args, self.batch, num_micro_batches, exactness=exactness)
-        step = self._offloading(step)
+        step = self._offloading(with_waits(step))
         pool = single_pool(self.cluster, name)
         options = self.method.sharding_of(step)
         budget = self.method.memory_budget
@@ -309,6 +310,7 @@ def trace_for(
     keeps_remat = plan.remat == "keep"
     exactness = plan.exactness
     step = trace(fun, args, batch_argnums, count, layers, marked, forward, exactness, keeps_remat)
+    step = step if marked else with_waits(step)
     try:
         return recompute(offload(step, plan.offloaded), plan.recomputed, plan.offloaded_results)
     except (OffloadError, RecomputeError) as error:

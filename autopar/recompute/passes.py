@@ -8,6 +8,7 @@ from jax.extend.core import Var
 
 from autopar.ir.equation_groups import Unit, units
 from autopar.ir.graph import aval_of, is_backward
+from autopar.ir.host_memory import is_on_host
 from autopar.ir.keys import is_key
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
@@ -113,7 +114,7 @@ class Passes:
             (_, eqn), *others = self.units[u].eqns
             if self.late[u] or others or var not in self.stored or var not in self.per_batch:
                 continue
-            if eqn.primitive is accumulate_p or is_key(aval_of(var).dtype):
+            if eqn.primitive is accumulate_p or is_key(aval_of(var).dtype) or is_on_host(var):
                 continue
             waits = (w for w in self.ties if w > until.get(var, u))
             waiting = (w for w in waits if self.region[w] == self.region[u])
@@ -141,6 +142,7 @@ class Passes:
                 and self.region[self.made_in[var]] == self.region[u]
                 and var in self.depending
                 and not is_key(aval_of(var).dtype)
+                and not is_on_host(var)
             ]
             if made:
                 ties.setdefault(first, max(made, key=lambda var: self.made_in[var]))

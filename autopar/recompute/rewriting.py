@@ -17,7 +17,8 @@ from itertools import islice
 from jax.extend.core import JaxprEqn, Var
 from jax.lax import optimization_barrier_p
 
-from autopar.ir.graph import Atom, aval_of, needed
+from autopar.ir.equation_groups import Unit
+from autopar.ir.graph import Atom, aval_of, is_backward, needed
 from autopar.ir.host_memory import move_beside, on_host, to_device_p, to_host_p
 from autopar.ir.rebuilding import Placed, rebuilt, retraced_alike
 from autopar.ir.step_graph import StepGraph
@@ -53,6 +54,23 @@ def recompute(
         return step
     rewritten = _Rewriter(passes(step), frozenset(numbers), frozenset(offloaded)).run()
     return retraced_alike(rewritten, step, lambda parts: recompute(parts, numbers, offloaded))
+
+
+def with_waits(step: StepGraph) -> StepGraph:
+    """Return the step with waits for its own copies to host memory.
+
+    A policy of `jax.checkpoint` may make such copies.
+
+    Args:
+        step: The step as it was traced, as one program.
+    """
+    found = passes(step)
+    moves = [unit.number for unit in found.units if _is_copy_to_host(unit)]
+    if not moves:
+        return step
+    rewriter = _Rewriter(found, frozenset(), frozenset())
+    rewriter.wait_for(moves)
+    return retraced_alike(rewriter.run(), step, with_waits)
 
 
 class _Rewriter:
@@ -94,6 +112,19 @@ class _Rewriter:
             for var in fetched:
                 self.on_host[var] = Var(on_host(aval_of(var)))
                 self.waiting.setdefault(found.arrivals[var], []).append(var)
+
+    def wait_for(self, moves: Collection[int]) -> None:
+        """Let the forward pass wait for copies to host memory that the step makes itself.
+
+        Args:
+            moves: The numbers of their equations.
+        """
+        eqns = self.passes.step.jaxpr.eqns
+        for number in moves:
+            source, (result,) = eqns[number].invars[0], eqns[number].outvars
+            arrival = self.passes.arrivals.get(source) if isinstance(source, Var) else None
+            if arrival is not None:
+                self.waiting.setdefault(arrival, []).append(result)
 
     def run(self) -> StepGraph:
         """Return the rewritten step."""
@@ -165,10 +196,12 @@ class _Rewriter:
         """Make a unit of the forward pass wait until values are in host memory."""
         variables = self.waiting[u]
         tie = self.passes.ties[u]
-        operands = [*(self.on_host[var] for var in variables), self.renamed.get(tie, tie)]
+        operands = [*(self.on_host.get(var, var) for var in variables), self.renamed.get(tie, tie)]
         number, eqn = self.passes.units[u].eqns[0]
         *arrived, self.renamed[tie] = self._append_barrier(number, eqn, operands)
-        self.on_host.update(zip(variables, arrived, strict=True))
+        for var, name in zip(variables, arrived, strict=True):
+            names = self.on_host if var in self.on_host else self.renamed
+            names[var] = name
 
     def _copy_for(self, u: int) -> None:
         """Append what the kernel reads first whose first unit is `u`, fetched or computed again."""
@@ -291,6 +324,11 @@ class _Rewriter:
             return [max(late, key=lambda var: found.made_in[var])]
         latest = (var for unit in reversed(found.units[:u]) for var in unit.makes)
         return list(islice(filter(serves, latest), 1))
+
+
+def _is_copy_to_host(unit: Unit) -> bool:
+    (_, eqn), *others = unit.eqns
+    return eqn.primitive is to_host_p and not others and not is_backward(eqn)
 
 
 def _in_backward(eqn: JaxprEqn, scope: str = "") -> JaxprEqn:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar.checks import OptionError
@@ -234,3 +235,72 @@ def test_a_device_without_host_memory_is_refused():
     device = SimpleNamespace(addressable_memories=lambda: [SimpleNamespace(kind="device")])
     with pytest.raises(ValueError, match="keeps values in host memory, but"):
         check_host_memory([device])
+
+
+def block(x, weights):
+    x = checkpoint_name(x, "block input")
+    return x + jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1])
+
+
+def step_with(block):
+    def train_step(params, batch):
+        def loss(params):
+            x = batch["x"]
+            for weights in params:
+                x = block(x, weights)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    return train_step
+
+
+OFFLOADING = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["block input"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+@pytest.fixture(scope="module")
+def offloading_step():
+    """Return a step whose own policy offloads the inputs of its blocks."""
+    return step_with(jax.checkpoint(block, policy=OFFLOADING))
+
+
+def test_a_step_whose_own_policy_offloads_equals_one_device(offloading_step):
+    params, batch, _ = arguments()
+    args = [params[:2], params[2:4]], batch
+    run = autopar.parallelize(offloading_step, method=autopar.ShardParallel((2, 4)))
+    expected = jax.jit(step_with(block))(*args)
+    for result, correct in zip(jax.tree.leaves(run(*args)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(result, correct, rtol=1e-5, atol=1e-6)
+
+
+def test_the_copies_of_a_policy_count_and_their_values_take_no_memory(offloading_step):
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    args = [[jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2] * 4, SHAPES[1]
+    planned, compiled = {}, {}
+    for name, step in {
+        "offloaded": offloading_step,
+        "recomputed": step_with(jax.checkpoint(block)),
+    }.items():
+        method = autopar.DataParallel(devices=8)
+        planned[name] = plan = autopar.plan_step(step, args, method=method, cluster="dgx_a100_80")
+        compiled[name] = autopar.predict(
+            step, args, plan, cluster="dgx_a100_80", fidelity="compiled"
+        )
+    assert planned["offloaded"].predicted_bytes < planned["recomputed"].predicted_bytes
+    total = compiled["offloaded"].memory.total
+    assert total < compiled["recomputed"].memory.total
+    assert planned["offloaded"].predicted_bytes == pytest.approx(total, rel=0.05)
+    seconds = planned["offloaded"].predicted_seconds
+    assert seconds == pytest.approx(compiled["offloaded"].seconds, rel=0.05)
+
+
+def test_a_policy_that_is_not_kept_offloads_nothing(offloading_step):
+    params, batch, _ = arguments()
+    args = [params[:2], params[2:4]], batch
+    assert num_moves(trace(offloading_step, args, (1,))) == (2, 2)
+    assert num_moves(trace(offloading_step, args, (1,), keeps_remat=False)) == (0, 0)
