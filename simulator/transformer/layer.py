@@ -125,9 +125,13 @@ def head_passes(
     logits = tokens * (model.vocab if execution.gathered_logits else columns)
     flops = 2.0 * tokens * columns * model.hidden
     # bytes per logit and kernels, of each pass. Unfused: f32 logits, their maximum, difference,
-    # exponential, sum and quotient; the gradient scaled and cast back. Fused: two reads, one write
+    # exponential, sum and quotient; the gradient scaled and cast back. In 16 bits: maximum,
+    # exponential of the difference, sum, quotient; the gradient in place of it. Fused: two reads,
+    # one write
     if execution.fused_loss:
         forward_traffic, backward_traffic = (4.0, 1), (2.0, 1)
+    elif execution.loss_in_16_bits:
+        forward_traffic, backward_traffic = (12.0, 4), (4.0, 1)
     else:
         forward_traffic, backward_traffic = (38.0, 7), (22.0, 4)
     forward = gemms.seconds(tokens, columns, model.hidden) + machine.memory_seconds(

@@ -262,13 +262,15 @@ def _bytes_per_logit(execution: Execution) -> float:
     """Return the bytes that the loss needs per logit of the complete vocabulary.
 
     Fused: the logits, which their gradient replaces. Parallel over the vocabulary: the logits, a
-    copy in f32 and their softmax. Gathered logits go to PyTorch's cross_entropy: the logits, a copy
-    in f32, its log_softmax and the gradients of both, all of them complete; a gather of several
-    parts has the parts beside their concatenation.
+    copy in f32 and their softmax; in 16 bits the logits, their softmax, which their gradient
+    replaces, and an array as large for reductions (OneFlow). Gathered logits go to PyTorch's
+    cross_entropy: the logits, a copy in f32, its log_softmax and the gradients of both, all of them
+    complete; a gather of several parts has the parts beside their concatenation.
     """
     t = execution.tensor
     if not execution.gathered_logits:
-        return (2.0 if execution.fused_loss else 10.0) / t
+        unfused = 6.0 if execution.loss_in_16_bits else 10.0
+        return (2.0 if execution.fused_loss else unfused) / t
     parts = 2.0 + 2.0 / t if t > 1 else 0.0
     return (2.0 if execution.fused_loss else 18.0) + parts
 

@@ -407,8 +407,10 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
     composed = () if notes.compiled else software.execution.get("composed", ())
     if row.kernel:
         composed = (*composed, *_look_up(row, "kernel", _KERNELS)[1])
+    by_degrees = _by_degrees_of_oneflow(row) if software is SOFTWARE["oneflow"] else {}
     return {
         **software.execution,
+        **by_degrees,
         "composed": composed,
         "tensor": row.tp,
         "context": row.cp,
@@ -424,6 +426,17 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
     }
 
 
+def _by_degrees_of_oneflow(row: StepRow) -> dict[str, Any]:
+    """Return the fields of OneFlow that depend on degrees of parallelism.
+
+    Mixed precision lets sparse_softmax_cross_entropy have 16 bits, but not the one that tensor
+    parallelism needs; a pipeline has buffers for twice as many microbatches as it has stages
+    (github.com/Oneflow-Inc/oneflow, auto_mixed_precision_lists.cpp and pipeline_buffer_pass.cpp in
+    oneflow/core/job_rewriter).
+    """
+    return {"loss_in_16_bits": row.tp == 1, "spare_microbatches": row.pp}
+
+
 def _sharding_group(row: StepRow, notes: Notes) -> int | None:
     """Return the devices over which ZeRO shards, if they are fewer than all that have copies."""
     replicas = row.replicas * row.cp
@@ -436,10 +449,14 @@ def _uneven_stages(row: StepRow, model: Transformer, software: Software) -> dict
     NVIDIA's recipes do so where the layers don't divide otherwise (Llama 3.1 405B, Qwen3 235B).
     Aleph Alpha's stages always count them, and the first stages get one more where they don't
     divide (pipe_partition_uniform in src/scaling/core/nn/parallel_module/pipeline_partitioning.py).
+    InternEvo's last stages do (partition_uniform in internlm/solver/pipeline_utils.py).
     """
+    if row.pp == 1 and software in (SOFTWARE["aleph alpha"], SOFTWARE["internevo"]):
+        return {}
+    if software is SOFTWARE["internevo"] and row.vp == 1:
+        least, more = divmod(model.layers, row.pp)
+        return {"stage_layers": tuple(least + (stage >= row.pp - more) for stage in range(row.pp))}
     if software is SOFTWARE["aleph alpha"]:
-        if row.pp == 1:
-            return {}
         least, more = divmod(model.layers + 2, row.pp)
         parts = [least + (stage < more) for stage in range(row.pp)]
         parts[0] -= 1

@@ -184,3 +184,16 @@ def test_layers_in_16_bits_are_between_none_and_all_of_them() -> None:
     assert some - few == pytest.approx((sixteen - few) / 4)
     assert every == pytest.approx(sixteen)
     assert passes[1].forward.flops == pytest.approx(passes[0].forward.flops)
+
+
+def test_a_loss_in_16_bits_moves_and_keeps_less_than_one_in_32_bits() -> None:
+    long = Execution(global_batch=8, microbatch=8, recompute="full")
+    short = differently(long, loss_in_16_bits=True)
+    fused = differently(long, fused_loss=True)
+    model, logits = with_(LLAMA, vocab=96000), 8 * 2048 * 96000
+    sizes = [memory_of(model, execution).temporaries for execution in (long, short, fused)]
+    assert sizes[0] - sizes[1] == pytest.approx(4.0 * logits)
+    seconds = [predict(model, execution, A100).seconds for execution in (fused, short, long)]
+    assert seconds == sorted(seconds)
+    moved = A100.memory_seconds(12.0 * logits, 4) - A100.memory_seconds(2.0 * logits, 1)
+    assert seconds[1] - seconds[0] == pytest.approx(moved, rel=1e-3)

@@ -209,6 +209,23 @@ def test_stages_of_aleph_alpha_count_the_embedding_and_the_head_as_layers() -> N
     assert stages[0].all_reduces_gradients
 
 
+def test_last_stages_of_internevo_have_one_layer_more() -> None:
+    table = {"framework": "InternEvo", "gpus": 12, "layers": 32, "global_batch": 24}
+    stages = [scenario_of(row_with(**table | {"pp": pp})).execution for pp in (1, 3, 4, 6)]
+    layers = [execution.stage_layers for execution in stages]
+    assert layers == [None, (10, 11, 11), (8, 8, 8, 8), (5, 5, 5, 5, 6, 6)]
+
+
+def test_oneflow_computes_the_loss_in_16_bits_and_has_buffers_for_two_pipelines() -> None:
+    old = {"framework": "OneFlow", "gpu": "V100-16GB", "precision": "fp16", "gpus": 16}
+    one, tensor, pipeline = (
+        scenario_of(row_with(**old | degrees)).execution for degrees in ({}, {"tp": 2}, {"pp": 4})
+    )
+    assert one.loss_in_16_bits
+    assert not tensor.loss_in_16_bits
+    assert pipeline.spare_microbatches == 4
+
+
 def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
     sizes = {name: None for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")}
     bridge = sizes | {"framework": "Megatron-Bridge", "gpus": 64, "ep": 64, "gpu": "GB300"}
