@@ -8,17 +8,10 @@ import numpy as np
 
 from autopar.progress import count_progress, progress_part
 from autopar.sharding.ilp import solve_ilp
+from autopar.sharding.message_passing import MessagePassing
 from autopar.sharding.presolve import Reduction
 from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
-from autopar.sharding.trws import (
-    excess,
-    local_optimum,
-    make_finite,
-    merge_equal_rows,
-    price,
-    sweep,
-    used,
-)
+from autopar.sharding.trws import make_finite, merge_equal_rows, price, used
 
 _EXACT = 1e-6
 """Relative gap at which HiGHS may stop if the problem is to be solved exactly."""
@@ -186,12 +179,9 @@ class _SelectionSearch:
                     or self.best - self.bound < (1 - least) * slack
                 )
 
-            for _ in range(_SWEEPS):
-                order = sorted(self.work.costs)
-                self.sweep(order)
-                self.set_prices(self.sweep(order[::-1]))
-                if self.closed():
-                    return
+            self.pass_messages()
+            if self.closed():
+                return
             if self.choice is None and math.isinf(slack):
                 self.check_limits()
             self.reduce(dead_ends=self.work.size <= _SMALL and not progressed(0.3))
@@ -208,19 +198,39 @@ class _SelectionSearch:
         self.work.reduce(dead_ends)
         self.price(prices)
 
-    def sweep(self, order: list[int]) -> np.ndarray:
+    def pass_messages(self) -> None:
+        """Sweep forward and backward several times, with new prices in between."""
+        passing = MessagePassing(self.work)
+        for done in range(1, _SWEEPS + 1):
+            self.sweep(passing, forward=True)
+            exceeded = self.sweep(passing, forward=False)
+            if not self.prices.size and done < _SWEEPS and not self.closed():
+                continue
+            passing.write_back()
+            self.set_prices(exceeded)
+            if self.closed() or done == _SWEEPS:
+                return
+            passing = MessagePassing(self.work)
+
+    def sweep(self, passing: MessagePassing, forward: bool) -> np.ndarray:
         """Sweep once, and take the choice that results if it is better.
 
         Returns:
             By how much the choice exceeds the bound of each capacity constraint.
         """
-        chosen = sweep(self.work, order, self.best + self.rounding())
-        self.bound = max(self.bound, self.work.constant)
-        improved = local_optimum(self.work, chosen)
-        priced = float(self.prices @ (used(self.work, improved) - self.work.bounds))
-        if self.work.constant + excess(self.work, improved) - priced < self.best:
-            self.offer(improved)
-        return used(self.work, chosen) - self.work.bounds
+        chosen = passing.sweep(forward, self.best + self.rounding())
+        self.bound = max(self.bound, passing.constant)
+        improved = passing.local_optimum(chosen)
+        cost = passing.cost(improved)
+        if self.prices.size:
+            cost -= float(self.prices @ self.exceeded(passing, improved))
+        if cost < self.best:
+            self.offer(passing.numbered(improved))
+        return self.exceeded(passing, chosen) if self.prices.size else np.zeros(0)
+
+    def exceeded(self, passing: MessagePassing, choice: np.ndarray) -> np.ndarray:
+        """Return by how much a choice exceeds the bound of each capacity constraint."""
+        return used(self.work, passing.numbered(choice)) - self.work.bounds
 
     def set_prices(self, exceeded: np.ndarray) -> None:
         """Move prices along the excess, which is a subgradient of the bound (Polyak 1969)."""

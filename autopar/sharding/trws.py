@@ -1,11 +1,4 @@
-"""Lower bounds of a selection problem by TRW-S, and the options that they rule out.
-
-Sequential tree-reweighted message passing (Kolmogorov, PAMI 2006) moves costs between decisions and
-their edges. The cost of every choice stays the same, no cost is negative, and the constant part
-grows. The constant is a lower bound of all choices; an option whose cost exceeds the difference of
-a known choice and that bound is dropped. The method solves the dual of the linear relaxation.
-Layers that repeat form a chain, along which few sweeps propagate the bound.
-"""
+"""Changes of a selection problem that keep the cost of every choice, around message passing."""
 
 from collections.abc import Iterable
 
@@ -53,70 +46,6 @@ def merge_equal_rows(work: Reduction, best: float) -> None:
             cost = cost - np.expand_dims(offset, 1 - axis)
         cost = np.round(cost / unit, 10) * unit
         work.edges[i][j], work.edges[j][i] = cost, cost.T
-
-
-def sweep(work: Reduction, order: Iterable[int], best: float) -> dict[int, int]:
-    """Visit decisions in `order`, and pass their costs on to the edges of later ones.
-
-    Options that can't be part of a choice better than `best` are dropped.
-
-    Returns:
-        A choice in which each decision takes its best option given the decisions before it.
-    """
-    choice: dict[int, int] = {}
-    for i in order:
-        cost, edges = work.costs[i], work.edges[i]
-        gathered = {j: np.minimum.reduce(pairs, axis=1) for j, pairs in edges.items()}
-        for least in gathered.values():
-            cost += least
-        least = np.minimum.reduce(cost)
-        cost -= least
-        work.constant += float(least)
-        alive = cost <= best - work.constant
-        if not alive.all() and alive.any():
-            work.keep(i, alive)
-            cost, edges = work.costs[i], work.edges[i]
-            gathered = {j: least[alive] for j, least in gathered.items()}
-        later = sum(j not in choice for j in edges)
-        share = cost / max(later, len(edges) - later, 1)
-        answer = cost.copy()
-        for j, pairs in edges.items():
-            if j in choice:
-                pairs -= gathered[j][:, None]
-                answer += pairs[:, choice[j]]
-            else:
-                pairs += (share - gathered[j])[:, None]
-        cost -= share * later
-        choice[i] = int(answer.argmin())
-    return choice
-
-
-def local_optimum(work: Reduction, choice: dict[int, int]) -> dict[int, int]:
-    """Return a local optimum: decisions take their best option given all others until none changes.
-
-    These are iterated conditional modes (Besag, J. R. Stat. Soc. B 1986).
-    """
-    choice = dict(choice)
-    rounding = 1e-12 * abs(work.constant)  # moving costs may leave slightly negative ones
-    waiting = dict.fromkeys(choice)
-    while waiting:
-        i, _ = waiting.popitem()
-        answer = work.costs[i].copy()
-        for j, pairs in work.edges[i].items():
-            answer += pairs[:, choice[j]]
-        k = int(answer.argmin())
-        now = answer[choice[i]]
-        # Differences of rounding alone could alternate forever.
-        if answer[k] < now - max(1e-9 * abs(now), rounding):
-            choice[i] = k
-            waiting.update(dict.fromkeys(work.edges[i]))
-    return choice
-
-
-def excess(work: Reduction, choice: dict[int, int]) -> float:
-    """Return the cost of `choice` above the constant."""
-    nodes = sum(float(work.costs[i][k]) for i, k in choice.items())
-    return nodes + sum(float(cost[choice[i], choice[j]]) for i, j, cost in _edges(work))
 
 
 def price(work: Reduction, change: np.ndarray) -> None:
