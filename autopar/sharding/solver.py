@@ -69,8 +69,9 @@ def solve(
 ) -> Solution:
     """Return the cheapest choice, or one that is proven to be within `tolerance` of it.
 
-    Presolve and sweeps (`presolve`, `trws`) reduce the problem. A large core that remains is
-    branched: its heaviest decision takes each of its options in turn. HiGHS solves a small core.
+    Presolve and sweeps (`presolve`, `message_passing`) reduce the problem. A large core that
+    remains is branched: its heaviest decision takes each of its options in turn. HiGHS solves a
+    small core.
 
     Args:
         problem: costs in seconds, with capacity constraints.
