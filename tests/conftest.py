@@ -23,6 +23,7 @@ JAX reads these variables when it starts, so they are set before anything import
 - `golden/` and `simulator/data/`: expected outputs, and compiled HLO.
 """
 
+import gc
 import os
 
 # the many processes that tests start import compiled modules
@@ -45,6 +46,8 @@ from tests.fuzz.outcomes import as_table
 # no deadline because shared machines are slow; derandomized so that failures can be repeated
 settings.register_profile("autopar", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("autopar")
+# a tenth of the time of tests was the search for cycles among the objects of traced programs
+gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_configure(config):

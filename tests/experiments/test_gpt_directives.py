@@ -97,10 +97,11 @@ def test_parameters_of_stacked_layers_are_pinned_for_the_planner_and_not_split_b
         build(sch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "knobs"),
     [
-        pytest.param((1, 2), Knobs(pipeline_stages=2), marks=pytest.mark.slow),
+        ((1, 2), Knobs(pipeline_stages=2)),
         ((2, 2), Knobs(vocabulary_parallel=True, sequence_parallel=True)),
     ],
     ids=["stages with tensor parallelism", "data and tensor parallelism"],

@@ -72,6 +72,7 @@ def test_a_step_learns_its_batch(args: Any) -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.slow
 def test_rematerialization_changes_nothing_but_the_backward_pass(args: Any) -> None:
     state, batch = args
     remat = replace(SMALL_GPT, remat=True)

@@ -60,6 +60,7 @@ def test_the_knobs_of_a_schedule_are_tuned_and_the_best_two_measured() -> None:
     assert tuned.best == min(measured, key=lambda trial: trial.measured_seconds).candidate
 
 
+@pytest.mark.slow
 def test_the_tutorial_prints_what_it_tried_and_the_best() -> None:
     arguments = "--model gpt-350M --layers 1 --batch-size 1 --cluster cpu-virtual --devices 1"
     run = CliRunner().invoke(app, [*arguments.split(), "--search-by", "exhaustive"])

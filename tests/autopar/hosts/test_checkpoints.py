@@ -63,6 +63,7 @@ def test_a_state_is_restored_under_another_plan_on_another_number_of_hosts(hosts
             assert_close(updated, jax.jit(stack_step)(values, stack_batch())[0])
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_damaged_checkpoint_of_hosts_is_set_aside_for_the_one_before(hosts, tmp_path):
     function = autopar.parallelize(stack_step, method=pipeline(2))

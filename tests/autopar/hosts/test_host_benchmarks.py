@@ -19,6 +19,7 @@ def test_loading_a_step_of_this_process_is_refused() -> None:
         host_benchmarks.load_seconds(function.get_executable(jax.numpy.ones((8, 8))))
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_seconds_of_transfers_and_of_loading_are_positive(hosts) -> None:
     assert host_benchmarks.transfer_seconds((0, 4), 4096, 3, 1) > 0

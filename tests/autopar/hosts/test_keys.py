@@ -107,6 +107,7 @@ def test_stages_on_hosts_draw_as_one_device_does(hosts):
     assert specs[0]["seed"].aval.dtype == specs[2].aval.dtype == seed.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_a_state_with_a_key_is_created_and_restored_with_the_placement_of_its_step(hosts, tmp_path):
     step = autopar.parallelize(dropout_step, method=autopar.ShardParallel(devices=(4,)))
@@ -120,6 +121,7 @@ def test_a_state_with_a_key_is_created_and_restored_with_the_placement_of_its_st
     assert_as_one_device((autopar.restore_checkpoint(tmp_path, placement_specs=placements), value))
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_what_is_computed_before_the_step_is_sent_to_the_hosts(hosts):
     """The batch is permuted by a key that is on the hosts."""

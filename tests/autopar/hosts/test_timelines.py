@@ -103,6 +103,7 @@ def remote() -> RemoteExecutable:
     return executable
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_each_worker_executes_the_instructions_of_the_program_in_order(hosts):
     notes = remote().recorded()

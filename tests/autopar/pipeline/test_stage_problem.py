@@ -165,7 +165,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(problems())
 def test_stage_construction_finds_the_optimum_of_brute_force(problem):
     best = min((step_seconds(problem, stages) for stages in feasible_plans(problem)), default=None)
