@@ -18,7 +18,7 @@ from autopar.ir.evaluate import Hook
 from autopar.ir.graph import Atom
 from autopar.ir.spec import AnyMesh, Spec, axes_of, partition_spec
 from autopar.ir.step_graph import Combine, Loop, StepGraph
-from autopar.microbatch.batch_rows import cut_rows, put_rows, rows_dim
+from autopar.microbatch.batch_rows import put_rows, rows_dim, take_rows
 
 type Env = dict[Var, Any]
 """Values by variable."""
@@ -171,11 +171,8 @@ def _loop(
             shape = (*shape[:dim], count * shape[dim], *shape[dim + 1 :])
         return jnp.zeros(shape, graph.aval_of(var).dtype)
 
-    def add(
-        totals: list[jax.Array], share: tuple[jax.Array, list[jax.Array]]
-    ) -> tuple[list[jax.Array], None]:
-        index, examples = share
-        inner = env | dict(zip(batch, examples, strict=True))
+    def add(totals: list[jax.Array], index: jax.Array) -> tuple[list[jax.Array], None]:
+        inner = env | {var: take_rows(env[var], index, count, micro.chunks) for var in batch}
         evaluate(loop.body, inner)
         values: Env = {}
         for number, eqn in loop.marks:
@@ -194,8 +191,7 @@ def _loop(
         start = pin(number, list(map(zeros, eqn.invars, eqn.outvars)))
         initial.update(zip(eqn.outvars, start, strict=True))
     results = [var for var in initial if var not in whole_inputs]
-    shares = jnp.arange(count), [cut_rows(env[var], count, micro.chunks) for var in batch]
-    totals, _ = jax.lax.scan(add, [initial[var] for var in results], shares)
+    totals, _ = jax.lax.scan(add, [initial[var] for var in results], jnp.arange(count))
     return dict(zip(results, totals, strict=True))
 
 

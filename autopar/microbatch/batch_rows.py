@@ -30,6 +30,20 @@ def cut_rows[Array: (jax.Array, np.ndarray)](whole: Array, count: int, chunks: i
     return cast(Any, runs.swapaxes(0, 1).reshape(count, rows, *rest))
 
 
+def take_rows(whole: jax.Array, number: jax.Array, count: int, chunks: int) -> jax.Array:
+    """Return the rows of one microbatch, of shape `(rows, ...)`, without a copy of the others.
+
+    Args:
+        whole: an array of shape `(count * rows, ...)`.
+        number: number of the microbatch.
+        count: number of microbatches.
+        chunks: number of runs of rows in each microbatch.
+    """
+    rows, rest = whole.shape[0] // count, whole.shape[1:]
+    runs = whole.reshape(chunks, count, rows // chunks, *rest)
+    return jax.lax.dynamic_index_in_dim(runs, number, 1, keepdims=False).reshape(rows, *rest)
+
+
 def rows_dim(whole: Sequence[int], part: Sequence[int]) -> int:
     """Return the dim of the rows: the one that is larger in shape `whole` than in shape `part`."""
     sizes = zip(whole, part, strict=True)

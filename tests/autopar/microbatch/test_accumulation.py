@@ -157,3 +157,13 @@ def test_gathered_parameters_and_every_combination_of_axes_give_the_same_numbers
             step, method=autopar.PlanMethod(plan.model_copy(update={"stages": (stage,)}))
         )
         assert_allclose(other(STATE, batch), jax.jit(step)(STATE, batch), **close)
+
+
+def test_the_batch_is_not_copied_for_the_loop_over_microbatches():
+    rows = jax.ShapeDtypeStruct((1 << 20, 16), np.float32)
+    args, cluster = (STATE, {"x": rows, "y": rows}), "dgx_a100_80"
+    method = autopar.DataParallel(num_micro_batches=1024)
+    plan = autopar.plan_step(step_of(jnp.mean), args, method=method, cluster=cluster)
+    (memory,) = autopar.compile_step(step_of(jnp.mean), args, plan, cluster).memory
+    assert memory.roles["inputs"] >= 2 * 4 * rows.size / 8
+    assert memory.temporaries < memory.roles["inputs"] / 2

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.microbatch.batch_rows import cut_rows, put_rows
+from autopar.microbatch.batch_rows import cut_rows, put_rows, take_rows
 from autopar.pipeline.stage_options import ManualStageOption
 from autopar.sharding.options import DATA_PARALLEL
 from autopar.testing import assert_allclose
@@ -203,3 +203,10 @@ def test_rows_are_put_where_they_were_before_the_batch_was_cut(dim, count, chunk
     for number, part in enumerate(cut_rows(batch, count, chunks)):
         whole = put_rows(whole, jnp.moveaxis(part, 0, dim), jnp.int32(number), count, chunks)
     np.testing.assert_array_equal(whole, np.moveaxis(batch, 0, dim))
+
+
+@pytest.mark.parametrize("chunks", [2, 6])
+def test_rows_of_a_microbatch_are_those_of_the_cut_batch(chunks):
+    batch = np.arange(24 * 2).reshape(24, 2)
+    taken = jax.lax.map(lambda number: take_rows(batch, number, 4, chunks), jnp.arange(4))
+    np.testing.assert_array_equal(taken, cut_rows(batch, 4, chunks))

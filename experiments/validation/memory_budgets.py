@@ -1,0 +1,168 @@
+"""Plans within random memory budgets: their bytes as planned, and as compiled by XLA.
+
+    python -m experiments.validation.memory_budgets [--number N] [--first SEED] [--output FILE]
+
+A seed draws a model, a mesh, a method and a budget between the least that a plan needs and what the
+fastest plan needs. Each is planned for 8 A100s within the budget and compiled for them.
+"""
+
+import argparse
+import csv
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import autopar
+from experiments.models import Model
+from experiments.validation.fidelity import MODELS
+from simulator import Cluster
+
+CLUSTER = Cluster.load("dgx_a100_80")
+MESHES = (8,), (2, 4), (4, 2)
+IN_STAGES = "gpt", "bert", "vit", "moe"
+"""The models that are also planned as pipelines."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRow:
+    """A plan within a budget.
+
+    Attributes:
+        seed: the seed that drew the row.
+        model: name of the model.
+        method: the method without its budget, as Python writes it.
+        share: where the budget is between the least (0) and the bytes of the fastest plan (1).
+        budget: the memory budget of a device in bytes.
+        planned: bytes of the plan on the device with the most.
+        compiled: bytes of XLA's programs on that device.
+        seconds: planned seconds of the step.
+        warnings: what the plan says about itself.
+    """
+
+    seed: int
+    model: str
+    method: str
+    share: float
+    budget: int
+    planned: int
+    compiled: int
+    seconds: float
+    warnings: str
+
+    @property
+    def error(self) -> float:
+        """Relative error of the planned bytes."""
+        return self.planned / self.compiled - 1
+
+
+def drawn_method(draw: random.Random, model: str) -> autopar.PlanningMethod:
+    """Return a random method for a model of `MODELS`."""
+    recomputation = draw.choice(("keep", "auto", "none"))
+    common: dict[str, Any] = {
+        "offload": draw.choice(("none", "none", "auto")),
+        "batch_statistics": "microbatch",
+    }
+    if model in IN_STAGES and draw.random() < 0.3:
+        return autopar.PipeshardParallel(
+            8,
+            4,
+            pipeline_schedule=draw.choice(("gpipe", "1f1b", "zero_bubble_h1")),
+            layer_option=autopar.AutoLayerOption(2, remat_layer=recomputation == "auto"),
+            stage_option=autopar.UniformStageOption(2),
+            **common,
+        )
+    return autopar.ShardParallel(
+        draw.choice(MESHES), draw.choice((1, 1, 4)), remat=recomputation, **common
+    )
+
+
+def row_of(seed: int) -> BudgetRow:
+    """Plan and compile what a seed draws."""
+    draw = random.Random(seed)
+    name = draw.choice(sorted(MODELS))
+    model, method = MODELS[name], drawn_method(draw, name)
+    share = draw.choice((0.0, 0.1, 0.3, 0.6, 0.9, 1.5))
+    fastest = _plan(model, method, None).predicted_bytes
+    least = least_budget(model, method, 0.3 * fastest)
+    budget = int(least + share * max(fastest * 1.05 - least, 0.0)) + 1
+    plan = _plan(model, method, budget)
+    program = autopar.compile_step(
+        model.train_step, model.abstract_args(), plan, CLUSTER, donate_argnums=(0,)
+    )
+    compiled = max(memory.total for memory in program.memory)
+    return BudgetRow(
+        seed,
+        name,
+        repr(method),
+        share,
+        budget,
+        int(plan.predicted_bytes),
+        int(compiled),
+        plan.predicted_seconds,
+        "; ".join(plan.warnings),
+    )
+
+
+def least_budget(model: Model, method: autopar.PlanningMethod, first: float) -> float:
+    """Return a memory budget in bytes that a plan meets: `first`, or 10 % above one too small."""
+    budget = first
+    while True:
+        try:
+            _plan(model, method, budget)
+        except (autopar.MemoryBudgetError, autopar.NoStagesError) as error:
+            budget = max(1.1 * budget, getattr(error, "least", 0.0))
+        else:
+            return budget
+
+
+def _plan(model: Model, method: autopar.PlanningMethod, budget: float | None) -> autopar.Plan:
+    within = replace(method, memory_budget=budget)
+    return autopar.plan_step(
+        model.train_step, model.abstract_args(), method=within, cluster=CLUSTER
+    )
+
+
+def summary(rows: Sequence[BudgetRow]) -> str:
+    """Return how many rows meet their budgets, and how many are planned within 5 %."""
+    count = len(rows)
+    met = sum(row.compiled <= row.budget for row in rows)
+    close = sum(abs(row.error) <= 0.05 for row in rows)
+    below = sum(row.error < -0.02 for row in rows)
+    return (
+        f"{met} of {count} need no more than their budget when compiled; planned bytes are within"
+        f" 5 % for {close}, and more than 2 % too low for {below}"
+    )
+
+
+def main() -> None:
+    """Write the table, and print it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--number", type=int, default=60, help="number of rows")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--output", type=Path, default=Path("results/tables/memory_budgets.csv"))
+    args = parser.parse_args()
+    rows = []
+    with args.output.open("w", newline="") as file:
+        names = [field.name for field in fields(BudgetRow)]
+        writer = csv.DictWriter(file, [*names[:-1], "error", names[-1]], lineterminator="\n")
+        writer.writeheader()
+        for seed in range(args.first, args.first + args.number):
+            row = row_of(seed)
+            rows.append(row)
+            writer.writerow(asdict(row) | {"error": f"{row.error:.4f}"})
+            file.flush()
+            print(
+                f"{seed:3} {row.model:12} budget {row.budget / 1e9:8.3f} GB, planned"
+                f" {row.planned / 1e9:8.3f}, compiled {row.compiled / 1e9:8.3f} {row.error:+7.1%}"
+                f" {'' if row.compiled <= row.budget else 'OVER'} {row.method} {row.warnings}",
+                flush=True,
+            )
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()
