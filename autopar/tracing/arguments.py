@@ -110,19 +110,29 @@ def positional_arguments(
     """
     bound = inspect.signature(fun).bind(*args, **keywords)
     bound.apply_defaults()
-    names = _keyword_only(fun)
+    names, step = _keyword_only(fun), getattr(fun, "__name__", "the step")
     if extra := [name for name in bound.kwargs if name not in names]:
         raise TypeError(
-            f"{getattr(fun, '__name__', 'the step')} takes {', '.join(extra)} by **; name them as"
-            " parameters, as a step is planned for a fixed number of arguments"
+            f"{step} takes {', '.join(extra)} by **; name them as parameters, as a step is planned"
+            " for a fixed number of arguments"
         )
+    if _has_any_number(fun):
+        if named := [name for name in names if name in keywords]:
+            raise TypeError(
+                f"{step} takes {', '.join(named)} by name after any number of arguments (*); bind"
+                f" {named[0]} with functools.partial, or name the other parameters, too"
+            )
+        return bound.args
     return (*bound.args, *(bound.kwargs[name] for name in names))
 
 
 def by_position(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fun` with keyword-only parameters by position, after all others."""
+    """Return `fun` with keyword-only parameters by position, after all others.
+
+    After any number of arguments (`*args`) none can follow: they keep their defaults.
+    """
     names = _keyword_only(fun)
-    if not names:
+    if not names or _has_any_number(fun):
         return fun
     kinds = [parameter.kind for parameter in inspect.signature(fun).parameters.values()]
     count = sum(kind in _POSITIONAL for kind in kinds)
@@ -140,6 +150,12 @@ def _keyword_only(fun: Callable[..., Any]) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
+
+
+def _has_any_number(fun: Callable[..., Any]) -> bool:
+    """Return whether a function with a signature takes `*args`."""
+    parameters = inspect.signature(fun).parameters.values()
+    return any(each.kind is each.VAR_POSITIONAL for each in parameters)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -123,6 +123,21 @@ def test_arguments_by_name_are_those_by_position() -> None:
         autopar.parallelize(lambda x, **more: x)(X, more=shift)
 
 
+def test_parameters_after_any_number_of_arguments_keep_their_defaults() -> None:
+    """As those of `numpyro.infer.SVI.update`."""
+
+    def step(state, *batches, scale=2.0):
+        return state * scale + sum(batch.sum() for batch in batches)
+
+    parallel = autopar.parallelize(step)
+    for batches in ((), (Y,), (Y, X)):
+        np.testing.assert_allclose(parallel(X, *batches), step(X, *batches), rtol=1e-6)
+    with pytest.raises(TypeError, match=r"takes scale by name after any number of arguments"):
+        parallel(X, Y, scale=3.0)
+    plan = autopar.plan_step(step, (X, Y), cluster="dgx_h100")
+    assert len(plan.stages[0].inputs) == 2
+
+
 class Network(nnx.Module):
     def __init__(self, rngs):
         self.first = nnx.Linear(4, 8, rngs=rngs)
