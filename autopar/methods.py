@@ -29,7 +29,7 @@ from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
 from autopar.ir.host_memory import Offload
 from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, Remat, StepGraph
 from autopar.layering.layers import AutoLayerOption, LayerOption, ManualLayerOption
-from autopar.pipeline.pipeline_schedules import schedule_kind, schedule_names
+from autopar.pipeline.pipeline_schedules import schedule_kind, schedule_names, splits_backward
 from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
 from autopar.plan import Plan
@@ -103,8 +103,8 @@ class PlanningMethod:
             pass reads them, as many as let the step fit into memory in least time; with
             remat="auto" the planner chooses, value by value, between keeping, recomputing and
             offloading. With "auto" it is as little as lets the step fit: state, activations or
-            both, whatever is fastest. Pipelines offload all state or nothing, and no activations.
-            With "none" everything stays on the devices.
+            both, whatever is fastest. Pipelines offload all state or none, and all activations that
+            one layer alone reads or none. With "none" everything stays on the devices.
     """
 
     devices: Devices = None
@@ -271,11 +271,6 @@ _KEEP = satisfying(
     " jax.checkpoint says",
     lambda remat: remat == "keep",
 )
-_STATE = satisfying(
-    '"none", "optimizer" or "auto": a pipeline keeps activations on its devices;'
-    " AutoLayerOption(remat_layer=True) recomputes them",
-    lambda offload: offload in ("none", "optimizer", "auto"),
-)
 _STAGES = one_of(*_STAGE_OPTIONS) | instance(
     "a UniformStageOption, a ManualStageOption or an AutoStageOption",
     *get_args(StageOption.__value__),
@@ -336,10 +331,20 @@ class PipeshardParallel(PlanningMethod):
             stage_option=_STAGES,
             stage_mode=one_of(*_STAGE_OPTIONS) | NONE,
             num_chunks=count | NONE,
-            **{**_COMMON, "remat": _KEEP, "offload": _STATE},
+            **{**_COMMON, "remat": _KEEP},
         )
         if isinstance(self.num_chunks, int) and self.pipeline_schedule != "auto":
             schedule_kind(self.pipeline_schedule, Pipeline(1, 1, self.num_chunks))
+        if self.offload == "activations" and not self.may_offload_activations:
+            raise OptionError(
+                f'offload is "activations", but pipeline_schedule {self.pipeline_schedule!r} splits'
+                ' the backward pass in two, which both read them; use "1f1b", "gpipe" or "auto"'
+            )
+
+    @property
+    def may_offload_activations(self) -> bool:
+        """Whether some schedule keeps the backward pass of a microbatch in one piece."""
+        return self.pipeline_schedule == "auto" or not splits_backward(self.pipeline_schedule)
 
     @property
     def chunks(self) -> int | Literal["auto"]:

@@ -53,6 +53,15 @@ def is_on_host(atom: Atom) -> bool:
     return space == jax.memory.Space.Host
 
 
+def in_its_memory(var: Var, value: Any) -> Any:
+    """Return an argument of a traced function with the memory of its variable in its type.
+
+    Arguments of a function that is compiled for absent devices have none, and JAX drops moves
+    between memories that it takes for one.
+    """
+    return jax.device_put(value, jax.memory.Space.Host) if is_on_host(var) else value
+
+
 def memory_kind(atom: Atom) -> str | None:
     """Return JAX's name of the memory of a value; None if it is on its device."""
     return HOST_KIND if is_on_host(atom) else None

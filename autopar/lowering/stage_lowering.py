@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir import graph
 from autopar.ir.evaluate import Numbered, compiler_options, evaluate
-from autopar.ir.host_memory import is_on_host, memory_kind
+from autopar.ir.host_memory import in_its_memory, is_on_host, memory_kind
 from autopar.ir.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.lowering.shardwise import pinned_specs, shardwise
 from autopar.lowering.stage_values import StageValues
@@ -202,7 +202,8 @@ class StageLowering:
         totals = stage_graph.partition.totals.get(task, ())
         reads = stage_graph.partition.reads[task]
         env = self._constants(stage_graph)
-        env |= dict(zip((*reads, *(total.sum for total in totals)), operands, strict=True))
+        reading = zip((*reads, *(total.sum for total in totals)), operands, strict=True)
+        env |= {var: in_its_memory(var, operand) for var, operand in reading}
         for whole_var, var in zip(self.partition.reads[task], reads, strict=True):
             if whole_var in self._scales:
                 env[var] = (env[var] * self._scales[whole_var]).astype(env[var].dtype)

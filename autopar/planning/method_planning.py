@@ -22,7 +22,7 @@ from autopar.layering.layers import (
 )
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
-from autopar.pipeline.pipeline_schedules import has_backward
+from autopar.pipeline.pipeline_schedules import has_backward, splits_backward
 from autopar.pipeline.stage_options import AutoStageOption
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import Plan, PlanError
@@ -38,10 +38,15 @@ from autopar.planning.option_search import (
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_construction import submesh_shapes
 from autopar.planning.stage_problem import NoStagesError
-from autopar.planning.step_planner import make_plan, make_planned
+from autopar.planning.step_planner import make_planned
 from autopar.progress import progress_part
 from autopar.recompute.offloading import OffloadError, offload, offloadable
-from autopar.recompute.rewriting import RecomputeError, recompute, with_waits
+from autopar.recompute.rewriting import (
+    RecomputeError,
+    recompute,
+    results_saved_in_layers,
+    with_waits,
+)
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.shared_traces import shared_traces
@@ -154,18 +159,49 @@ class _Planning:
 
     def as_pipeline(self, method: PipeshardParallel) -> PlannedStep:
         """Plan the step in stages on the target's devices."""
-        if method.offload != "auto":
-            return self._pipeline(method)
-        try:
-            return self._pipeline(replace(method, offload="none"))
-        except (MemoryBudgetError, NoStagesError):
-            return self._pipeline(replace(method, offload="optimizer"))
+        without, state, values = Hosted(), Hosted(state=True), Hosted(values=True)
+        match method.offload:
+            case "none":
+                return self._pipeline(method, without)
+            case "optimizer":
+                return self._pipeline(method, state)
+            case "activations":
+                return self._fastest_pipeline(method, (without,), (values,))
+            case "auto" if method.may_offload_activations:
+                both = Hosted(state=True, values=True)
+                return self._fastest_pipeline(method, (without,), (state, values), (both,))
+            case "auto":
+                return self._fastest_pipeline(method, (without,), (state,))
 
-    def _pipeline(self, method: PipeshardParallel) -> PlannedStep:
+    def _fastest_pipeline(
+        self, method: PipeshardParallel, *choices: tuple["Hosted", ...]
+    ) -> PlannedStep:
+        """Return the fastest plan of the first choices of what is in host memory of which any fits.
+
+        Args:
+            method: the method.
+            choices: in order, alternatives of what is in host memory.
+        """
+        error: MemoryBudgetError | NoStagesError | None = None
+        for alternatives in choices:
+            found: list[PlannedStep] = []
+            for hosted in alternatives:
+                try:
+                    found.append(self._pipeline(method, hosted))
+                except (MemoryBudgetError, NoStagesError) as does_not_fit:
+                    error = does_not_fit
+            if found:
+                return min(found, key=lambda planned: planned.plan.predicted_seconds)
+        assert error is not None
+        raise error
+
+    def _pipeline(self, method: PipeshardParallel, hosted: "Hosted") -> PlannedStep:
         stages = method.stages
         mesh = self.target.mesh
         cluster = self.target.cluster.first_devices(mesh.num_devices)
-        planning = _PipelinePlanning(method, self.fun, self.args, self.batch, self.target, cluster)
+        planning = _PipelinePlanning(
+            method, self.fun, self.args, self.batch, self.target, cluster, hosted
+        )
         leaves = [leaf for i in self.batch for leaf in jax.tree.leaves(self.args[i])]
         rows = [leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())]
         counts = micro_batch_counts(method.num_micro_batches, rows)
@@ -174,15 +210,31 @@ class _Planning:
             if layers == "auto":
                 with progress_part(0, _FIRST_TRACES):
                     layers = planning.layers_of_step(counts[0])
+            pairs = schedules(method.pipeline_schedule, method.chunks)
             space = OptionSpace(
                 counts,
                 layer_options(layers),
-                schedules(method.pipeline_schedule, method.chunks),
+                [pair for pair in pairs if not (hosted.values and splits_backward(pair[0]))],
                 _whole_step_meshes(method, cluster, mesh),
             )
             name = type(method).__name__
             with progress_part(_FIRST_TRACES, 1):
-                return PlannedStep(*search(planning, space, stages, name, start_search()))
+                step, plan = search(planning, space, stages, name, start_search())
+                numbers = planning.offloaded_results(plan)
+                return PlannedStep(step, plan.model_copy(update={"offloaded_results": numbers}))
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """What a pipeline keeps in host memory.
+
+    Attributes:
+        state: all state that only the update reads.
+        values: all values of forward passes that only the backward pass of the same layer reads.
+    """
+
+    state: bool = False
+    values: bool = False
 
 
 _TRACING = 0.4
@@ -230,9 +282,24 @@ class _PipelinePlanning:
     batch: Sequence[int]
     target: Target
     cluster: AnyCluster
+    hosted: Hosted
 
     def trace(self, num_micro_batches: int, layer_option: LayerOption | None) -> StepGraph:
-        """Return the step in layers, with its accumulated values marked."""
+        """Return the step in layers, with its accumulated values marked, as it offloads values."""
+        step = self._traced(num_micro_batches, layer_option)
+        if not self.hosted.values:
+            return step
+        return recompute(step, (), results_saved_in_layers(step), in_layers=True)
+
+    def offloaded_results(self, plan: Plan) -> tuple[int, ...]:
+        """Return the numbers of the equations whose results a plan keeps in host memory."""
+        if plan.schedule.is_whole_step or not self.hosted.values:
+            return plan.offloaded_results
+        step = self._traced(plan.num_micro_batches, plan.schedule.layer_option)
+        return results_saved_in_layers(step)
+
+    def _traced(self, num_micro_batches: int, layer_option: LayerOption | None) -> StepGraph:
+        """Return the step in layers, with its state where the plan keeps it."""
         schedule = self.method.pipeline_schedule
         forward = schedule != "auto" and not has_backward(schedule)
         step = trace(
@@ -248,8 +315,8 @@ class _PipelinePlanning:
         return self._offloading(step)
 
     def _offloading(self, step: StepGraph) -> StepGraph:
-        """Return the step with its state where the method keeps it."""
-        return step if self.method.offload == "none" else offload(step, offloadable(step))
+        """Return the step with its state where the plan keeps it."""
+        return offload(step, offloadable(step)) if self.hosted.state else step
 
     def planner(self, step: StepGraph) -> PipelinePlanner:
         """Return the planner of pipelines for a traced step."""
@@ -284,8 +351,10 @@ class _PipelinePlanning:
         pool = single_pool(self.cluster, name)
         options = self.method.sharding_of(step)
         budget = self.method.memory_budget
-        plan = make_plan(step, mesh, pool, options, name, memory_budget=budget)
-        return step, plan
+        planned = make_planned(
+            step, mesh, pool, options, name, memory_budget=budget, offloads=self.hosted.values
+        )
+        return planned.step, planned.plan
 
 
 def trace_for(
@@ -312,7 +381,9 @@ def trace_for(
     step = trace(fun, args, batch_argnums, count, layers, marked, forward, exactness, keeps_remat)
     step = step if marked else with_waits(step)
     try:
-        return recompute(offload(step, plan.offloaded), plan.recomputed, plan.offloaded_results)
+        return recompute(
+            offload(step, plan.offloaded), plan.recomputed, plan.offloaded_results, marked
+        )
     except (OffloadError, RecomputeError) as error:
         raise PlanError(f"this plan is for another step: {error}; plan the step again") from error
 

@@ -12,6 +12,7 @@ from autopar.ir.host_memory import is_on_host
 from autopar.ir.keys import is_key
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
+from autopar.layering.layers import layer_of
 from autopar.microbatch.gradients import accumulate_p
 from autopar.primitives import record_of
 from autopar.xla_fusion import stored_values
@@ -80,8 +81,9 @@ class Passes:
     def heads(self) -> tuple[int, ...]:
         """For each unit of the backward pass, the first unit in the same kernel.
 
-        It is reached through values that XLA does not store. What a kernel reads is computed before
-        its first unit, because a barrier among its units would make XLA store what passes it.
+        It is reached through values of its layer that XLA does not store. What a kernel reads is
+        computed before its first unit, because a barrier among its units would make XLA store what
+        passes it.
         """
         heads: list[int] = []
         for u, unit in enumerate(self.units):
@@ -90,6 +92,7 @@ class Passes:
                 heads[maker]
                 for maker in makers
                 if maker is not None and self.late[maker] and self.region[maker] == self.region[u]
+                if self.layers[maker] == self.layers[u]
             )
             heads.append(min([u, *inside]) if self.late[u] else u)
         return tuple(heads)
@@ -111,16 +114,50 @@ class Passes:
                 until[var] = max(last, until.get(var, u))
         found: dict[Var, int] = {}
         for var, u in self.made_in.items():
-            (_, eqn), *others = self.units[u].eqns
-            if self.late[u] or others or var not in self.stored or var not in self.per_batch:
-                continue
-            if eqn.primitive is accumulate_p or is_key(aval_of(var).dtype) or is_on_host(var):
+            if var not in self.stored or not self._is_movable(var):
                 continue
             waits = (w for w in self.ties if w > until.get(var, u))
             waiting = (w for w in waits if self.region[w] == self.region[u])
             if (first := next(waiting, None)) is not None:
                 found[var] = first
         return found
+
+    @cached_property
+    def saved_in_layers(self) -> frozenset[Var]:
+        """The values of a layer that no backward pass but that of this layer reads.
+
+        In a pipeline they pass from one task to another, so nothing needs to wait for their copies.
+        Forward passes may read them anywhere.
+        """
+        saved: set[Var] = set()
+        for var, readers in self.readers.items():
+            u = self.made_in.get(var)
+            layer = None if u is None else self.layers[u]
+            late = [reader for reader in readers if self.late[reader]]
+            if u is None or layer is None or not late or not self._is_movable(var):
+                continue
+            if all(self.layers[r] == layer and self.region[r] == self.region[u] for r in late):
+                saved.add(var)
+        return frozenset(saved)
+
+    @cached_property
+    def layers(self) -> tuple[int | None, ...]:
+        """The layer of each unit, if the step is in layers."""
+        labels = (layer_of(unit.eqns[0][1]) for unit in self.units)
+        return tuple(None if label is None else label[0] for label in labels)
+
+    def _is_movable(self, var: Var) -> bool:
+        """Return whether a value is one of the forward pass that the host can store."""
+        u = self.made_in[var]
+        (_, eqn), *others = self.units[u].eqns
+        return not (
+            self.late[u]
+            or others
+            or var not in self.per_batch
+            or eqn.primitive is accumulate_p
+            or is_key(aval_of(var).dtype)
+            or is_on_host(var)
+        )
 
     @cached_property
     def ties(self) -> Mapping[int, Var]:

@@ -17,13 +17,18 @@ from itertools import islice
 from jax.extend.core import JaxprEqn, Var
 from jax.lax import optimization_barrier_p
 
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.equation_groups import Unit
 from autopar.ir.graph import Atom, aval_of, is_backward, needed
 from autopar.ir.host_memory import move_beside, on_host, to_device_p, to_host_p
+from autopar.ir.memo import memoized_on_step
 from autopar.ir.rebuilding import Placed, rebuilt, retraced_alike
 from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
 from autopar.recompute.passes import Passes, passes
+
+_NEGLIGIBLE = 0.005
+"""Share of the bytes of all values of layers below which one stays on the device."""
 
 SCOPE = "rematted_computation"
 """The scope of repeated equations, as JAX names those of `jax.checkpoint`."""
@@ -34,7 +39,10 @@ class RecomputeError(ValueError):
 
 
 def recompute(
-    step: StepGraph, numbers: Collection[int], offloaded: Collection[int] = ()
+    step: StepGraph,
+    numbers: Collection[int],
+    offloaded: Collection[int] = (),
+    in_layers: bool = False,
 ) -> StepGraph:
     """Return the step with equations repeated in the backward pass, and results in host memory.
 
@@ -44,6 +52,7 @@ def recompute(
             but computes it again, from values that are kept or fetched and from each other.
         offloaded: The numbers of the equations whose results the backward pass fetches from host
             memory.
+        in_layers: Whether the step is a pipeline, whose tasks end with what they copy.
 
     Raises:
         RecomputeError: There is no such equation, or it is part of a loop, has an effect, depends
@@ -52,8 +61,25 @@ def recompute(
     """
     if not numbers and not offloaded:
         return step
-    rewritten = _Rewriter(passes(step), frozenset(numbers), frozenset(offloaded)).run()
-    return retraced_alike(rewritten, step, lambda parts: recompute(parts, numbers, offloaded))
+    rewriter = _Rewriter(passes(step), frozenset(numbers), frozenset(offloaded), in_layers)
+    return retraced_alike(
+        rewriter.run(), step, lambda parts: recompute(parts, numbers, offloaded, in_layers)
+    )
+
+
+@memoized_on_step
+def results_saved_in_layers(step: StepGraph) -> tuple[int, ...]:
+    """Return the numbers of the equations whose results a pipeline may offload.
+
+    Their results are not small beside the others.
+    """
+    found = passes(step)
+    sizes: dict[int, int] = {}
+    for var in found.saved_in_layers:
+        number = found.units[found.made_in[var]].number
+        sizes[number] = sizes.get(number, 0) + value_bytes(var)
+    least = _NEGLIGIBLE * sum(sizes.values())
+    return tuple(sorted(number for number, size in sizes.items() if size >= least))
 
 
 def with_waits(step: StepGraph) -> StepGraph:
@@ -68,7 +94,7 @@ def with_waits(step: StepGraph) -> StepGraph:
     moves = [unit.number for unit in found.units if _is_copy_to_host(unit)]
     if not moves:
         return step
-    rewriter = _Rewriter(found, frozenset(), frozenset())
+    rewriter = _Rewriter(found, frozenset(), frozenset(), in_layers=False)
     rewriter.wait_for(moves)
     return retraced_alike(rewriter.run(), step, with_waits)
 
@@ -82,12 +108,20 @@ class _Rewriter:
         repeated: The units to repeat.
         on_host: For each value to offload, its name in host memory.
         waiting: For units of the forward pass, the values that are in host memory before them.
+        in_layers: Whether the step is a pipeline.
         copies: For each value that the backward pass has computed again or fetched, the copy.
         renamed: For values that passed a barrier, their name behind it.
     """
 
-    def __init__(self, found: Passes, numbers: frozenset[int], offloaded: frozenset[int]) -> None:
+    def __init__(
+        self,
+        found: Passes,
+        numbers: frozenset[int],
+        offloaded: frozenset[int],
+        in_layers: bool,
+    ) -> None:
         self.passes = found
+        self.in_layers = in_layers
         self.eqns: list[Placed] = []
         self.copies: dict[Var, Var] = {}
         self.renamed: dict[Var, Var] = {}
@@ -111,7 +145,8 @@ class _Rewriter:
                 )
             for var in fetched:
                 self.on_host[var] = Var(on_host(aval_of(var)))
-                self.waiting.setdefault(found.arrivals[var], []).append(var)
+                if not in_layers:
+                    self.waiting.setdefault(found.arrivals[var], []).append(var)
 
     def wait_for(self, moves: Collection[int]) -> None:
         """Let the forward pass wait for copies to host memory that the step makes itself.
@@ -150,10 +185,11 @@ class _Rewriter:
     def _fetched(self, u: int) -> list[Var]:
         """Return the results of a unit that may be offloaded and that the backward pass reads."""
         found = self.passes
+        movable = found.saved_in_layers if self.in_layers else found.arrivals
         return [
             var
             for var in found.units[u].makes
-            if var in found.arrivals
+            if var in movable
             and any(
                 (found.late[reader] or reader in self.repeated)
                 and found.region[reader] == found.region[u]
@@ -305,6 +341,7 @@ class _Rewriter:
         """
         found = self.passes
         outputs = {atom for atom in found.step.jaxpr.outvars if isinstance(atom, Var)}
+        layer = found.layers[u]
 
         def serves(var: Var) -> bool:
             maker = found.made_in.get(var)
@@ -316,8 +353,15 @@ class _Rewriter:
                 and found.region[maker] == found.region[u]
                 and var in found.depending
                 and var not in excluded
+                and (not self.in_layers or is_inside(var))
                 and (var in outputs or found.readers.get(var, (-1,))[-1] >= u)
             )
+
+        def is_inside(var: Var) -> bool:
+            """Return whether the barrier makes no value cross to another stage."""
+            later = (reader for reader in found.readers.get(var, ()) if reader >= u)
+            is_read = var in reads or found.layers[found.made_in[var]] == layer
+            return is_read and all(found.layers[reader] == layer for reader in later)
 
         late = [var for var in reads if serves(var) and found.late[found.made_in[var]]]
         if late:

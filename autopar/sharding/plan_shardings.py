@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from jax.extend.core import Literal, Var
 
 from autopar.ir.graph import Atom, aval_of
+from autopar.ir.host_memory import to_host_p
 from autopar.ir.spec import LogicalMesh, Spec
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.progress import progress_part
@@ -107,7 +108,8 @@ def plan_shardings(
     divided = any(best.inputs[i][0] for i in step.batch)
     if step.microbatching and divided and not best.deferred and refused is not None:
         best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
-    specs = best.specs if with_specs else {}
+    is_offloading = any(eqn.primitive is to_host_p for eqn in step.jaxpr.eqns)
+    specs = best.specs if with_specs or is_offloading else {}
     return replace(best, solve_seconds=time.perf_counter() - began, specs=specs)
 
 

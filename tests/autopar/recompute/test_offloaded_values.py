@@ -304,3 +304,67 @@ def test_a_policy_that_is_not_kept_offloads_nothing(offloading_step):
     args = [params[:2], params[2:4]], batch
     assert num_moves(trace(offloading_step, args, (1,))) == (2, 2)
     assert num_moves(trace(offloading_step, args, (1,), keeps_remat=False)) == (0, 0)
+
+
+def pipeline(budget=None, schedule="1f1b", offload: Offload = "activations"):
+    return autopar.PipeshardParallel(
+        devices=2,
+        num_micro_batches=4,
+        layer_option=autopar.AutoLayerOption(2),
+        pipeline_schedule=schedule,
+        memory_budget=budget,
+        offload=offload,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_pipeline_that_offloads_values_equals_one_device(schedule):
+    args = arguments(512)
+
+    def plan_within(budget):
+        return autopar.plan_step(
+            train_step,
+            args,
+            method=pipeline(budget, schedule),
+            cluster="cpu-virtual",
+            batch_argnums=(1,),
+        )
+
+    kept = plan_within(None)
+    plan = plan_within(0.9 * 1.13 * kept.predicted_bytes)
+    assert kept.offloaded_results == ()
+    assert len(plan.offloaded_results) == sum(len(stage.offloaded) for stage in plan.stages) > 0
+    assert plan.predicted_bytes < 0.9 * kept.predicted_bytes
+    assert plan.predicted_seconds > kept.predicted_seconds
+    loaded = autopar.PlanMethod(autopar.Plan.from_json(plan.to_json()))
+    run = autopar.parallelize(train_step, method=loaded, batch_argnums=(1,))
+    expected = jax.jit(train_step)(*args)
+    for result, correct in zip(jax.tree.leaves(run(*args)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(result, correct, rtol=1e-5, atol=1e-6)
+
+
+def test_the_compiled_tasks_of_a_pipeline_copy_what_was_planned():
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    cluster = Cluster.load("dgx_a100_80").with_size(hosts=1, devices_per_host=2)
+    kept = autopar.plan_step(dense_step, SHAPES, method=pipeline(), cluster=cluster)
+    budget = 1.13 * 0.9 * kept.predicted_bytes
+    plan = autopar.plan_step(dense_step, SHAPES, method=pipeline(budget), cluster=cluster)
+    analytic, compiled = (
+        autopar.predict(dense_step, SHAPES, plan, cluster="dgx_a100_80", fidelity=fidelity)
+        for fidelity in ("analytic", "compiled")
+    )
+    assert plan.offloaded_results
+    assert compiled.memory.total == pytest.approx(analytic.memory.total, rel=0.05)
+    assert compiled.seconds == pytest.approx(analytic.seconds, rel=0.05)
+    copies = [
+        sum(span.seconds for span in prediction.timeline.spans if span.category == "host copy")
+        for prediction in (analytic, compiled)
+    ]
+    assert copies[1] == pytest.approx(copies[0], rel=0.01)
+
+
+def test_a_schedule_that_splits_the_backward_pass_cannot_offload_values():
+    with pytest.raises(OptionError, match="'zero_bubble_h1' splits the backward pass in two"):
+        pipeline(schedule="zero_bubble_h1")
+    pipeline(schedule="auto")
+    pipeline(schedule="zero_bubble_h1", offload="auto")
