@@ -9,29 +9,21 @@ both policies that fit in memory stand beside it.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 
-import jax
-import jax.numpy as jnp
-import optax
-from jax.ad_checkpoint import checkpoint_name
 from rich.console import Console
 from rich.table import Table
 
 import autopar
+from experiments.validation.llama_step import Llama, Recomputed
 from simulator import Cluster, Prediction
 from simulator.transformer import JITTED, Execution, Machine, Transformer, predict
 
 MAXTEXT_SECONDS = 6.999
 HOSTS = 8
-SEQ = 4096
 BATCH = 2 * 8 * HOSTS
-SIZES = {"hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 32000, "seq": SEQ}
-HEAD = SIZES["hidden"] // SIZES["heads"]
-
-Arrays = dict[str, Any]
+LLAMA_70B = Llama(80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=32000, seq=4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +31,19 @@ class LlamaRow:
     """A policy of recomputation, with both predictions.
 
     Attributes:
-        recompute: what the backward pass recomputes, as `Execution.recompute` calls it.
+        recompute: what the backward pass recomputes.
         compiled: the prediction from the compiled program.
         formula: the prediction in closed form.
     """
 
-    recompute: str
+    recompute: Recomputed
     compiled: Prediction
     formula: Prediction
 
 
-def compare(layers: int = 80, kinds: tuple[str, ...] = ("mlp", "full")) -> Iterator[LlamaRow]:
+def compare(
+    layers: int = 80, kinds: tuple[Recomputed, ...] = ("mlp", "full")
+) -> Iterator[LlamaRow]:
     """Predict the step with each policy of recomputation.
 
     Args:
@@ -57,15 +51,15 @@ def compare(layers: int = 80, kinds: tuple[str, ...] = ("mlp", "full")) -> Itera
         kinds: what the backward pass recomputes.
     """
     cluster = Cluster.load("dgx_h100").with_size(HOSTS)
+    llama = replace(LLAMA_70B, layers=layers)
     for kind in kinds:
-        yield LlamaRow(kind, _compiled(layers, kind, cluster), _formula(layers, kind, cluster))
+        yield LlamaRow(kind, _compiled(llama, kind, cluster), _formula(llama, kind, cluster))
 
 
-def _formula(layers: int, kind: str, cluster: Cluster) -> Prediction:
+def _formula(llama: Llama, kind: Recomputed, cluster: Cluster) -> Prediction:
     model = Transformer.model_validate(
         {
-            "layers": layers,
-            **SIZES,
+            **asdict(llama),
             "gated": True,
             "tied": False,
             "learned_positions": False,
@@ -89,105 +83,13 @@ def _formula(layers: int, kind: str, cluster: Cluster) -> Prediction:
     return predict(model, execution, Machine(cluster, JITTED))
 
 
-def _compiled(layers: int, kind: str, cluster: Cluster) -> Prediction:
-    step, args = training_step(layers, kind)
+def _compiled(llama: Llama, kind: Recomputed, cluster: Cluster) -> Prediction:
+    step, args = llama.training_step(BATCH, kind)
     plan = autopar.plan_step(step, args, method=autopar.Zero3Parallel(), cluster=cluster)
+    tokens = BATCH * llama.seq
     return autopar.predict(
-        step, args, plan, cluster, tokens=BATCH * SEQ, fidelity="compiled", donate_argnums=(0,)
+        step, args, plan, cluster, tokens=tokens, fidelity="compiled", donate_argnums=(0,)
     )
-
-
-def training_step(layers: int, kind: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """Return a step of AdamW whose layers are in a scan, and its abstract arguments.
-
-    Args:
-        layers: number of layers.
-        kind: "mlp" saves what attention projects and computes, "full" only the inputs of layers.
-    """
-    block = jax.checkpoint(_block)
-    if kind == "mlp":
-        saved = jax.checkpoint_policies.save_only_these_names("projection", "context")
-        block = jax.checkpoint(_block, policy=saved)
-    optimizer = optax.adamw(1e-4)
-
-    def loss(params: Arrays, batch: Arrays) -> jax.Array:
-        stream = params["embedding"].astype(jnp.bfloat16)[batch["tokens"]]
-        stream, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), stream, params["layers"])
-        logits = _norm(stream, params["norm"]) @ params["head"].astype(jnp.bfloat16)
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), batch["labels"]
-        )
-        return losses.mean()
-
-    def step(state: tuple[Any, Any], batch: Arrays) -> tuple[tuple[Any, Any], jax.Array]:
-        params, moments = state
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
-
-    params = _parameters(layers)
-    tokens = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
-    state = params, jax.eval_shape(optimizer.init, params)
-    return step, (state, {"tokens": tokens, "labels": tokens})
-
-
-def _parameters(layers: int) -> Arrays:
-    h, keys, ffn, vocab = SIZES["hidden"], SIZES["kv_heads"] * HEAD, SIZES["ffn"], SIZES["vocab"]
-    shapes = {
-        "q": (h, h),
-        "k": (h, keys),
-        "v": (h, keys),
-        "o": (h, h),
-        "gate": (h, ffn),
-        "up": (h, ffn),
-        "down": (ffn, h),
-        "norm1": (h,),
-        "norm2": (h,),
-    }
-    return {
-        "embedding": _abstract(vocab, h),
-        "head": _abstract(h, vocab),
-        "norm": _abstract(h),
-        "layers": {name: _abstract(layers, *shape) for name, shape in shapes.items()},
-    }
-
-
-def _abstract(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _block(x: jax.Array, layer: Arrays) -> jax.Array:
-    """Return the stream after a layer; `checkpoint_name` marks what may be saved."""
-    w = {name: value.astype(jnp.bfloat16) for name, value in layer.items()}
-    batch = x.shape[0]
-    y = _norm(x, layer["norm1"])
-    q, k, v = (checkpoint_name(y @ w[name], "projection") for name in ("q", "k", "v"))
-    context = jax.nn.dot_product_attention(
-        _rotated(q.reshape(batch, SEQ, -1, HEAD)),
-        _rotated(k.reshape(batch, SEQ, -1, HEAD)),
-        v.reshape(batch, SEQ, -1, HEAD),
-        is_causal=True,
-        implementation="cudnn",
-    )
-    context = checkpoint_name(context.reshape(batch, SEQ, -1), "context")
-    x = x + checkpoint_name(context @ w["o"], "projection")
-    y = _norm(x, layer["norm2"])
-    return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
-
-
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    y = x.astype(jnp.float32)
-    root = jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
-    return (y * root * scale).astype(jnp.bfloat16)
-
-
-def _rotated(x: jax.Array) -> jax.Array:
-    half = HEAD // 2
-    frequencies = 10000.0 ** -(jnp.arange(half) / half)
-    angles = jnp.outer(jnp.arange(SEQ), frequencies)[:, None, :]
-    cosine, sine = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    left, right = jnp.split(x, 2, -1)
-    return jnp.concatenate([left * cosine - right * sine, left * sine + right * cosine], -1)
 
 
 def main() -> None:
