@@ -53,7 +53,7 @@ class MemoryBudgetError(InfeasibleError):
             f"no plan for {step} fits into {budget / 1e9:.3g} GB per device: every one that is"
             f" allowed needs {needs}. More devices, a smaller batch, more microbatches"
             " (num_micro_batches with autopar.grad), jax.checkpoint around layers, a method that"
-            ' shards more (ShardParallel, Zero3Parallel) or offload="optimizer" would help'
+            ' shards more (ShardParallel, Zero3Parallel) or offload="auto" would help'
         )
 
 
