@@ -135,6 +135,9 @@ def _move(
 def _refine(hulls: _Points, selected: _Points, hull: int) -> bool:
     """Look for a new point between two of a hull where it could save enough time.
 
+    Between points that all layers have moved beyond, a new one would be left behind as well, so
+    that only the points in front of selected ones matter.
+
     Returns:
         Whether there is a new point. The largest possible gains come first.
     """
@@ -142,6 +145,8 @@ def _refine(hulls: _Points, selected: _Points, hull: int) -> bool:
     gains = []
     for front, points in hulls.items():
         for i, (a, b) in enumerate(pairwise(points)):
+            if not any(point is b for point in selected[front]):
+                continue
             num_beyond = sum(
                 any(point is other for other in points[i + 1 :]) for point in selected[front]
             )

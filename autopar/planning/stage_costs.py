@@ -249,6 +249,7 @@ class StageCosts:
         Raises:
             MemoryBudgetError: the stage does not fit.
             ShardingError, InfeasibleError: the options leave no sharding.
+            TimeoutError: no sharding was found in time, even in less memory.
         """
         if len(layers) == 1 and len(shapes) == 1:  # a composition would be the stage itself
             return self._solved_once(graph, shapes[0], in_flight, None)
@@ -259,7 +260,7 @@ class StageCosts:
                 continue
             try:
                 return self.solve(graph, composed, in_flight)
-            except MemoryBudgetError:
+            except (MemoryBudgetError, TimeoutError):  # it takes long to use the last of the memory
                 self.revisions += 1
                 self.room -= 0.05 * self.budget
                 self._composed.clear()

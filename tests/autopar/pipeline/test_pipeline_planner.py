@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +194,23 @@ def test_the_cost_of_a_stage_is_near_the_sum_of_its_layers(gpt, shape):
         assert composed.cost.seconds == pytest.approx(solved.seconds, rel=0.1)
         composed_bytes = composed.cost.fixed_bytes + 2 * composed.cost.micro_batch_bytes
         assert solved.bytes(2) <= composed_bytes * 1.05
+
+
+def test_a_composition_whose_solve_takes_too_long_is_composed_again_in_less_memory(gpt):
+    costs = stage_costs(gpt)
+    rooms = []
+
+    def solve(*args):
+        rooms.append(costs.room / costs.budget)
+        if len(rooms) == 1:
+            raise TimeoutError
+        return StageCosts.solve(costs, *args)
+
+    with patch.object(costs, "solve", solve):
+        stage = costs.cheapest(costs.ranges.graph(0, 2), range(2), [(4,)], 2)
+    assert stage.bytes(2) <= costs.budget
+    assert rooms == pytest.approx([1.0, 0.95])
+    assert costs.revisions == 1
 
 
 @pytest.mark.slow
