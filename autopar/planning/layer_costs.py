@@ -99,7 +99,9 @@ class LayerFront:
             in_flight: number of microbatches in flight.
         """
         self.num_solves += 1
-        priced = self.problem.solve(price, in_flight, _HULL_GAP)
+        known = (point.priced for point in self.points)
+        start = min(known, key=lambda p: p.seconds + price * p.bytes(in_flight), default=None)
+        priced = self.problem.solve(price, in_flight, _HULL_GAP, start)
         phases = phase_seconds(self.graph, self.problem.eqn_seconds(priced))
         once_seconds = phases.pop("U", 0.0)
         self.points.append(LayerCost(priced, sum(phases.values()), once_seconds))

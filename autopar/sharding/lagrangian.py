@@ -83,20 +83,24 @@ class PricedProblem:
         self._resident = self._memory.capacity_constraint(point, np.inf, passing)
         self._saved = self._memory.saved_for_backward()
 
-    def solve(self, price: float, in_flight: int, tolerance: float) -> Priced:
+    def solve(
+        self, price: float, in_flight: int, tolerance: float, start: Priced | None = None
+    ) -> Priced:
         """Return the cheapest choice if a resident byte costs `price` seconds per step.
 
         Args:
             price: seconds per byte.
             in_flight: number of microbatches in flight.
             tolerance: relative gap at which the solver may stop.
+            start: a known solution, perhaps at another price.
 
         Raises:
             InfeasibleError, TimeoutError: see `solve`.
         """
         problem = self._priced(price, in_flight)
         if self.options.mode == "solve":
-            solution = solve(problem, self.options.time_limit, tolerance)
+            choice = start.choice if start else None
+            solution = solve(problem, self.options.time_limit, tolerance, choice)
         else:
             solution = propagate(self.decisions.problem())
         choice = solution.choice

@@ -26,11 +26,15 @@ def step():
 
 
 @pytest.fixture(scope="module")
-def solutions(step) -> dict[float, Priced]:
+def problem(step) -> PricedProblem:
     program_point = next(
         n for n, eqn in enumerate(step.jaxpr.eqns) if "transpose" in str(eqn.source_info.name_stack)
     )
-    problem = PricedProblem(step, MeshCosts(MESH, COSTS), AUTO, (), program_point)
+    return PricedProblem(step, MeshCosts(MESH, COSTS), AUTO, (), program_point)
+
+
+@pytest.fixture(scope="module")
+def solutions(problem) -> dict[float, Priced]:
     return {price: problem.solve(price, 1, 0.0) for price in PRICES}
 
 
@@ -57,3 +61,9 @@ def test_the_bound_of_each_price_holds_for_all_solutions(solutions):
 def test_each_microbatch_in_flight_needs_its_saved_bytes(solutions):
     solution = solutions[0.0]
     assert solution.bytes(3) == solution.bytes(1) + 2 * solution.saved_bytes
+
+
+def test_a_solve_starts_from_a_known_solution(problem, solutions):
+    """A known optimum ends the solve, which does not look for choices as good within its gap."""
+    for price, solution in solutions.items():
+        assert problem.solve(price, 1, 1.0, solution).choice == solution.choice
