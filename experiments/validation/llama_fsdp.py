@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from experiments.validation.llama_step import Llama, Recomputed
+from experiments.validation.llama_step import LlamaSizes, Recomputed
 from simulator import Cluster, Prediction
 from simulator.transformer import JITTED, Execution, Machine, Transformer, predict
 
 MAXTEXT_SECONDS = 6.999
 HOSTS = 8
 BATCH = 2 * 8 * HOSTS
-LLAMA_70B = Llama(80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=32000, seq=4096)
+LLAMA_70B = LlamaSizes(80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=32000, seq=4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def compare(
         yield LlamaRow(kind, _compiled(llama, kind, cluster), _formula(llama, kind, cluster))
 
 
-def _formula(llama: Llama, kind: Recomputed, cluster: Cluster) -> Prediction:
+def _formula(llama: LlamaSizes, kind: Recomputed, cluster: Cluster) -> Prediction:
     model = Transformer.model_validate(
         {
             **asdict(llama),
@@ -83,7 +83,7 @@ def _formula(llama: Llama, kind: Recomputed, cluster: Cluster) -> Prediction:
     return predict(model, execution, Machine(cluster, JITTED))
 
 
-def _compiled(llama: Llama, kind: Recomputed, cluster: Cluster) -> Prediction:
+def _compiled(llama: LlamaSizes, kind: Recomputed, cluster: Cluster) -> Prediction:
     step, args = llama.training_step(BATCH, kind)
     plan = autopar.plan_step(step, args, method=autopar.Zero3Parallel(), cluster=cluster)
     tokens = BATCH * llama.seq

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from experiments.validation.llama_step import Llama, Recomputed
+from experiments.validation.llama_step import LlamaSizes, Recomputed
 from simulator import Cluster
 
 CLUSTER = Cluster.load("dgx_h100").with_size(16)
-LLAMA_8B = Llama(32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192)
+LLAMA_8B = LlamaSizes(32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192)
 GROUPS, DEGREE = 16, 8
 """Degrees of data and tensor parallelism by hand."""
 
@@ -72,7 +72,7 @@ class StrategyRow:
     compiled_gb: float
 
 
-def strategy_rows(llama: Llama, batches: Iterable[int]) -> Iterator[StrategyRow]:
+def strategy_rows(llama: LlamaSizes, batches: Iterable[int]) -> Iterator[StrategyRow]:
     """Yield a row for each batch, strategy and policy; one mesh axis needs a sequence per GPU."""
     for sequences in batches:
         for strategy, method in STRATEGIES.items():
@@ -82,7 +82,7 @@ def strategy_rows(llama: Llama, batches: Iterable[int]) -> Iterator[StrategyRow]
 
 
 def _row(
-    llama: Llama,
+    llama: LlamaSizes,
     sequences: int,
     strategy: str,
     method: autopar.PlanningMethod,

@@ -19,7 +19,7 @@ type Recomputed = Literal["mlp", "full"]
 
 
 @dataclass(frozen=True, slots=True)
-class Llama:
+class LlamaSizes:
     """Sizes of a Llama; the names are those of `simulator.transformer.Transformer`."""
 
     layers: int
