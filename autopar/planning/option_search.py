@@ -136,8 +136,9 @@ _PLANNING_ERRORS = (
     NoStagesError,
     ShardingError,
     InfeasibleError,
+    TimeoutError,
 )
-"""Errors that mean that there is no plan for a combination."""
+"""Errors that mean that there is no plan for a combination, or none was found in time."""
 
 
 def search(
@@ -211,11 +212,11 @@ class _Search:
         self.trials = trials
         self.best: tuple[StepGraph, Plan, int] | None = None
         self.planning_seconds = 0.0
-        self.errors: dict[int, ValueError] = {}
+        self.errors: dict[int, Exception] = {}
         self._bounds: dict[tuple[_Combination, int], float] = {}
         self._whole_step_seconds: dict[int, list[float]] = {}
         self._solved: set[tuple[_Combination, int]] = set()
-        self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | ValueError] = {}
+        self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | Exception] = {}
 
     @property
     def best_seconds(self) -> float:

@@ -243,6 +243,19 @@ def test_a_small_memory_budget_selects_more_microbatches():
     assert tight.predicted_seconds >= unlimited.predicted_seconds
 
 
+def test_a_combination_whose_solve_takes_too_long_is_left_out(monkeypatch):
+    def plan_in_time(self, stages, schedule, *args, plan=PipelinePlanner.plan):
+        if self.step.num_micro_batches == 2:
+            raise TimeoutError("no sharding was found in 60 seconds")
+        return plan(self, stages, schedule, *args)
+
+    monkeypatch.setattr(PipelinePlanner, "plan", plan_in_time)
+    plan = planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
+    assert plan.num_micro_batches != 2
+    reasons = [trial.reason for trial in autopar.get_last_search_result()]
+    assert "no sharding was found in 60 seconds" in reasons
+
+
 def test_without_a_feasible_candidate_the_first_error_is_raised():
     with pytest.raises(ValueError, match="fits into"):
         planned(num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=10.0)
