@@ -158,7 +158,7 @@ def search(
         trials: list to which every combination is appended with its outcome.
 
     Raises:
-        ValueError: the error of the first combination, if there is no plan for any.
+        ValueError, TimeoutError: the error of the first combination, if there is no plan for any.
     """
     found = _Search(planning, space, stage_option, method, trials)
     found.run()
@@ -227,7 +227,7 @@ class _Search:
         """Return the step and the plan of the fastest combination.
 
         Raises:
-            ValueError: the error of the first combination, if there is no plan for any.
+            ValueError, TimeoutError: the error of the first combination, if none has a plan.
         """
         if self.best is None:
             raise self.errors[min(self.errors)]
@@ -445,14 +445,14 @@ def _plans(
     num_layers, num_devices = planner.num_layers, planner.cluster.num_devices
     chunks = schedule.num_chunks
     plans: list[Plan] = []
-    errors: list[ValueError] = []
+    errors: list[Exception] = []
     for num_meshes in range(2, num_devices + 1):
         if num_devices % num_meshes or num_layers < num_meshes * chunks:
             continue
         uniform = UniformStageOption(num_meshes * chunks)
         try:
             plans.append(planner.plan(uniform, schedule, method))
-        except (ScheduleError, StageError, ShardingError, InfeasibleError) as error:
+        except (ScheduleError, StageError, ShardingError, InfeasibleError, TimeoutError) as error:
             errors.append(error)
     if plans:
         return plans
