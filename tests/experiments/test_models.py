@@ -62,6 +62,7 @@ def test_labels_are_the_next_tokens(args: Any) -> None:
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
 
 
+@pytest.mark.slow
 def test_a_step_learns_its_batch(args: Any) -> None:
     state, batch = args
     step = jax.jit(SMALL_GPT.train_step)

@@ -120,6 +120,7 @@ def test_placed_arguments_are_not_sent_again(hosts, monkeypatch):
     assert_allclose(np.array(params["w3"]), expected["w3"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.hosts(2, 4)
 def test_state_that_is_offloaded_on_hosts_has_the_numbers_of_one_device(hosts):
     method = autopar.ShardParallel(offload="optimizer")
