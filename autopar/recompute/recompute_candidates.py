@@ -66,8 +66,8 @@ class RecomputeCandidates:
     def equations(self, choice: Choice) -> "ChosenEquations":
         """Return the equations to repeat, and those whose results are offloaded, for a choice.
 
-        Repeated are the recipes of values that are computed again, and those of what the backward
-        pass derives from such or offloaded values without storing it.
+        The first are the equations that compute the repeated values, and those by which the
+        backward pass derives values from them, or from offloaded ones, without storing them.
 
         Args:
             choice: The numbers of the values.

@@ -21,16 +21,9 @@ from autopar.recompute.rewriting import RecomputeError, recompute
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
+from tests.autopar.recompute.dropout_mlp import loss
 
 WIDTH, DEPTH = 32, 5
-
-
-def loss(params, batch, key):
-    x = batch["x"]
-    for layer, weight in enumerate(params):
-        x = jnp.tanh(x @ weight)
-        x = jnp.where(jax.random.bernoulli(jax.random.fold_in(key, layer), 0.8, x.shape), x, 0)
-    return jnp.mean((x - batch["y"]) ** 2)
 
 
 def train_step(params, batch, key):

@@ -11,16 +11,9 @@ from autopar.ir.step_graph import Remat
 from autopar.recompute.passes import passes
 from autopar.recompute.rewriting import SCOPE, RecomputeError, recompute
 from autopar.tracing.trace import trace
+from tests.autopar.recompute.dropout_mlp import loss
 
 WIDTH, DEPTH = 16, 4
-
-
-def loss(params, batch, key):
-    x = batch["x"]
-    for layer, weight in enumerate(params):
-        x = jnp.tanh(x @ weight)
-        x = jnp.where(jax.random.bernoulli(jax.random.fold_in(key, layer), 0.8, x.shape), x, 0)
-    return jnp.mean((x - batch["y"]) ** 2)
 
 
 def train_step(params, batch, key):
