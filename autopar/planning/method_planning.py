@@ -176,11 +176,11 @@ class _Planning:
     def _fastest_pipeline(
         self, method: PipeshardParallel, *choices: tuple["Hosted", ...]
     ) -> PlannedStep:
-        """Return the fastest plan of the first choices of what is in host memory of which any fits.
+        """Return the fastest plan of the first alternatives among which one fits.
 
         Args:
             method: the method.
-            choices: in order, alternatives of what is in host memory.
+            choices: in order of preference, alternatives of what is in host memory.
         """
         error: MemoryBudgetError | NoStagesError | None = None
         for alternatives in choices:
