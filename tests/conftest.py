@@ -12,7 +12,7 @@ JAX reads these variables when it starts, so they are set before anything import
 - `autopar.directives.scheduled_models`: schedules of models, and the collectives that they have.
 - `autopar.hosts.workers`: workers on a Ray cluster of this machine.
 - `autopar.pipeline.stack_steps`: a step with pipeline boundaries, and pipelines.
-- `autopar.recompute.dropout_mlp`: the loss of layers with dropout.
+- `autopar.recompute.dropout_mlp`: layers with dropout, their loss and arguments.
 - `autopar.report.planned_steps`: traced steps and their plans, cached by name.
 - `autopar.sharding.equation_cases`: equations of every primitive; `shard_by_shard` evaluates their
   shardings device by device, `split_by_xla` by XLA's partitioner.

@@ -124,7 +124,7 @@ class Passes:
 
     @cached_property
     def saved_in_layers(self) -> frozenset[Var]:
-        """The values of a layer that no backward pass but that of this layer reads.
+        """The values of a layer that, of all backward passes, only its own reads.
 
         In a pipeline they pass from one task to another, so nothing needs to wait for their copies.
         Forward passes may read them anywhere.

@@ -21,7 +21,7 @@ from autopar.recompute.rewriting import RecomputeError, recompute
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
-from tests.autopar.recompute.dropout_mlp import loss
+from tests.autopar.recompute.dropout_mlp import layers_and_batch, loss
 
 WIDTH, DEPTH = 32, 5
 
@@ -43,13 +43,7 @@ def dense_step(params, batch):
 
 
 def arguments(rows=64, width=WIDTH):
-    keys = jax.random.split(jax.random.key(0), DEPTH + 2)
-    params = [jax.random.normal(key, (width, width)) / 4 for key in keys[:DEPTH]]
-    batch = {
-        name: jax.random.normal(key, (rows, width))
-        for name, key in zip("xy", keys[DEPTH:], strict=True)
-    }
-    return params, batch, jax.random.key(1)
+    return layers_and_batch(DEPTH, width, rows)
 
 
 def run(step, args):

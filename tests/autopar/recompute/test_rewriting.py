@@ -11,7 +11,7 @@ from autopar.ir.step_graph import Remat
 from autopar.recompute.passes import passes
 from autopar.recompute.rewriting import SCOPE, RecomputeError, recompute
 from autopar.tracing.trace import trace
-from tests.autopar.recompute.dropout_mlp import loss
+from tests.autopar.recompute.dropout_mlp import layers_and_batch, loss
 
 WIDTH, DEPTH = 16, 4
 
@@ -22,13 +22,7 @@ def train_step(params, batch, key):
 
 
 def arguments(rows=64):
-    keys = jax.random.split(jax.random.key(0), DEPTH + 2)
-    params = [jax.random.normal(key, (WIDTH, WIDTH)) / 4 for key in keys[:DEPTH]]
-    batch = {
-        name: jax.random.normal(key, (rows, WIDTH))
-        for name, key in zip("xy", keys[DEPTH:], strict=True)
-    }
-    return params, batch, jax.random.key(1)
+    return layers_and_batch(DEPTH, WIDTH, rows)
 
 
 def run(step, args):
