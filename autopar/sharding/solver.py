@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.progress import count_progress, progress_part
+from autopar.sharding.equal_costs import make_finite, merge_equal_rows, price, used
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.message_passing import MessagePassing
 from autopar.sharding.presolve import Reduction
 from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
-from autopar.sharding.trws import make_finite, merge_equal_rows, price, used
 
 _EXACT = 1e-6
 """Relative gap at which HiGHS may stop if the problem is to be solved exactly."""

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.sharding.equal_costs import make_finite, merge_equal_rows, price, used
 from autopar.sharding.message_passing import MessagePassing
 from autopar.sharding.presolve import Reduction
 from autopar.sharding.selection_problem import SelectionProblem
-from autopar.sharding.trws import make_finite, merge_equal_rows, price, used
 from tests.generators import selection_problems
 
 
