@@ -5,11 +5,12 @@ python -m experiments.paper.compute_rows FIGURE PART SIZE FILE
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pandas as pd
 
-from experiments.paper.study import Table, figure_named
+from experiments.paper.study import PaperFigure, Table, figure_named
 
 
 def main(name: str, part: str, size: str, path: str) -> None:
@@ -24,11 +25,22 @@ def main(name: str, part: str, size: str, path: str) -> None:
     Raises:
         ValueError: the part has no rows.
     """
-    table = pd.DataFrame(figure_named(name).module.rows(part, size == "smoke"))
+    figure = figure_named(name)
+    with _shared_traces(figure):
+        table = pd.DataFrame(figure.module.rows(part, size == "smoke"))
     if table.empty:
         raise ValueError(f"{name}, part {part}: no rows; expected at least one")
     table.insert(0, "part", part)
     write_table(table.assign(status="ok", reason=""), Path(path))
+
+
+def _shared_traces(figure: PaperFigure) -> AbstractContextManager[None]:
+    """Return a block in which the rows of a part that plan the same step share its trace."""
+    if "autopar" not in figure.packages:
+        return nullcontext()
+    import autopar  # imports JAX, which other figures do without
+
+    return autopar.shared_traces()
 
 
 def write_table(table: Table, path: Path) -> None:

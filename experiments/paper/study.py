@@ -182,9 +182,24 @@ FIGURES: tuple[PaperFigure, ...] = (
         section="alpa",
         document="Zheng et al. (OSDI'22), figure 8, in words",
         packages=_PACKAGES,
-        parts=("gpt",),
+        parts=("gpt", "moe", "wide_resnet"),
         minutes=1.5,
         memory_mb=2000,
+    ),
+    PaperFigure(
+        "alpa_inter_operator",
+        section="alpa",
+        document="Zheng et al. (OSDI'22), figure 9, in words and two factors",
+        difference=(
+            "Layers with equal numbers of operators are cut where least data crosses, as those of"
+            " equal FLOP are; the paper does not say whether Alpa's were."
+        ),
+        packages=_PACKAGES,
+        published=(_RESNETS, _FACTORS),
+        parts=("gpt-8", "gpt-16", "wide_resnet-16", "wide_resnet-32"),
+        smoke_parts=("gpt-8", "wide_resnet-16"),
+        minutes=7,
+        memory_mb=3000,
     ),
     PaperFigure(
         "alpa_resharding",
@@ -261,6 +276,20 @@ FIGURES: tuple[PaperFigure, ...] = (
         published=(f"{_OWN}/alpa_planning_seconds.csv",),
         parts=("search", "alpa", "gpt-8", "gpt-16", "gpt-32", "gpt-64"),
         smoke_parts=("search", "alpa", "gpt-8"),
+        minutes=1.5,
+        memory_mb=3000,
+    ),
+    PaperFigure(
+        "planning_parts",
+        section="plans",
+        document="Zheng et al. (OSDI'22), table 5",
+        difference=(
+            "We predict the costs of stages instead of compiling and profiling stages, so that they"
+            " take less time than tracing does."
+        ),
+        packages=("simulator", "autopar", *_PLANNED),
+        published=(f"{_OWN}/alpa_planning_seconds.csv",),
+        parts=("gpt-64",),
         minutes=1.5,
         memory_mb=3000,
     ),

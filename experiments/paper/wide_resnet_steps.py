@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import autopar
 from experiments.models.model_sizes import wide_resnet
 from experiments.models.wide_resnet import BLOCKS, WideResNet
 from experiments.paper.published_values import published_table
-from experiments.validation.pipeline_quality import p3
+from experiments.validation.pipeline_quality import COUNT_EPS, LayerWork, StageOption, p3, step_of
 
 EPS = 1.0
 """How uneven layers may be: as many layers as blocks, whose work differs."""
@@ -92,9 +91,10 @@ def stages_of(layers: tuple[int, ...], devices: tuple[int, ...]) -> autopar.Manu
 
 def plan_wide_resnet(
     plan: WideResNetPlan,
-    stages: autopar.AutoStageOption | autopar.ManualStageOption | autopar.UniformStageOption,
+    stages: StageOption,
     *,
     layers: int | None = None,
+    work: LayerWork = "flops",
     data_parallel: bool = False,
     memory_budget: float | None = None,
 ) -> autopar.Plan:
@@ -104,29 +104,27 @@ def plan_wide_resnet(
         plan: the model, its microbatches and its GPUs.
         stages: how stages are formed.
         layers: number of layers; by default that of its blocks.
+        work: what is even among layers.
         data_parallel: whether stages use data parallelism alone.
         memory_budget: bytes of one device; by default what the cluster file leaves for a step.
 
     Raises:
         NoStagesError, InfeasibleError: no plan fits in the memory.
     """
-    model = plan.model
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return model.train_step(state, batch, autopar.value_and_grad)
-
+    train_step, args = step_of(plan.model)
     options = autopar.DataParallel().sharding if data_parallel else autopar.ShardingOptions()
+    eps = EPS if work == "flops" else COUNT_EPS
     method = autopar.PipeshardParallel(
         num_micro_batches=plan.micro_batches,
         batch_statistics="microbatch",
-        layer_option=autopar.AutoLayerOption(layers or sum(plan.blocks), remat_layer=True, eps=EPS),
+        layer_option=autopar.AutoLayerOption(
+            layers or sum(plan.blocks), remat_layer=True, eps=eps, cost_criteria=work
+        ),
         stage_option=stages,
         default_auto_sharding_option=options,
         memory_budget=memory_budget,
     )
-    return autopar.plan_step(
-        train_step, model.abstract_args(), method=method, cluster=p3(plan.gpus)
-    )
+    return autopar.plan_step(train_step, args, method=method, cluster=p3(plan.gpus))
 
 
 def convolution_flops(model: WideResNet) -> float:

@@ -10,9 +10,11 @@ computes one of them.
 import argparse
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
 import autopar
 from experiments.models import Model
@@ -20,7 +22,9 @@ from experiments.models.model_sizes import gpt, moe
 from simulator import Cluster
 
 type SubmeshShape = tuple[int, int]
-type StageOption = autopar.AutoStageOption | autopar.ManualStageOption
+type StageOption = autopar.AutoStageOption | autopar.ManualStageOption | autopar.UniformStageOption
+type LayerWork = Literal["flops", "count"]
+"""What is even among layers: their FLOP, or their number of matrix products and convolutions."""
 
 GLOBAL_BATCH = 1024
 
@@ -28,6 +32,12 @@ EPS = {"gpt": 0.6, "moe": 1.5}
 """How uneven layers may be.
 
 Those of an MoE are less even: every second block has experts, and the vocabulary is large.
+"""
+
+COUNT_EPS = 0.35
+"""How uneven the numbers of matrix products and convolutions of layers may be.
+
+It is the least for the models of Alpa's paper: recomputed blocks count once, and numbers are whole.
 """
 
 
@@ -124,6 +134,19 @@ def p3(count: int) -> Cluster:
     return cluster.first_devices(count) if count <= 8 else cluster.with_size(hosts=count // 8)
 
 
+@cache
+def step_of(model: Model) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+    """Return a model's step in microbatches, and the shapes of its arguments.
+
+    Both are the same objects for the same model, so that `autopar.shared_traces` shares traces.
+    """
+
+    def train_step(state: Any, batch: Any) -> Any:
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    return train_step, model.abstract_args()
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineComparison:
     """Both plans for one model.
@@ -186,7 +209,10 @@ def compare(published: AlpaPlan) -> PipelineComparison:
 
 
 def plan_pipeline(
-    published: AlpaPlan, stages: StageOption, memory_budget: float | None = None
+    published: AlpaPlan,
+    stages: StageOption,
+    memory_budget: float | None = None,
+    work: LayerWork = "flops",
 ) -> autopar.Plan:
     """Plan the model of a published plan as a 1F1B pipeline with the same layers and microbatches.
 
@@ -194,24 +220,20 @@ def plan_pipeline(
         published: the published plan.
         stages: how stages are formed.
         memory_budget: bytes of one device; by default what the cluster file leaves for a step.
+        work: what is even among layers.
 
     Raises:
         NoStagesError, InfeasibleError: no plan fits in the memory.
     """
-    model = published.model()
-
-    def train_step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
+    train_step, args = step_of(published.model())
+    eps = EPS[published.family] if work == "flops" else COUNT_EPS
     method = autopar.PipeshardParallel(
         num_micro_batches=published.micro_batches,
-        layer_option=autopar.AutoLayerOption(published.num_layers, eps=EPS[published.family]),
+        layer_option=autopar.AutoLayerOption(published.num_layers, eps=eps, cost_criteria=work),
         stage_option=stages,
         memory_budget=memory_budget,
     )
-    return autopar.plan_step(
-        train_step, model.abstract_args(), method=method, cluster=p3(published.num_devices)
-    )
+    return autopar.plan_step(train_step, args, method=method, cluster=p3(published.num_devices))
 
 
 def _plan(published: AlpaPlan, stages: StageOption) -> tuple[autopar.Plan | None, Exception | None]:

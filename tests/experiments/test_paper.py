@@ -2,6 +2,9 @@
 
 import math
 import re
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,12 @@ from experiments.models.wide_resnet import BLOCKS
 from experiments.paper import draw_figure, paper_cell, wide_resnet_steps
 from experiments.paper.comparison import agreement
 from experiments.paper.figure_files import SUFFIXES, TRACKED, changed_files, mark_changed, paths_of
-from experiments.paper.figures import alpa_resharding, resnet_plans
+from experiments.paper.figures import (
+    alpa_inter_operator,
+    alpa_resharding,
+    planning_parts,
+    resnet_plans,
+)
 from experiments.paper.paper_style import (
     COLUMN_WIDTH,
     draw_bars,
@@ -248,3 +256,93 @@ def test_convolutions_of_data_parallel_stages_are_divided_by_the_batch() -> None
     )
     for stage in plan.stages:
         assert resnet_plans._divided(stage)["batch"] == 1.0
+
+
+def rates(family: str, *values: float | None) -> list[dict[str, Any]]:
+    """Return rows of rates of the kinds of stages for a family on 32 GPUs."""
+    return [
+        {
+            "family": family,
+            "group": 32,
+            "series": series,
+            "unit": "PFLOP/s",
+            "ours": value,
+            "fits": value is not None,
+        }
+        for series, value in zip(alpa_inter_operator.ORDER, values, strict=True)
+    ]
+
+
+def test_the_dynamic_program_gains_over_stages_that_do_not_fit() -> None:
+    table = pd.DataFrame([*rates("gpt", 2.0, 2.0, 2.0), *rates("wide_resnet", None, 1.0, 1.5)])
+    gains = alpa_inter_operator._gains(table, "wide_resnet").loc[32]
+    assert list(gains) == [math.inf, 1.5]
+    assert alpa_inter_operator.claims(table) == {
+        "alpa_program_beats_operators": True,
+        "alpa_layers_match_on_gpt": True,
+        "alpa_layers_slower_on_wide_resnet": True,
+    }
+    slower = pd.DataFrame([*rates("gpt", 2.0, 1.0, 2.0), *rates("wide_resnet", 2.0, 1.5, 1.5)])
+    assert set(alpa_inter_operator.claims(slower).values()) == {False}
+    assert "the only one that fits, beside equal operators" in alpa_inter_operator.caption(table)
+
+
+def test_stages_that_were_not_found_in_time_have_no_factor() -> None:
+    table = pd.DataFrame([*rates("gpt", 2.0, 2.0, 2.0), *rates("wide_resnet", None, 1.0, 1.5)])
+    table["fits"] = table["fits"].mask(table["ours"].isna())
+    assert math.isnan(alpa_inter_operator._gains(table, "wide_resnet").loc[32].iloc[0])
+    assert not alpa_inter_operator.claims(table)["alpa_program_beats_operators"]
+    assert "time limit: equal operators of Wide-ResNet on 32." in alpa_inter_operator.caption(table)
+
+
+def test_layers_of_equal_operators_have_as_many_of_them() -> None:
+    """Layers of equal FLOP have three and seven of the ten kernels."""
+    model = wide_resnet_steps.SMOKE
+    plan = wide_resnet_steps.plan_wide_resnet(model, model.stages, work="count")
+    kernels = [
+        [value for value in stage.inputs if re.fullmatch(r"0/params/.*kernel", value.path)]
+        for stage in plan.stages
+    ]
+    assert list(map(len, kernels)) == [5, 5]
+
+
+def code_in(path: str, name: str, body: str) -> Callable[[Callable[[], Any]], Any]:
+    """Return a function of one argument, `call`, that looks as if it were in a file of autopar."""
+    space: dict[str, Any] = {}
+    exec(compile(f"def {name}(call):\n    {body}", f"/tree/autopar/{path}", "exec"), space)
+    return space[name]
+
+
+def test_time_of_planning_belongs_to_the_part_of_the_functions_that_it_is_spent_in() -> None:
+    search = code_in("planning/stage_dp.py", "search", "return call()")
+    solve = code_in("planning/stage_costs.py", "solve", "return call()")
+    traced = code_in("tracing/trace.py", "traced", "return call()")
+    other = code_in("planning/plan_step.py", "other", "return call()")
+    part = planning_parts.part_of
+
+    def here() -> str:
+        return part(sys._getframe())
+
+    assert here() == planning_parts.REST
+    assert other(here) == planning_parts.REST
+    assert other(lambda: traced(here)) == planning_parts.TRACING
+    assert search(here) == planning_parts.PROGRAM
+    assert search(lambda: solve(here)) == planning_parts.COSTS
+
+    def work(seconds: float) -> None:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    def run() -> None:
+        search(lambda: work(0.1))
+        solve(lambda: work(0.3))
+
+    seconds = planning_parts.sampled_seconds(run)
+    assert sum(seconds.values()) == pytest.approx(0.4, rel=0.3)
+    assert seconds[planning_parts.COSTS] > 2 * seconds[planning_parts.PROGRAM] > 0.1
+
+
+def test_modules_of_the_parts_of_planning_exist() -> None:
+    modules = [module for part in planning_parts.MODULES.values() for module in part]
+    assert [module for module in modules if not (ROOT / "autopar" / module).exists()] == []

@@ -45,9 +45,10 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
     for gpus in (2,) if smoke else MESHES:
         model = _smaller(_model(part, gpus)) if smoke else _model(part, gpus)
         flops = convolution_flops(model) if isinstance(model, WideResNet) else step_flops(model)
+        args = model.abstract_args()  # once, so that traces are shared
         for series, method in METHODS.items():
             meshes = MESHES[gpus] if series == PROGRAM else MESHES[gpus][:1]
-            plans = [plan for mesh in meshes if (plan := _plan(model, method, gpus, mesh))]
+            plans = [plan for mesh in meshes if (plan := _plan(model, args, method, gpus, mesh))]
             row = {"family": part, "group": gpus, "series": series, "unit": "PFLOP/s"}
             if not plans:
                 yield {**row, "fits": False}
@@ -78,13 +79,13 @@ def _smaller(model: GPT | MoE | WideResNet) -> GPT | MoE | WideResNet:
 
 
 def _plan(
-    model: Model, method: autopar.PlanningMethod, gpus: int, mesh: tuple[int, ...]
+    model: Model, args: Any, method: autopar.PlanningMethod, gpus: int, mesh: tuple[int, ...]
 ) -> autopar.Plan | None:
     """Return the plan on GPUs of a host; None if none fits in memory."""
     try:
         return autopar.plan_step(
             model.train_step,
-            model.abstract_args(),
+            args,
             method=method,
             cluster=Cluster.load("p3.16xlarge").first_devices(gpus),
             mesh_shape=mesh,

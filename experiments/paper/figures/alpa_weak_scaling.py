@@ -13,7 +13,7 @@ from experiments.paper.paper_style import draw_bars, legend_above, new_figure
 from experiments.paper.published_values import published_factor, published_table
 from experiments.paper.study import Table
 from experiments.validation.alpa_figure7 import inter_only, step_flops
-from experiments.validation.pipeline_quality import PUBLISHED, AlpaPlan, p3, plan_pipeline
+from experiments.validation.pipeline_quality import PUBLISHED, AlpaPlan, p3, plan_pipeline, step_of
 from simulator.transformer import (
     EAGER,
     JITTED,
@@ -183,15 +183,12 @@ def _given_layout(model: Transformer, gpus: int, layout: IntraLayout) -> dict[st
 def _without_stages(plan: AlpaPlan, layout: IntraLayout) -> dict[str, Any]:
     """Return the rate of an MoE without stages, on a given logical mesh."""
     model: Any = plan.model()
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return model.train_step(state, batch, autopar.value_and_grad)
-
+    train_step, args = step_of(model)
     mesh = (layout.batch_axis, layout.other_axis)
     try:
         planned = autopar.plan_step(
             train_step,
-            model.abstract_args(),
+            args,
             method=autopar.ShardParallel(num_micro_batches=model.batch_size // layout.sequences),
             cluster=p3(plan.num_devices),
             mesh_shape=tuple(size for size in mesh if size > 1),

@@ -17,7 +17,7 @@ from experiments.paper.wide_resnet_steps import (
     convolution_flops,
     plan_wide_resnet,
 )
-from experiments.validation.pipeline_quality import p3
+from experiments.validation.pipeline_quality import p3, step_of
 
 ALPA, INTRA = "Alpa's plans", "intra-operator only"
 INTER, PP_DP = "inter-operator only", "pipeline and data (PP-DP)"
@@ -58,17 +58,13 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
 
 def _without_stages(plan: WideResNetPlan) -> autopar.Plan:
     """Return the plan on one mesh, with Alpa's logical mesh and microbatches."""
-    model = plan.model
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return model.train_step(state, batch, autopar.value_and_grad)
-
+    train_step, args = step_of(plan.model)
     method = autopar.ShardParallel(
-        num_micro_batches=model.batch_size // plan.intra_images, batch_statistics="microbatch"
+        num_micro_batches=plan.model.batch_size // plan.intra_images, batch_statistics="microbatch"
     )
     return autopar.plan_step(
         train_step,
-        model.abstract_args(),
+        args,
         method=method,
         cluster=p3(plan.gpus),
         mesh_shape=plan.intra_mesh,

@@ -33,7 +33,7 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
     """Yield seconds and megabytes of each planning."""
     if part == "search":
         for parameters, (*sizes, gpus) in list(SIZES.items())[: 2 if smoke else None]:
-            start = time.perf_counter()
+            start = time.process_time()
             execution = Execution(global_batch=gpus, scatter_sends=True)
             found = search_layouts(sized(*sizes), execution, machine(gpus), kept=("context",))
             yield _row(SEARCH, parameters, gpus, start) | {"layouts": found.count}
@@ -58,7 +58,7 @@ def _planned(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
     published = {plan.name: plan for plan in PUBLISHED}[part]
     if smoke:
         published = AlpaPlan("gpt", (64, 4, 2), 512, 2, ((1, (1, 1), (1, 1)),) * 2)
-    start = time.perf_counter()
+    start = time.process_time()
     space = autopar.AutoStageOption(submesh_logical_shape_space="all")
     plan_pipeline(published, space)
     parameters = {"gpt-8": 2.6, "gpt-16": 6.7, "gpt-32": 15.0, "gpt-64": LARGEST_PUBLISHED}[part]
@@ -66,12 +66,15 @@ def _planned(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def _row(series: str, parameters: float, gpus: int, start: float) -> dict[str, Any]:
-    """Return seconds since the start, and the largest memory of this process until now."""
+    """Return seconds since the start, and the largest memory of this process until now.
+
+    The seconds are those of the processor: other parts of the study may run beside this one.
+    """
     return {
         "series": series,
         "parameters_b": parameters,
         "gpus": gpus,
-        "seconds": time.perf_counter() - start,
+        "seconds": time.process_time() - start,
         "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
 
@@ -90,7 +93,7 @@ def caption(table: Table) -> str:
     """Return the caption."""
     search, plan = (table[table["series"] == series] for series in (SEARCH, PLAN))
     text = (
-        "Seconds of planning on two cores of one machine without GPUs: the search of closed-form"
+        "Processor seconds of planning on one machine without GPUs: the search of closed-form"
         " layouts, and the planner of stages and shardings from the traced step of Alpa's GPTs,"
         " tracing included, beside what Alpa needed, which compiles and profiles on GPUs."
     )
