@@ -46,7 +46,7 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
     planned: Callable[..., autopar.Plan]
     if family == "gpt":
         published = {plan.name: plan for plan in PUBLISHED}[part]
-        published = AlpaPlan("gpt", (64, 4, 2), 512, 4, published.stages) if smoke else published
+        published = AlpaPlan("gpt", (64, 8, 2), 512, 4, published.stages) if smoke else published
         model: Any = published.model()
         assert isinstance(model, GPT)
         planned = partial(plan_pipeline, published)
