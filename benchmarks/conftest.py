@@ -13,15 +13,14 @@ pytest-benchmark compares, which therefore prints both in seconds of this machin
 
 import json
 import platform
-import timeit
 from collections.abc import Generator
 from importlib.metadata import version
 
-import numpy as np
 import pytest
 from pytest_benchmark.session import PerformanceRegression
 from pytest_benchmark.utils import parse_compare_fail
 
+from experiments.reference_computation import reference_seconds
 from tests import conftest as tests_conftest
 from tests.conftest import *  # noqa: F403
 
@@ -30,19 +29,6 @@ TOLERANCE = "min:50%"
 TIMES = "min", "median", "mean"  # of a baseline: a comparison needs the first, a table all three
 REST = dict.fromkeys(("max", "stddev", "iqr", "rounds", "iterations"), float("nan"))
 BASELINES = pytest.StashKey[dict[str, dict]]()
-
-
-def reference() -> None:
-    """Compute what depends on no code of the project: one half in Python, the other in NumPy."""
-    counts: dict[int, int] = {}
-    for number in range(100_000):
-        counts[number % 1009] = counts.get(number % 1009, 0) + number
-    np.sort(np.sin(np.arange(300_000.0))).cumsum()
-
-
-def reference_seconds() -> float:
-    """Return the seconds of the fastest of five runs of `reference`."""
-    return min(timeit.repeat(reference, number=1, repeat=5))
 
 
 def pytest_configure(config):

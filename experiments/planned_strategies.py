@@ -3,11 +3,12 @@
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, override
 
+import jax
 from jax.sharding import AbstractMesh
 
 import autopar
@@ -31,8 +32,13 @@ class PlanningStrategy(Strategy):
     def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
         """Return the step to plan, and the method to plan it with."""
 
+    def planned_model(self, model: Model) -> Model:
+        """Return the model that is planned: this one, or one that leaves the planner more open."""
+        return model
+
     @override
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan:
+        model = self.planned_model(model)
         step, method = self.step(model, mesh)
         return autopar.plan_step(
             step, model.abstract_args(), method=method, cluster=cluster, mesh_shape=mesh
@@ -43,6 +49,8 @@ class PlanningStrategy(Strategy):
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
     ) -> Runnable:
         assert plan is not None
+        model = self.planned_model(model)
+        args = jax.tree.unflatten(jax.tree.structure(model.abstract_args()), jax.tree.leaves(args))
         step = autopar.parallelize(self.step(model, mesh)[0], method=autopar.PlanMethod(plan))
         executable = step.get_executable(*args)
         placed = step.preshard_dynamic_args(*args)
@@ -55,6 +63,7 @@ class PlanningStrategy(Strategy):
     ) -> SimulatedStep:
         assert plan is not None
         start = time.perf_counter()
+        model = self.planned_model(model)
         step = self.step(model, mesh)[0]
         program = autopar.compile_step(step, model.abstract_args(), plan, cluster)
         timeline = simulate(program, cluster)
@@ -94,6 +103,33 @@ class Pipelined(PlanningStrategy):
             num_micro_batches="auto",
             layer_option=autopar.AutoLayerOption(layer_num=mesh[0]),
             stage_option=autopar.UniformStageOption(mesh[0]),
+        )
+        return partial(model.train_step, value_and_grad=autopar.value_and_grad), method
+
+
+@dataclass(frozen=True, slots=True)
+class Automatic(PlanningStrategy):
+    """Every option open: layers, stages, their meshes, microbatches, schedule and recomputation.
+
+    The step as one program is among the candidates.
+    """
+
+    @override
+    def runs_on(self, model: Model, mesh: Shape) -> bool:
+        return prod(mesh) > 1
+
+    @override
+    def planned_model(self, model: Model) -> Model:
+        """Return the model without its own recomputation."""
+        return replace(model, remat=False) if isinstance(model, GPT) else model
+
+    @override
+    def step(self, model: Model, mesh: Shape) -> tuple[Callable[..., Any], autopar.PlanningMethod]:
+        method = autopar.PipeshardParallel(
+            num_micro_batches="auto",
+            pipeline_schedule="auto",
+            layer_option=autopar.AutoLayerOption(8, remat_layer="auto"),
+            stage_option="auto",
         )
         return partial(model.train_step, value_and_grad=autopar.value_and_grad), method
 

@@ -19,7 +19,7 @@ import autopar
 from autopar.util import memory_of
 from experiments.by_hand import BY_HAND
 from experiments.models.model import Model, ValueAndGrad
-from experiments.planned_strategies import SCHEDULED, Pipelined, Planned
+from experiments.planned_strategies import SCHEDULED, Automatic, Pipelined, Planned
 from experiments.strategy import Runnable, Shape, SimulatedStep, Strategy, compile_here, simulated
 from simulator import Cluster
 
@@ -97,6 +97,7 @@ STRATEGIES: dict[str, Strategy] = {
         partial(autopar.ShardParallel, options=autopar.ShardingOptions(mode="heuristic"))
     ),
     "pipeline": Pipelined(),
+    "pipeshard": Automatic(),
     **BY_HAND,
     **SCHEDULED,
 }

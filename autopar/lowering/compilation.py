@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from jax.sharding import Mesh
 
@@ -15,6 +16,7 @@ from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.lowering.target import compile_for, opaque_kernels, target_mesh
 from autopar.pipeline.partition import WHOLE_STEP_TASK
 from autopar.progress import log_progress, progress_part
+from autopar.tracing.shared_traces import shared
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo import parse_hlo
@@ -67,7 +69,8 @@ def compile_planned(
     """Compile the tasks of a plan for `cluster`.
 
     Each stage is compiled for the devices of its pool. Tasks that are the same program for the same
-    devices, as those of identical layers are, are compiled once.
+    devices, as those of identical layers are, are compiled once, also for several plans in one
+    `shared_traces`.
 
     Args:
         planned: the step with its plan.
@@ -104,15 +107,14 @@ def compile_planned(
                 progress_part(share, share + 1 / len(planned.tasks), f"compiling {task}"),
             ):
                 key = function.jitted.lower(*function.in_avals).as_text(), mesh
-                target = (
-                    None
-                    if key in compiled
-                    else compile_for(function.jitted, function.in_avals, pool, function.on_host)
-                )
-            if target is not None:
-                ops = parse_hlo(target.hlo_text, endless_once=endless)
-                body = with_axes(ops, stage.mesh.axes_of_groups)
-                compiled[key] = body, target.memory, temporary_memory(target.hlo_text)
+                if key not in compiled:
+                    compile_task = partial(
+                        compile_for, function.jitted, function.in_avals, pool, function.on_host
+                    )
+                    target = shared((compile_for, *key, function.on_host), compile_task)
+                    ops = parse_hlo(target.hlo_text, endless_once=endless)
+                    body = with_axes(ops, stage.mesh.axes_of_groups)
+                    compiled[key] = body, target.memory, temporary_memory(target.hlo_text)
             body, used, temporaries = compiled[key]
             bodies[task] = body
             log_progress(f"compiled {task}", len(bodies), len(planned.tasks))

@@ -4,11 +4,15 @@ The executable cannot run, but its scheduled HLO and its memory are those of the
 """
 
 import math
+import threading
 import time
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import jax
@@ -141,7 +145,8 @@ def compile_for(
         )
         lowered = step.lower(*args)
         _put_on_host(lowered.compiler_ir(), on_host)
-        compiled = lowered.compile(compiler_options=_OPTIONS)
+        options = _OPTIONS | {"xla_gpu_kernel_cache_file": _kernel_file(cluster)}
+        compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = {device for sharding in shardings for device in sharding.device_set}
@@ -153,6 +158,27 @@ def compile_for(
             " devices=target_devices(cluster)"
         )
     return TargetExecutable(compiled.as_text(), memory_of(compiled), seconds, len(devices))
+
+
+def _kernel_file(cluster: Cluster) -> str:
+    """Return the path of a file in which XLA keeps compiled kernels until this process ends.
+
+    Strategies of a step share most of their kernels, and code of kernels is half of what takes time
+    in compilation. There is a file for each kind of GPU and each thread that compiles.
+
+    Args:
+        cluster: the cluster whose GPUs the kernels are compiled for.
+    """
+    folder = Path(_kernel_folder().name)
+    folder.mkdir(mode=0o700, exist_ok=True)  # a process forked from this one may have removed it
+    target = hash(cluster.device.xla_target_config())
+    return str(folder / f"{threading.get_ident()}-{target:x}")
+
+
+@cache
+def _kernel_folder() -> TemporaryDirectory[str]:
+    """Return the folder of these files, which is removed when this process ends."""
+    return TemporaryDirectory(prefix="autopar-kernels-")
 
 
 def _put_on_host(module: Any, arguments: Sequence[int]) -> None:

@@ -1,4 +1,7 @@
-"""One trace for several uses of a step: planning, predicting and reporting it in one process."""
+"""One trace for several uses of a step: planning, predicting and reporting it in one process.
+
+Programs that are equal are compiled once, too.
+"""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -13,8 +16,8 @@ def shared_traces() -> Iterator[None]:
     """Trace a step once for the same arguments and options while the block runs.
 
     Inside the block, `plan_step`, `predict`, `simulate`, `compile_step` and reports reuse the trace
-    of a function that they get again with arrays of the same shapes. As for `jax.jit`, the function
-    must not depend on anything that changes in the meantime.
+    of a function that they get again with arrays of the same shapes, and compile equal programs
+    once. As for `jax.jit`, the function must not depend on anything that changes in the meantime.
 
     Example:
         >>> with autopar.shared_traces():

@@ -1,10 +1,13 @@
 """Compilation for absent GPUs, and properties of its HLO as `simulator.hlo` parses it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +126,27 @@ def test_part_of_a_host_is_enough_for_a_small_mesh():
     assert mesh.axis_types == (jax.sharding.AxisType.Auto,) * 2
     x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a")))
     assert compile_for(jax.jit(lambda x: x + 1), (x,), cluster).num_devices == 2
+
+
+def test_kernels_are_compiled_once_for_a_gpu(monkeypatch, tmp_path):
+    folder = SimpleNamespace(name=str(tmp_path / "kernels"))
+    monkeypatch.setattr("autopar.lowering.target._kernel_folder", lambda: folder)
+
+    def compiled(fun, name):
+        mesh = target_mesh(cluster := Cluster.load(name), (1,), ("a",))
+        x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+        executable = compile_for(jax.jit(fun), (x,), cluster)
+        return executable, [f.stat().st_size for f in Path(folder.name).iterdir()]
+
+    first, (size,) = compiled(lambda x: x + 1, "p3.16xlarge")
+    again, sizes = compiled(lambda x: x + 1, "p3.16xlarge")
+    assert total_work(again) == total_work(first)
+    assert sizes == [size]
+    _, (more,) = compiled(jnp.tanh, "p3.16xlarge")
+    assert more > size
+    assert len(compiled(lambda x: x + 1, "dgx_h100")[1]) == 2
+    shutil.rmtree(folder.name)
+    assert len(compiled(lambda x: x + 1, "p3.16xlarge")[1]) == 1
 
 
 def test_a_mesh_over_hosts_has_whole_hosts():

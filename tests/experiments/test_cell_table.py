@@ -11,6 +11,7 @@ import yaml
 from experiments.cells import Cell, read_job, write_cell, write_job
 from experiments.report.cell_table import COLUMNS, cell_table, quickstart_table, rows_of
 from experiments.scripts import draw_figures, write_tables
+from experiments.sources import ROOT
 from experiments.sweep_job import Job
 
 SIZES = {"dim": 4, "num_layers": 2, "batch_size": 6}
@@ -153,3 +154,15 @@ def tables(tmp_path: Path) -> Path:
 def written(tables: Path) -> tuple[str, str, str]:
     """Return the first arguments of `write_tables`."""
     return str(tables), str(tables / "measured"), str(tables / "published.yaml")
+
+
+def test_no_committed_row_is_faster_than_the_plan_with_every_option_open() -> None:
+    cells = pd.read_csv(ROOT / "results/tables/cells.csv").query("source == 'simulated'")
+    groups = cells.groupby(["model", "size", "platform", "mesh"])
+    compared = 0
+    for name, group in groups:
+        seconds = group.set_index("strategy")["step_time_s"]
+        if "pipeshard" in seconds:
+            assert seconds["pipeshard"] <= 1.0001 * seconds.min(), name
+            compared += 1
+    assert compared >= 9

@@ -23,7 +23,13 @@ from simulator.program import Program
 MODELS = {
     "mlp": MLP(dim=16, num_layers=2, batch_size=16),
     "gpt": GPT(
-        num_layers=1, hidden_size=16, num_heads=8, sequence_length=8, vocab_size=32, batch_size=8
+        num_layers=1,
+        hidden_size=16,
+        num_heads=8,
+        sequence_length=8,
+        vocab_size=32,
+        batch_size=8,
+        remat=True,
     ),
 }
 MESHES = {"mlp": [(2,), (4,), (8,), (2, 4)], "gpt": [(8,), (2, 4)]}

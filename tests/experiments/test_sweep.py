@@ -36,6 +36,7 @@ def test_the_default_sweep_covers_models_meshes_and_strategies(config: Any) -> N
         "zero3",
         "shard",
         "pipeline",
+        "pipeshard",
         "manual_tensor_2d",
         "manual_megatron",
         "schedule_megatron",
