@@ -163,8 +163,8 @@ def compile_for(
 def _kernel_file(cluster: Cluster) -> str:
     """Return the path of a file in which XLA keeps compiled kernels until this process ends.
 
-    Strategies of a step share most of their kernels, and code of kernels is half of what takes time
-    in compilation. There is a file for each kind of GPU and each thread that compiles.
+    Strategies of a step share most of their kernels, whose code takes a third of the time of
+    compilation. There is a file for each kind of GPU and each thread that compiles.
 
     Args:
         cluster: the cluster whose GPUs the kernels are compiled for.
