@@ -1,6 +1,5 @@
 """Seconds of the algorithms of inter-operator planning, and of planning pipelines of real steps."""
 
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -16,8 +15,7 @@ from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes
 from autopar.planning.stage_dp import construct_stages
 from autopar.planning.stage_problem import StageCost, StageProblem, in_flight_of
-from experiments.models.model_sizes import gpt
-from simulator.hardware.cluster import Cluster
+from experiments.validation.planning_seconds import PLANNINGS
 
 SEQUENCE, VOCABULARY = 1024, 51200
 
@@ -89,42 +87,11 @@ def test_stage_construction(benchmark, name):
     ).num_costs
 
 
-STEPS = {
-    "GPT-2.6B, 8 V100": (gpt(2560, 32, 32, 1024), 128, 8, Cluster.load("p3.16xlarge")),
-    "GPT-39B, 64 V100": (
-        gpt(8192, 48, 64, 1024),
-        1024,
-        16,
-        Cluster.load("p3.16xlarge").with_size(hosts=8),
-    ),
-    "GPT-1T, 3072 A100": (
-        gpt(25600, 128, 160, 3072),
-        384,
-        64,
-        Cluster.load("dgx_a100_80").with_size(hosts=384),
-    ),
-}
-"""Model, number of microbatches, number of layers, cluster."""
-
-
 @pytest.mark.benchmark(group="trace and plan")
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [n for n, p in PLANNINGS.items() if p.micro_batches != "auto"])
 def test_a_step_becomes_a_pipeline(benchmark, name):
     """Plan the train step with every layer unrolled, from the function to the complete plan."""
-    model, micro_batches, layers, cluster = STEPS[name]
-
-    def train_step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
-    method = autopar.PipeshardParallel(
-        num_micro_batches=micro_batches,
-        layer_option=autopar.AutoLayerOption(layers),
-        stage_option="auto",
-    )
-    arguments = model.abstract_args()
-    plan = benchmark.pedantic(
-        lambda: autopar.plan_step(train_step, arguments, method=method, cluster=cluster), rounds=1
-    )
+    plan = benchmark.pedantic(PLANNINGS[name].plan, rounds=1)
     assert plan.gap <= 0.011
     benchmark.extra_info["stages"] = [
         f"{len(stage.devices)}: {stage.mesh_shape}" for stage in plan.stages
@@ -137,22 +104,7 @@ def test_every_option_is_searched(benchmark):
 
     The aim on two quiet cores is a minute.
     """
-    model = replace(gpt(3072, 30, 32, 512), remat=False)
-
-    def train_step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
-    method = autopar.PipeshardParallel(
-        num_micro_batches="auto",
-        pipeline_schedule="auto",
-        layer_option=autopar.AutoLayerOption(10, remat_layer="auto"),
-        stage_option="auto",
-    )
-    cluster = Cluster.load("dgx_a100_80").with_size(hosts=8)
-    arguments = model.abstract_args()
-    plan = benchmark.pedantic(
-        lambda: autopar.plan_step(train_step, arguments, method=method, cluster=cluster), rounds=1
-    )
+    plan = benchmark.pedantic(PLANNINGS["GPT-3.6B, 64 A100, all open"].plan, rounds=1)
     trials = autopar.get_last_search_result()
     benchmark.extra_info["combinations"] = len(trials)
     benchmark.extra_info["planned"] = sum(trial.seconds is not None for trial in trials)

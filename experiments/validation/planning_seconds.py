@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import autopar
 from experiments.models.gpt import GPT
 from experiments.models.model_sizes import gpt
 from experiments.reference_computation import reference_seconds
+from experiments.validation.pipeline_quality import step_of
 from simulator import Cluster
 
 
@@ -47,10 +48,7 @@ class Planning:
         is_open = self.micro_batches == "auto"
         model = replace(self.model, remat=not is_open)
         name, hosts = self.cluster
-
-        def train_step(state: Any, batch: Any) -> Any:
-            return model.train_step(state, batch, autopar.value_and_grad)
-
+        train_step, args = step_of(model)
         method = autopar.PipeshardParallel(
             num_micro_batches=self.micro_batches,
             pipeline_schedule="auto" if is_open else "1f1b",
@@ -61,19 +59,19 @@ class Planning:
         )
         return autopar.plan_step(
             train_step,
-            model.abstract_args(),
+            args,
             method=method,
             cluster=Cluster.load(name).with_size(hosts=hosts),
         )
 
 
 PLANNINGS: Mapping[str, Planning] = {
-    "2.6B, 8 V100": Planning(gpt(2560, 32, 32, 1024), ("p3.16xlarge", 1), 8, 128),
-    "39B, 64 V100": Planning(gpt(8192, 48, 64, 1024), ("p3.16xlarge", 8), 16, 1024),
-    "1T, 3072 A100": Planning(gpt(25600, 128, 160, 3072), ("dgx_a100_80", 384), 64, 384),
-    "3.6B, 64 A100, all open": Planning(gpt(3072, 30, 32, 512), ("dgx_a100_80", 8), 10),
+    "GPT-2.6B, 8 V100": Planning(gpt(2560, 32, 32, 1024), ("p3.16xlarge", 1), 8, 128),
+    "GPT-39B, 64 V100": Planning(gpt(8192, 48, 64, 1024), ("p3.16xlarge", 8), 16, 1024),
+    "GPT-1T, 3072 A100": Planning(gpt(25600, 128, 160, 3072), ("dgx_a100_80", 384), 64, 384),
+    "GPT-3.6B, 64 A100, all open": Planning(gpt(3072, 30, 32, 512), ("dgx_a100_80", 8), 10),
 }
-"""GPTs by parameters and devices."""
+"""Plannings by parameters and devices; the benchmarks time them too."""
 
 
 @dataclass(frozen=True, slots=True)
