@@ -42,9 +42,8 @@ def plan_step(
 ) -> Plan:
     """Plan `fun` for a cluster without running or compiling it.
 
-    XLA may need more memory than the planner estimates. So `WORKSPACE_BYTES` are subtracted from
-    the method's `memory_budget`, and the rest is divided by `MEMORY_MARGIN`, before planning. The
-    plan's `predicted_bytes` are the estimate itself.
+    XLA may need more memory than the planner estimates. So the method's `memory_budget` is divided
+    by `MEMORY_MARGIN` before planning. The plan's `predicted_bytes` are the estimate itself.
 
     Args:
         fun: the training step.
@@ -76,9 +75,8 @@ def plan_step(
     fun, args, batch = packed_step(fun, args, batch_argnums)
     mesh = _mesh(method, cluster, mesh_shape)
     budget = method.memory_budget
-    workspace = 0 if all(pool.device.kind == "cpu" for pool in cluster.pools) else WORKSPACE_BYTES
     if budget is not None:
-        method = replace(method, memory_budget=max(1.0, (budget - workspace) / MEMORY_MARGIN))
+        method = replace(method, memory_budget=budget / MEMORY_MARGIN)
     try:
         return plan_by_method(method, fun, args, batch, Target(mesh, cluster)).plan
     except (MemoryBudgetError, NoStagesError) as error:
@@ -86,10 +84,10 @@ def plan_step(
             raise
         notes = getattr(error, "__notes__", [])
         if isinstance(error, MemoryBudgetError):
-            error = MemoryBudgetError(budget, workspace + MEMORY_MARGIN * error.least, error.step)
+            error = MemoryBudgetError(budget, MEMORY_MARGIN * error.least, error.step)
         error.add_note(
-            f"memory_budget is {budget / 1e9:.3g} GB; plan_step keeps {workspace / 1e6:.1f} MB for"
-            f" workspaces of libraries, and a margin of {MEMORY_MARGIN - 1:.0%} for XLA"
+            f"memory_budget is {budget / 1e9:.3g} GB; plan_step keeps a margin of"
+            f" {MEMORY_MARGIN - 1:.0%} for XLA"
         )
         for note in notes if isinstance(error, MemoryBudgetError) else ():
             error.add_note(note)
@@ -122,13 +120,6 @@ MEMORY_MARGIN = 1.13
 """Factor by which XLA may need more memory than the planner estimates.
 
 The largest excess in results/tables/fidelity.csv is 1.124.
-"""
-
-
-WORKSPACE_BYTES = 8 * 2**20
-"""Bytes of the workspaces that XLA:GPU gives to cuBLAS (jaxlib 0.11.2).
-
-They are 4 MiB for each matrix product, of which two may run at the same time.
 """
 
 

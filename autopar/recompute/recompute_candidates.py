@@ -145,7 +145,8 @@ def candidates(
     makers = tuple(sorted(results))
     numbers = {u: number for number, u in enumerate(makers)}
     negligible = _negligible({u: sum(size for size, _, _ in own) for u, own in results.items()})
-    base = memory.live_bytes(choice).copy()
+    base = memory.live_bytes(choice)
+    base = base + memory.reserved_bytes(choice) - base.max()  # gaps, at each point
     values = []
     for u in makers:
         for size, start, end in results[u]:

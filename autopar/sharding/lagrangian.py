@@ -111,7 +111,7 @@ class PricedProblem:
             bound=(1 - (solution.gap or 0.0)) * solution.objective,
             resident_bytes=resident,
             saved_bytes=self._saved.used(choice),
-            extra_bytes=float(self._memory.live_bytes(choice).max()) - resident,
+            extra_bytes=self._memory.reserved_bytes(choice) - resident,
         )
 
     def _priced(self, price: float, in_flight: int) -> SelectionProblem:

@@ -73,12 +73,21 @@ class MeshCosts:
 
         XLA generates such kernels with Triton, for compute capability 8.0 and later.
         """
-        target = getattr(
-            getattr(getattr(self.model, "cluster", None), "device", None), "xla_target", None
-        )
+        target = self._target
         if target is None:
             return True
         return target["gpu_device_info"]["cuda_compute_capability"]["major"] >= 8
+
+    @property
+    def workspace(self) -> int:
+        """The bytes that a matrix product needs while it runs: XLA:GPU gives cuBLAS 4 MiB."""
+        return 0 if self._target is None else 2**22
+
+    @property
+    def _target(self) -> Mapping[str, Any] | None:
+        """What XLA:GPU knows of the device; None for other devices."""
+        device = getattr(getattr(self.model, "cluster", None), "device", None)
+        return getattr(device, "xla_target", None)
 
     @cached_property
     def combined(self) -> "MeshCosts":
@@ -184,6 +193,11 @@ def copied_bytes(num_bytes: float, source: Spec, target: Spec, mesh: LogicalMesh
             local *= mesh.ways(leaving)
             moved += 2 * local if dim > 0 else 0.0
     return moved
+
+
+def is_local(source: Spec, target: Spec) -> bool:
+    """Return whether resharding takes no collective: each device has its new part already."""
+    return not any(_leaving(axes, target[dim]) for dim, axes in enumerate(source))
 
 
 def _leaving(axes: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from autopar.sharding.heuristic import input_placed
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import Pins, ShardingError, check_batch_axis, input_specs
-from autopar.sharding.step_decisions import Decisions, Placement, Use
+from autopar.sharding.step_decisions import Decisions, PartialResult, Placement, Use
 from autopar.xla_fusion import traffic
 
 
@@ -87,7 +87,7 @@ class _ProblemBuilder:
         check_batch_axis(options, self.mesh)
         self.flow = analyze(step)
         memory_traffic = traffic(step, costs.fuses_rows)
-        self.decisions = Decisions(leaders=memory_traffic.leaders)
+        self.decisions = Decisions(leaders=memory_traffic.leaders, workspace=costs.workspace)
         self.pins = Pins(options.pins, step, self.mesh)
         self.candidates = EquationCandidates(step, self.flow, costs, options, deferred)
         self.seconds = EquationSeconds(step, self.flow, memory_traffic, costs)
@@ -246,12 +246,18 @@ class _ProblemBuilder:
         seconds = self.seconds.computing(number, eqn, factors, candidates)
         self._add_seconds(number, first.decision, seconds)
         results = [Placement(first.decision, specs) for specs in candidates.results]
-        if self.seconds.is_combined(eqn.outvars[0]) and self.seconds.repeats[number] == 1:
-            before = [
-                max((b for kind, b, _ in o.collectives if kind == "reduce_scatter"), default=0.0)
-                for o in candidates.options
-            ]
-            self.decisions.scattered.append((number, first.decision, np.array(before)))
+        is_combined = self.seconds.is_combined(eqn.outvars[0]) and self.seconds.repeats[number] == 1
+        for kind in ("all_reduce", "reduce_scatter"):
+            before = np.array(
+                [
+                    max((size for k, size, _ in o.collectives if k == kind), default=0.0)
+                    for o in candidates.options
+                ]
+            )
+            if before.any():
+                self.decisions.partial.append(
+                    PartialResult(number, first.decision, kind, before, is_combined)
+                )
         self.decisions.decided.append((number, tuple(results)))
         self.decisions.placements.update(zip(eqn.outvars, results, strict=True))
         self._use_operands(number, eqn, first.decision, candidates)

@@ -68,8 +68,8 @@ def solve_within_memory(
 
     Capacity constraints are generated lazily: one is added at the program point where a solution
     exceeds the budget most, until none does. Few points ever need one. Resharded copies that stay
-    alive across a point are not variables of its constraint; their bytes are subtracted from its
-    bound.
+    alive across a point, and gaps between values, are not variables of its constraint; their bytes
+    are subtracted from its bound.
     """
 
     def allowed(choice: Sequence[int]) -> bool:
@@ -77,7 +77,7 @@ def solve_within_memory(
 
     first = cheapest_like(start.specs, memory.decisions, problem) if start else None
     if start and first:
-        peak = float(memory.live_bytes(first.choice).max())
+        peak = memory.reserved_bytes(first.choice)
         if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
             gap = max(0.0, 1 - start.bound / first.objective) if first.objective else 0.0
             return replace(first, gap=gap), peak
@@ -98,14 +98,14 @@ def solve_within_memory(
             if not constraints:
                 raise
             raise MemoryBudgetError(budget, memory.lower_bound(), memory.step.name) from error
-        peaks = memory.live_bytes(solution.choice)
-        point = int(peaks.argmax())
-        if peaks[point] <= budget:
-            return solution, float(peaks[point])
+        reserved = memory.reserved_bytes(solution.choice)
+        if reserved <= budget:
+            return solution, reserved
+        point = int(memory.live_bytes(solution.choice).argmax())
         bound = max(bound, solution.bound)
         modelled = memory.capacity_constraint(point, budget).used(solution.choice)
         tightened = 0.98 * constraints[point].bound if point in constraints else budget
-        capacity = min(tightened, budget - (peaks[point] - modelled))
+        capacity = min(tightened, budget - (reserved - modelled))
         constraints[point] = memory.capacity_constraint(point, capacity)
 
 
@@ -118,7 +118,7 @@ def propagate_within_memory(
         MemoryBudgetError: the peak exceeds `budget`.
     """
     solution = propagate(problem)
-    peak = float(memory.live_bytes(solution.choice).max())
+    peak = memory.reserved_bytes(solution.choice)
     if peak > budget:
         raise MemoryBudgetError(budget, peak, memory.step.name)
     return solution, peak

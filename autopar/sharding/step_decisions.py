@@ -10,6 +10,7 @@ from autopar.ir.spec import Specs
 from autopar.sharding.dataflow import InputRole
 from autopar.sharding.mesh_costs import Seconds
 from autopar.sharding.selection_problem import SelectionProblem
+from simulator.work import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,25 @@ class Use:
     required: Specs
 
 
+@dataclass(frozen=True, slots=True)
+class PartialResult:
+    """The result of an equation before a collective completes it.
+
+    Attributes:
+        eqn: number of the equation.
+        decision: its decision.
+        kind: the collective.
+        sizes: bytes on one device under each option of the decision; 0 without the collective.
+        is_combined: whether XLA combines the collective with others.
+    """
+
+    eqn: int
+    decision: int
+    kind: CollectiveKind
+    sizes: np.ndarray
+    is_combined: bool
+
+
 @dataclass
 class Decisions:
     """The decisions of a step: the selection problem, and what each choice means.
@@ -60,8 +80,8 @@ class Decisions:
             and either a decision with seconds of shape (2, options), as in `parts`, or two
             decisions with seconds of resharding. Resharding of the step's outputs has number -1.
         leaders: see `autopar.xla_fusion.Traffic`.
-        scattered: number, decision, and bytes per option on one device before the reduce_scatter,
-            of equations whose reduce_scatter XLA combines with others.
+        partial: results before a collective completes them.
+        workspace: bytes that each matrix product needs while it runs.
     """
 
     labels: list[str] = field(default_factory=list)
@@ -76,7 +96,8 @@ class Decisions:
     roles: list[InputRole] = field(default_factory=list)
     shares: list[tuple[int, tuple[int, ...], np.ndarray]] = field(default_factory=list)
     leaders: Mapping[int, int] = field(default_factory=dict)
-    scattered: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    partial: list[PartialResult] = field(default_factory=list)
+    workspace: int = 0
 
     def problem(self) -> SelectionProblem:
         """Return the selection problem."""

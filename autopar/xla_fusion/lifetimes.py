@@ -1,9 +1,8 @@
 """Liveness: which values of a step are written to device memory, and from when to when they live.
 
 A value that is not written stays in the registers of a fusion. The model is of XLA:GPU;
-`experiments.validation.fidelity` compares it with XLA's buffer assignment. It leaves out the
-padding of half-precision products to multiples of eight, workspaces of cuBLAS (4 MB), and values
-that other shardings make XLA compute twice.
+`experiments.validation.fidelity` compares it with XLA's buffer assignment. It leaves out
+values that shardings make XLA compute twice.
 """
 
 from collections import Counter

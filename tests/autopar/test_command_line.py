@@ -379,13 +379,13 @@ FIT = ("fit", "steps_of_a_user:of_batch", "--cluster", "dgx_h100", "--method", "
 
 
 def test_the_largest_batch_is_that_of_the_api(folder, tmp_path):
-    options = ["--largest", "batch", "--memory-budget", "2e6", "--no-confirm"]
+    options = ["--largest", "batch", "--memory-budget", "6.2e6", "--no-confirm"]
     found = values(*FIT, *options, "-o", tmp_path / "fit.json")
     expected = autopar.fit(
         load_function("steps_of_a_user:of_batch").made,
         "dgx_h100",
         largest="batch",
-        method=autopar.DataParallel(memory_budget=2e6),
+        method=autopar.DataParallel(memory_budget=6.2e6),
         confirm=False,
     )
     assert expected.refused is not None
@@ -397,7 +397,7 @@ def test_the_largest_batch_is_that_of_the_api(folder, tmp_path):
 
 
 def test_savings_of_a_step_that_cannot_fit_are_a_negative_answer(folder):
-    options = ["--cluster", "h200", "--method", "data", "--memory-budget", "1e4"]
+    options = ["--cluster", "cpu-virtual", "--method", "data", "--memory-budget", "1e4"]
     found = values("savings", STEP, *options, code=1)
     assert not found["fits"]
     assert found["num_bytes"] > found["budget"] == 1e4

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import autopar
-from autopar.planning.plan_step import MEMORY_MARGIN, WORKSPACE_BYTES
+from autopar.planning.plan_step import MEMORY_MARGIN
 from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 from tests.tiers import slow
@@ -115,18 +115,17 @@ def test_a_plan_within_a_budget_leaves_the_margin():
     weights = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     args = {"a": weights, "b": weights}, jax.ShapeDtypeStruct((256, 512), jnp.float32)
     free = autopar.plan_step(step, args, cluster="dgx_h100", method=autopar.ShardParallel(8))
-    budget = WORKSPACE_BYTES + 1.01 * free.predicted_bytes
+    budget = 1.01 * free.predicted_bytes
     within = autopar.plan_step(
         step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=budget)
     )
-    assert within.predicted_bytes * MEMORY_MARGIN <= budget - WORKSPACE_BYTES
+    assert within.predicted_bytes * MEMORY_MARGIN <= budget
     with pytest.raises(autopar.MemoryBudgetError) as caught:
         autopar.plan_step(
             step, args, cluster="dgx_h100", method=autopar.ShardParallel(8, memory_budget=1e4)
         )
     assert caught.value.__notes__ == [
-        "memory_budget is 1e-05 GB; plan_step keeps 8.4 MB for workspaces of libraries, and a"
-        " margin of 13% for XLA"
+        "memory_budget is 1e-05 GB; plan_step keeps a margin of 13% for XLA"
     ]
 
 

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 
 import autopar
-from autopar.planning.plan_step import WORKSPACE_BYTES
 from autopar.planning.stage_problem import NoStagesError
 from experiments.models import GPT, LSTM, MLP
 from tests.fuzz.outcomes import Outcomes
@@ -76,7 +75,7 @@ def test_what_is_compiled_is_within_the_budget_of_the_plan(part, record_property
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 free = autopar.plan_step(step, args, cluster=CLUSTER, method=method)
-                budget = share * (free.predicted_bytes + WORKSPACE_BYTES)
+                budget = share * free.predicted_bytes
                 plan = autopar.plan_step(
                     step, args, cluster=CLUSTER, method=replace(method, memory_budget=budget)
                 )

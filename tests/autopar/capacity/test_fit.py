@@ -12,7 +12,9 @@ from simulator import Cluster, load_cluster
 
 WIDTH = 64
 CLUSTER = "dgx_a100_80"
-METHOD = autopar.DataParallel((2,), memory_budget=3e6)
+WORKSPACE = 2**22
+"""Bytes that every matrix product takes on a GPU while it runs."""
+METHOD = autopar.DataParallel((2,), memory_budget=WORKSPACE + 3e6)
 
 
 def array(*shape):
@@ -91,7 +93,7 @@ def test_the_answer_is_compiled_within_the_budget_and_the_next_is_not():
 
 
 def test_layers_are_fitted_and_limits_hold():
-    method = replace(METHOD, memory_budget=1e6)
+    method = replace(METHOD, memory_budget=WORKSPACE + 1e6)
     found = autopar.fit(of_layers, CLUSTER, largest="layers", method=method, confirm=False)
     assert fits(found.size, of_layers, method)
     assert not fits(found.size + 1, of_layers, method)
@@ -103,7 +105,7 @@ def test_layers_are_fitted_and_limits_hold():
 
 
 def test_the_batch_is_a_multiple_of_devices_and_microbatches():
-    method = autopar.DataParallel((2,), 3, memory_budget=3e6)
+    method = autopar.DataParallel((2,), 3, memory_budget=WORKSPACE + 3e6)
     found = autopar.fit(
         of_batch, CLUSTER, largest="batch", method=method, confirm=False, at_most=60
     )
@@ -112,7 +114,7 @@ def test_the_batch_is_a_multiple_of_devices_and_microbatches():
 
 @pytest.mark.parametrize(("fewest", "budget", "size"), [("gpus", 8e6, 2), ("hosts", 1e6, 2)])
 def test_the_smallest_cluster_that_fits(fewest, budget, size):
-    method = autopar.DataParallel(memory_budget=budget)
+    method = autopar.DataParallel(memory_budget=WORKSPACE + budget)
     found = autopar.fit(of_cluster, CLUSTER, fewest=fewest, method=method, confirm=False)
     assert (found.quantity, found.size) == (fewest, size)
     assert found.refused is not None
@@ -131,12 +133,12 @@ def test_the_method_of_the_options_is_taken():
 
 
 def test_a_step_that_never_fits_is_told_what_it_needs_and_what_would_help():
-    method = autopar.DataParallel((2,), memory_budget=0.3e6)
+    method = autopar.DataParallel((2,), memory_budget=WORKSPACE + 0.25e6)
     with pytest.raises(autopar.NeverFitsError) as caught:
         autopar.fit(of_layers, CLUSTER, largest="layers", method=method, confirm=False, at_most=4)
     message = str(caught.value)
     assert (
-        "no number of layers from 1 to 4 fits into 0.0003 GB per device: layers=1 needs 0.0"
+        "no number of layers from 1 to 4 fits into 0.00444 GB per device: layers=1 needs 0.0"
         in message
     )
     assert "inputs" in message

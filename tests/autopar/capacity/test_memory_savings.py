@@ -1,7 +1,7 @@
 """What would make a step fit: each change has the bytes of its plan."""
 
 import autopar
-from tests.autopar.capacity.test_fit import CLUSTER, of_cluster
+from tests.autopar.capacity.test_fit import CLUSTER, WORKSPACE, of_cluster
 
 STEP, ARGS = of_cluster()
 
@@ -11,7 +11,7 @@ def found_within(budget, method=autopar.DataParallel):
 
 
 def test_changes_are_ordered_until_the_step_fits():
-    found = found_within(2.2e6)
+    found = found_within(WORKSPACE + 2.2e6)
     assert not found.fits
     assert [saving.saved_bytes for saving in found.alone] == sorted(
         (saving.saved_bytes for saving in found.alone), reverse=True

@@ -11,7 +11,7 @@ from autopar.pipeline.pipeline_schedules import schedule_names
 from autopar.plan import WHOLE_STEP
 from autopar.planning.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
 from autopar.planning.pipeline_planner import PipelinePlanner
-from autopar.planning.plan_step import MEMORY_MARGIN, WORKSPACE_BYTES
+from autopar.planning.plan_step import MEMORY_MARGIN
 from autopar.testing import assert_allclose
 from experiments.models import build_model
 from simulator.hardware.cluster import Cluster
@@ -86,7 +86,7 @@ def test_combinations_that_bounds_rule_out_are_no_faster(budget):
     layers = AutoLayerOption(4, remat_layer="auto")
     if budget:
         least = planned(**options, layer_option=layers).predicted_bytes
-        budget = WORKSPACE_BYTES + budget * MEMORY_MARGIN * least
+        budget = budget * MEMORY_MARGIN * least
     plan = planned(**options, layer_option=layers, memory_budget=budget)
     num_planned = 0
     for trial in autopar.get_last_search_result():
@@ -153,7 +153,7 @@ def test_a_step_that_barely_fits_as_one_program_is_not_ruled_out():
         pipeline_schedule="auto",
         layer_option=AutoLayerOption(2),
         stage_option="auto",
-        memory_budget=WORKSPACE_BYTES + 1.001 * MEMORY_MARGIN * whole.predicted_bytes,
+        memory_budget=1.001 * MEMORY_MARGIN * whole.predicted_bytes,
     )
     plan = autopar.plan_step(step, arguments, method=method, cluster=CLUSTER)
     assert plan.predicted_seconds <= whole.predicted_seconds
@@ -235,7 +235,7 @@ def test_a_small_memory_budget_selects_more_microbatches():
         for n in (1, 16)
     }
     assert bytes_by_count[16] < bytes_by_count[1]
-    budget = WORKSPACE_BYTES + MEMORY_MARGIN * bytes_by_count[16]
+    budget = MEMORY_MARGIN * bytes_by_count[16]
     tight = planned(
         num_micro_batches="auto", stage_option=UniformStageOption(2), memory_budget=budget
     )

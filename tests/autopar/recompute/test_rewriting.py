@@ -80,11 +80,11 @@ def test_equations_that_cannot_be_repeated_are_refused(step):
 
 
 def plan_within(share, remat: Remat = "auto"):
-    args = arguments(rows=4096)
+    args = arguments(rows=2**17)
     free = autopar.plan_step(
         train_step, args, method=autopar.DataParallel((2,)), cluster="dgx_a100_80"
     )
-    budget = share * free.predicted_bytes * 1.13 + 8 * 2**20
+    budget = share * free.predicted_bytes * 1.13
     method = autopar.DataParallel((2,), memory_budget=budget, remat=remat)
     return free, autopar.plan_step(train_step, args, method=method, cluster="dgx_a100_80")
 

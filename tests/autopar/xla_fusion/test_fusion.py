@@ -208,16 +208,17 @@ def test_accumulation_over_microbatches_reads_two_arrays_and_writes_one():
 
 
 def test_a_large_gradient_is_consumed_by_its_update_before_the_next_is_computed():
-    weights = [jax.ShapeDtypeStruct((512, 512), "float32")] * 2
-    step = trace(sgd_step, (weights, jax.ShapeDtypeStruct((16, 512), "float32")), (1,))
+    width = 4096  # XLA combines all_reduces of smaller gradients
+    weights = [jax.ShapeDtypeStruct((width, width), "float32")] * 2
+    step = trace(sgd_step, (weights, jax.ShapeDtypeStruct((16, width), "float32")), (1,))
     mesh = LogicalMesh((8,), ("x",))
     decisions = enumerate_decisions(step, MeshCosts(mesh, BandwidthOnly()), DATA_PARALLEL)
     memory = StepMemory(step, decisions, mesh)
-    size = 512 * 512 * 4
+    size = 4 * width**2
     choice = [int(np.argmin(cost)) for cost in decisions.costs]
-    inputs = 2 * size + 2 * 512 * 4
+    inputs = 2 * size + 2 * width * 4
     peak = memory.live_bytes(choice).max() - inputs
-    assert size <= peak < 2 * size  # one gradient at a time
+    assert 2 * size <= peak < 3 * size  # one gradient at a time, before and after its all_reduce
 
 
 def test_the_fusion_model_is_for_the_installed_version_of_xla():
