@@ -6,7 +6,7 @@ stored at all (`autopar.xla_fusion`). Sums over microbatches are live as long as
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,6 +31,7 @@ from autopar.xla_fusion import (
     lifetimes,
     padded_dims,
     padding_factor,
+    pooling_zeros,
     readings,
 )
 from simulator.memory import Role
@@ -99,6 +100,7 @@ def value_lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) ->
             memory.append(Lifetime(placement.decision, start, end, sizes, var))
     if step.num_micro_batches > 1 and not step.cross_task_values:
         memory += _microbatch_slices(step, decisions, mesh, batch)
+    memory += _zeros_read_again(step, decisions, mesh, alive.keys())
     memory += _workspaces(step, decisions, alive)
     memory += _relaid_fetches(step, decisions, mesh)
     return memory + list(_partial_results(step, decisions, mesh, alive))
@@ -125,15 +127,36 @@ def _microbatch_slices(
 
 
 def _relaid_fetches(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> Iterator[Lifetime]:
-    """Yield copies of values from host memory in the layout in which convolutions read them."""
+    """Yield copies of values from host memory in the layout of convolutions, if any reads them.
+
+    Other kernels read that layout, too.
+    """
     fetched = {eqn.outvars[0] for eqn in step.jaxpr.eqns if eqn.primitive is to_device_p}
-    for number, eqn in enumerate(step.jaxpr.eqns):
-        if eqn.primitive is not conv_general_dilated_p:
-            continue
-        for var in fetched.intersection(atom for atom in eqn.invars if isinstance(atom, Var)):
-            if (placement := decisions.placements.get(var)) is not None:
-                sizes = local_bytes(var, placement.specs, mesh)
-                yield Lifetime(placement.decision, number, number, sizes, role="temporaries")
+    relaid = {
+        atom
+        for eqn in step.jaxpr.eqns
+        if eqn.primitive is conv_general_dilated_p
+        for atom in eqn.invars
+        if isinstance(atom, Var) and atom in fetched
+    }
+    for var in sorted(relaid, key=readings(step).__getitem__):
+        if (placement := decisions.placements.get(var)) is not None:
+            sizes = local_bytes(var, placement.specs, mesh)
+            yield Lifetime(placement.decision, *readings(step)[var], sizes, role="temporaries")
+
+
+def _zeros_read_again(
+    step: StepGraph, decisions: Decisions, mesh: LogicalMesh, alive: Set[Var]
+) -> Iterator[Lifetime]:
+    """Yield a copy of the zeros onto which a gradient of pooling is added, for kernels before it.
+
+    XLA needs none if the first kernel that reads the zeros stores its result: it makes both.
+    """
+    for result, (first, last) in pooling_zeros(step).items():
+        placement = decisions.placements.get(result)
+        if placement is not None and alive.isdisjoint(step.jaxpr.eqns[first].outvars):
+            sizes = local_bytes(result, placement.specs, mesh)
+            yield Lifetime(placement.decision, first, last, sizes, role="temporaries")
 
 
 def _workspaces(

@@ -1,15 +1,15 @@
 """A model of how XLA:GPU fuses a step into kernels, and of which values it then stores.
 
 This is the only interface to the model. `traffic` returns what each equation adds to the reads and
-writes of its kernel, `stored_values` the values that are written to device memory, `lifetimes` and
-`readings` when they are live, `padded_dims` where they are padded. The model is written by hand for
-`XLA_VERSION`; `experiments.validation.fidelity` compares it with compiled programs, and has to run
-again when jaxlib changes.
+writes of its kernel, `stored_values` the values that are written to device memory, `lifetimes`,
+`readings` and `pooling_zeros` when they are live, `padded_dims` where they are padded. The model is
+written by hand for `XLA_VERSION`; `experiments.validation.fidelity` compares it with compiled
+programs, and has to run again when jaxlib changes.
 """
 
 from autopar.xla_fusion.epilogues import epilogues
 from autopar.xla_fusion.fusion import Moved, Traffic, takes_two_kernels, traffic
-from autopar.xla_fusion.lifetimes import lifetimes, readings, stored_values
+from autopar.xla_fusion.lifetimes import lifetimes, pooling_zeros, readings, stored_values
 from autopar.xla_fusion.padding import Groups, padded_dims, padding_factor
 from autopar.xla_fusion.views import is_relaid, is_view
 
@@ -24,6 +24,7 @@ __all__ = [
     "lifetimes",
     "padded_dims",
     "padding_factor",
+    "pooling_zeros",
     "readings",
     "stored_values",
     "takes_two_kernels",

@@ -8,10 +8,12 @@ values that shardings make XLA compute twice.
 from collections import Counter
 from collections.abc import Mapping, Set
 
-from jax.extend.core import JaxprEqn, Var
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.core.primitives import scatter_add_p, select_and_scatter_add_p
 
 from autopar.ir import control_flow
+from autopar.ir.graph import Atom, aval_of
 from autopar.ir.host_memory import to_device_p, to_host_p
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
@@ -101,11 +103,8 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         for atom, var in through:
             if isinstance(atom, Var):
                 last[atom] = max(last.get(atom, 0), last.get(var, 0))
-    for eqn in eqns:
-        # It adds onto zeros, which XLA makes together with the operand that was pooled.
-        if eqn.primitive is select_and_scatter_add_p:
-            pooled = eqn.invars[1]
-            first[eqn.outvars[0]] = first[pooled] if isinstance(pooled, Var) else 0
+    for result, (made, _) in pooling_zeros(step).items():
+        first[result] = made
     if step.microbatching and step.cross_task_values:
         done = max((number for number, _ in step.microbatching.body), default=0)
         through = (
@@ -113,6 +112,27 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         )
         last.update((var, max(done, last.get(var, 0))) for var in through)
     return {var: (first[var], last.get(var, first[var])) for var in stored - views}
+
+
+@memoized_on_step
+def pooling_zeros(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
+    """Return where XLA first and last reads the zeros onto which a gradient of pooling is added.
+
+    They are those that rectified the pooled operand, or another array of its shape, so that they
+    are made with the first of these.
+    """
+    spans: dict[Var, tuple[int, int]] = {}
+    for number, eqn in enumerate(step.jaxpr.eqns):
+        if eqn.primitive is select_and_scatter_add_p:
+            result = eqn.outvars[0]
+            of_shape = [
+                reader
+                for reader, other in enumerate(step.jaxpr.eqns)
+                if any(_is_zero(atom) for atom in other.invars)
+                and any(aval_of(out).shape == aval_of(result).shape for out in other.outvars)
+            ]
+            spans[result] = min((*of_shape, number)), max((*of_shape, number))
+    return spans
 
 
 @memoized_on_step
@@ -149,6 +169,10 @@ def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:
     If that adds the result to another value, XLA scatters onto the other value in place.
     """
     return maker is not None and maker.primitive is scatter_add_p and readers[maker.outvars[0]] == 1
+
+
+def _is_zero(atom: Atom) -> bool:
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and bool(atom.val == 0)
 
 
 def _operands(eqn: JaxprEqn) -> set[Var]:
