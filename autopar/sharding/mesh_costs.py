@@ -74,9 +74,16 @@ class MeshCosts:
         XLA generates such kernels with Triton, for compute capability 8.0 and later.
         """
         target = self._target
-        if target is None:
-            return True
-        return target["gpu_device_info"]["cuda_compute_capability"]["major"] >= 8
+        return target is None or _major(target) >= 8
+
+    @cached_property
+    def hides_latency(self) -> bool:
+        """Whether XLA:GPU schedules for latency by default: from compute capability 9.0 on.
+
+        It runs collectives beside kernels, and keeps what they complete for that.
+        """
+        target = self._target
+        return target is not None and _major(target) >= 9
 
     @property
     def workspace(self) -> int:
@@ -108,6 +115,11 @@ class MeshCosts:
 
         matrix = np.array(each_once(row, sources))
         return matrix if matrix.any() else None
+
+
+def _major(target: Mapping[str, Any]) -> int:
+    """Return the major number of the compute capability of a GPU that XLA compiles for."""
+    return target["gpu_device_info"]["cuda_compute_capability"]["major"]
 
 
 COMBINED_BYTES = 30 * 2**20

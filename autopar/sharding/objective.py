@@ -87,7 +87,11 @@ class _ProblemBuilder:
         check_batch_axis(options, self.mesh)
         self.flow = analyze(step)
         memory_traffic = traffic(step, costs.fuses_rows)
-        self.decisions = Decisions(leaders=memory_traffic.leaders, workspace=costs.workspace)
+        self.decisions = Decisions(
+            leaders=memory_traffic.leaders,
+            workspace=costs.workspace,
+            hides_latency=costs.hides_latency,
+        )
         self.pins = Pins(options.pins, step, self.mesh)
         self.candidates = EquationCandidates(step, self.flow, costs, options, deferred)
         self.seconds = EquationSeconds(step, self.flow, memory_traffic, costs)

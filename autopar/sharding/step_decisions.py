@@ -82,6 +82,7 @@ class Decisions:
         leaders: see `autopar.xla_fusion.Traffic`.
         partial: results before a collective completes them.
         workspace: bytes that each matrix product needs while it runs.
+        hides_latency: whether XLA runs collectives beside kernels.
     """
 
     labels: list[str] = field(default_factory=list)
@@ -98,6 +99,7 @@ class Decisions:
     leaders: Mapping[int, int] = field(default_factory=dict)
     partial: list[PartialResult] = field(default_factory=list)
     workspace: int = 0
+    hides_latency: bool = False
 
     def problem(self) -> SelectionProblem:
         """Return the selection problem."""

@@ -14,6 +14,7 @@ from jax.extend.core import Var
 from autopar.ir.graph import Atom
 from autopar.ir.spec import LogicalMesh, Spec
 from autopar.ir.step_graph import StepGraph
+from autopar.sharding.delayed_products import delayed_products, with_delays
 from autopar.sharding.memory_roles import ValueRoles
 from autopar.sharding.mesh_costs import is_local
 from autopar.sharding.resharded_copies import ReshardedCopies
@@ -41,6 +42,7 @@ class StepMemory:
         self.num_points = len(step.jaxpr.eqns) + 1
         self.lifetimes = value_lifetimes(step, decisions, mesh)
         self._resharded = ReshardedCopies(step, decisions, mesh)
+        self._delayed = delayed_products(step, decisions)
 
     def live_bytes(self, choice: Sequence[int]) -> np.ndarray:
         """Return the bytes live at each program point under a choice, shape (points,)."""
@@ -58,8 +60,8 @@ class StepMemory:
         """Yield the first point, last point and bytes of all memory under a choice."""
         in_parts = self._in_parts(choice)
         values = (
-            (life.start, life.end, life.sizes[choice[life.decision]])
-            for life in self.lifetimes
+            (start, end, life.sizes[choice[life.decision]])
+            for life, start, end in with_delays(self.lifetimes, self._delayed, choice)
             if life.var not in in_parts
         )
         return chain(values, self._copies(choice))
@@ -113,12 +115,12 @@ class StepMemory:
         """Yield all memory under a choice, except that of the values `without`."""
         roles = ValueRoles(self.step, self.decisions.roles)
         skipped = self._in_parts(choice).union(without)
-        for life in self.lifetimes:
+        for life, start, end in with_delays(self.lifetimes, self._delayed, choice):
             if life.var is not None and life.var in skipped:
                 continue
             role = life.role if life.var is None else roles.of(life.var, life.end)
             assert role is not None
-            yield LiveRange(life.start, life.end, life.sizes[choice[life.decision]], role)
+            yield LiveRange(start, end, life.sizes[choice[life.decision]], role)
         for copy in self._copies(choice):
             yield LiveRange(*copy, "communication")
 

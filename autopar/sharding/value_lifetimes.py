@@ -65,7 +65,7 @@ def value_lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) ->
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
     alive = dict(lifetimes(step))
     shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
-    if step.microbatching is None:
+    if step.microbatching is None and not decisions.hides_latency:
         _postpone(step, decisions, mesh, alive, shown_by)
     lives: list[tuple[Var, int, int]] = []
     for number, eqn in step.microbatching.marks if step.microbatching else ():
@@ -192,8 +192,8 @@ def _postpone(
 ) -> None:
     """Compute a product right before it is first read if its operands are smaller than its result.
 
-    XLA schedules for least memory: gradients of large weights from small batches are computed right
-    before their update.
+    Where XLA does not hide latency, it schedules for least memory: gradients of large weights from
+    small batches are computed right before their update.
 
     Args:
         step: the step.
@@ -241,14 +241,21 @@ def _partial_results(
 ) -> Iterator[Lifetime]:
     """Yield results before a collective completes them, which is not done in place.
 
-    They are live beside the complete result while the collective runs. XLA combines collectives on
+    They are live beside the complete result while the collective runs, except for an asynchronous
+    all_reduce. XLA combines collectives on
     gradients of weights: each waits until the last one that it is combined with is computed.
     """
     waiting: dict[CollectiveKind, list[list[tuple[PartialResult, int]]]] = {}
     room: dict[CollectiveKind, float] = {}
     for partial in decisions.partial:
         kind, var = partial.kind, step.jaxpr.eqns[partial.eqn].outvars[0]
+        if kind == "all_reduce" and decisions.hides_latency:
+            continue  # asynchronous ones are in place
         at = alive.get(var, (partial.eqn, 0))[0]
+        if partial.is_combined and decisions.hides_latency:
+            at = max(at, readings(step).get(var, (at + 1, 0))[0] - 1)
+            yield Lifetime(partial.decision, at, at, partial.sizes, role="gradients")
+            continue
         if not partial.is_combined:
             sizes, placement = partial.sizes, decisions.placements[var]
             if placement is not None and _is_matrix_product(step.jaxpr.eqns[partial.eqn]):
