@@ -239,24 +239,23 @@ def base_of(var: Var, shown_by: Mapping[Var, Atom]) -> Var:
 def _partial_results(
     step: StepGraph, decisions: Decisions, mesh: LogicalMesh, alive: Mapping[Var, tuple[int, int]]
 ) -> Iterator[Lifetime]:
-    """Yield results before a collective completes them, which is not done in place.
+    """Yield results before a collective completes them elsewhere.
 
-    They are live beside the complete result while the collective runs, except for an asynchronous
-    all_reduce. XLA combines collectives on
-    gradients of weights: each waits until the last one that it is combined with is computed.
+    They are live beside the complete result while the collective runs. Only an asynchronous
+    all_reduce of one array is in place. XLA combines collectives on gradients of weights: each
+    waits until the last one that it is combined with is computed.
     """
+    delays = decisions.hides_latency and step.microbatching is None
     waiting: dict[CollectiveKind, list[list[tuple[PartialResult, int]]]] = {}
     room: dict[CollectiveKind, float] = {}
     for partial in decisions.partial:
         kind, var = partial.kind, step.jaxpr.eqns[partial.eqn].outvars[0]
-        if kind == "all_reduce" and decisions.hides_latency:
-            continue  # asynchronous ones are in place
         at = alive.get(var, (partial.eqn, 0))[0]
-        if partial.is_combined and decisions.hides_latency:
+        if partial.is_combined and delays:
             at = max(at, readings(step).get(var, (at + 1, 0))[0] - 1)
-            yield Lifetime(partial.decision, at, at, partial.sizes, role="gradients")
-            continue
         if not partial.is_combined:
+            if kind == "all_reduce" and decisions.hides_latency:
+                continue
             sizes, placement = partial.sizes, decisions.placements[var]
             if placement is not None and _is_matrix_product(step.jaxpr.eqns[partial.eqn]):
                 # the workspace is free before the complete result takes memory
@@ -274,7 +273,9 @@ def _partial_results(
         groups[-1].append((partial, at))
     for kind, groups in waiting.items():
         for group in groups:
-            late = all(start > partial.eqn for partial, start in group)
+            if kind == "all_reduce" and decisions.hides_latency and len(group) == 1:
+                continue
+            late = not delays and all(start > partial.eqn for partial, start in group)
             last = (min if late else max)(start for _, start in group)
             for partial, start in group:
                 # until then there is no complete result, which all_reduce makes as large

@@ -13,16 +13,19 @@ from simulator.memory import MemoryUse
 A100 = Cluster.load("dgx_a100_80")
 
 
-def planned_and_compiled(step, args) -> tuple[Plan, MemoryUse]:
+H100 = Cluster.load("dgx_h100")
+
+
+def planned_and_compiled(step, args, cluster=A100) -> tuple[Plan, MemoryUse]:
     plan = autopar.plan_step(
-        step, args, cluster=A100, mesh_shape=(8,), method=autopar.DataParallel()
+        step, args, cluster=cluster, mesh_shape=(8,), method=autopar.DataParallel()
     )
-    program = autopar.compile_step(step, args, plan, A100, donate_argnums=(0,))
+    program = autopar.compile_step(step, args, plan, cluster, donate_argnums=(0,))
     return plan, program.memory[0]
 
 
-def estimated_and_compiled(step, args) -> tuple[float, float]:
-    plan, memory = planned_and_compiled(step, args)
+def estimated_and_compiled(step, args, cluster=A100) -> tuple[float, float]:
+    plan, memory = planned_and_compiled(step, args, cluster)
     return plan.predicted_bytes, memory.total
 
 
@@ -94,3 +97,20 @@ def test_roles_of_memory_agree_between_plan_and_program():
             <= 2 * layers * layer_bytes * 1.01
         )
         assert layer_bytes * 0.99 <= roles["temporaries"] <= 2.1 * layer_bytes
+
+
+@pytest.mark.parametrize(("rows", "width"), [(128, 512), (4096, 512), (128, 3072)])
+def test_on_h100_gradients_and_their_operands_wait_for_the_end_of_the_backward_pass(rows, width):
+    array = jax.ShapeDtypeStruct
+    args = [array((width, width), "float32")] * 6, array((8 * rows, width), "float32")
+    estimate, compiled = estimated_and_compiled(descent(relu_layers), args, H100)
+    assert 0.97 * compiled <= estimate <= 1.05 * compiled
+
+
+def test_on_a100_a_gradient_larger_than_its_operands_is_computed_right_before_its_update():
+    array, width = jax.ShapeDtypeStruct, 3072
+    args = [array((width, width), "float32")] * 6, array((8 * 128, width), "float32")
+    estimate, compiled = estimated_and_compiled(descent(relu_layers), args)
+    assert 0.97 * compiled <= estimate <= 1.05 * compiled
+    on_h100, _ = planned_and_compiled(descent(relu_layers), args, H100)
+    assert on_h100.predicted_bytes > estimate + 3 * 4 * width**2
