@@ -1,6 +1,6 @@
 """The collectives of a plan: completions of partial results, and reshardings."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jax.extend.core import Var
@@ -8,10 +8,11 @@ from jax.extend.core import Var
 from autopar.analysis.replay import Replay, ShardedEquation, replay
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.control_flow import repeats
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, local_shape
 from autopar.lowering.planned import Planned
 from autopar.microbatch.gradients import accumulate_p
+from autopar.sharding.loop_sums import summed_iterations
 from autopar.sharding.mesh_costs import Step, reshard_steps
 from autopar.sharding.reshard_hoisting import moved_bytes
 
@@ -36,8 +37,9 @@ def planned_collectives(planned: Planned) -> Iterator[Step]:
     """Yield every collective of a plan without pipeline stages, as (kind, bytes, mesh axes).
 
     They are those of one microbatch, and those after the last one. A collective in a loop counts
-    the bytes of all iterations. A value that several equations read with the same sharding is
-    resharded once, before a conversion to a wider dtype.
+    the bytes of all iterations, unless XLA:GPU moves it behind the loop: an all_reduce of what the
+    loop only adds up. A value that several equations read with the same sharding is resharded once,
+    before a conversion to a wider dtype.
 
     Args:
         planned: an `Executable`, or a `PlannedStep`; bytes count as in `simulator.Collective`.
@@ -50,10 +52,17 @@ def planned_collectives(planned: Planned) -> Iterator[Step]:
         yield from equation.reshardings
 
 
-def collectives_by_equation(planned: Planned, replayed: Replay) -> tuple[EquationCollectives, ...]:
+def collectives_by_equation(
+    planned: Planned, replayed: Replay, behind_loops: bool = True
+) -> tuple[EquationCollectives, ...]:
     """Return the collectives of each equation of a plan that has been replayed.
 
     See `planned_collectives`; together they are those.
+
+    Args:
+        planned: the step and its plan.
+        replayed: the replayed plan.
+        behind_loops: whether the compiler moves all_reduces behind loops.
     """
     step, mesh = planned.step, replayed.mesh
     eqn_of = {var: equation.eqn for equation in replayed.equations for var in equation.eqn.outvars}
@@ -84,10 +93,11 @@ def collectives_by_equation(planned: Planned, replayed: Replay) -> tuple[Equatio
         return tuple((kind, num_bytes * times, axes) for kind, num_bytes, axes in steps)
 
     iterations = repeats(step.jaxpr.eqns)
+    sums = summed_iterations(step.jaxpr.eqns, step.jaxpr.outvars) if behind_loops else {}
     return tuple(
         EquationCollectives(
             in_all_iterations(steps, times),
-            in_all_iterations(_completions(equation, mesh, summed), times),
+            in_all_iterations(_completions(equation, mesh, summed, sums), times),
         )
         for equation, steps, times in zip(replayed.equations, reshardings, iterations, strict=True)
     )
@@ -109,11 +119,14 @@ def _summed_over_devices(planned: Planned, replayed: Replay) -> set[Var]:
     }
 
 
-def _completions(equation: ShardedEquation, mesh: LogicalMesh, summed: set[Var]) -> Iterator[Step]:
-    """Yield the collectives that complete the results of an equation.
+def _completions(
+    equation: ShardedEquation, mesh: LogicalMesh, summed: set[Var], sums: Mapping[Atom, float]
+) -> Iterator[Step]:
+    """Yield the collectives that complete the results of an equation, in one iteration.
 
     These are a reduce_scatter for each dim of a result that an axis with partial results shards
-    afterwards, and one all_reduce over the remaining axes.
+    afterwards, and one all_reduce over the remaining axes. XLA moves the latter behind loops that
+    only add the result up.
     """
     accumulates = equation.eqn.primitive is accumulate_p
     partial = equation.factors.partial_axes(equation.assignment) if equation.factors else ()
@@ -131,4 +144,4 @@ def _completions(equation: ShardedEquation, mesh: LogicalMesh, summed: set[Var])
                 yield "reduce_scatter", num_bytes, axes
                 num_bytes /= mesh.ways(axes)
         if rest := tuple(axis for axis in partial if axis not in scattered):
-            yield "all_reduce", num_bytes, rest
+            yield "all_reduce", num_bytes / sums.get(var, 1.0), rest

@@ -121,7 +121,9 @@ class _StageModel:
         )
         self._times = repeats(eqns)
         self._costs = MeshCosts(self._mesh, costs)
-        self._collectives = collectives_by_equation(planned, self._choices.replay)
+        self._collectives = collectives_by_equation(
+            planned, self._choices.replay, self._costs.completes_behind_loops
+        )
         micro = planned.step.microbatching
         self._in_microbatches = {number for number, _ in micro.body} if micro else set()
         self._marks = [number for number, _ in micro.marks] if micro else []

@@ -10,7 +10,7 @@ from jax.extend.core.primitives import concatenate_p, convert_element_type_p
 from autopar.ir import control_flow
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import Atom, aval_of
-from autopar.ir.spec import Specs, local_shape
+from autopar.ir.spec import Spec, Specs, local_shape
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import kernel_name, kernel_of, record_of
 from autopar.primitives.factors import OpFactors
@@ -19,7 +19,8 @@ from autopar.sharding import manual_regions
 from autopar.sharding.candidates import Candidates, Option
 from autopar.sharding.dataflow import Dataflow
 from autopar.sharding.distinct_options import each_once
-from autopar.sharding.mesh_costs import MeshCosts, Step
+from autopar.sharding.loop_sums import summed_iterations
+from autopar.sharding.mesh_costs import MeshCosts, Step, is_local
 from autopar.sharding.reshard_hoisting import moved_bytes
 from autopar.xla_fusion import Moved, Traffic, takes_two_kernels
 from simulator.work import Kernel
@@ -35,6 +36,11 @@ class EquationSeconds:
 
     def __init__(self, step: StepGraph, flow: Dataflow, traffic: Traffic, costs: MeshCosts) -> None:
         self.repeats = repeats_in_step(step)
+        self._sums = (
+            summed_iterations(step.jaxpr.eqns, step.jaxpr.outvars)
+            if costs.completes_behind_loops
+            else {}
+        )
         self.producers = {var: eqn for eqn in step.jaxpr.eqns for var in eqn.outvars}
         self._num_micro_batches = step.num_micro_batches
         self._eqns = step.jaxpr.eqns
@@ -67,6 +73,7 @@ class EquationSeconds:
             moved,
             candidates,
             self.is_combined(eqn.outvars[0]),
+            self._sums.get(eqn.outvars[0]),
         )
         if key not in self._memo:
             self._memo[key] = np.array(
@@ -123,6 +130,9 @@ class EquationSeconds:
         if eqn is not None and eqn.primitive is concatenate_p:
             alike = sum(a.aval == atom.aval for a in eqn.invars)
         matrix = self._costs_of(atom).reshard_matrix(alike * num_bytes, specs, required)
+        if eqn is not None and atom in self._sums:
+            scattered = self._scattering(atom, specs, required)
+            matrix = scattered if matrix is None else matrix + scattered
         if matrix is None:
             return None
         matrix = matrix / alike
@@ -136,6 +146,29 @@ class EquationSeconds:
             # The compiler makes one copy for all equations that need the same spec.
             matrix = matrix / self._flow.readers[atom]
         return matrix * self.repeats[number]
+
+    def _scattering(self, atom: Var, specs: Specs, required: Specs) -> np.ndarray:
+        """Return the seconds, in one iteration, to add up parts of a value.
+
+        If the loop only adds up a part of what an all_reduce returns, XLA makes a reduce_scatter of
+        it, which stays in the loop.
+
+        Args:
+            atom: a value that a loop only adds up.
+            specs: spec of the value under each option of its decision.
+            required: needed spec under each option of the decision that it depends on.
+        """
+        aval = aval_of(atom)
+
+        def seconds(present: Spec, needed: Spec) -> float:
+            if present == needed or not is_local(present, needed):
+                return 0.0
+            before = {axis for axes in present for axis in axes}
+            axes = tuple(axis for axes in needed for axis in axes if axis not in before)
+            num_bytes = array_bytes(local_shape(aval.shape, present, self._mesh), aval.dtype)
+            return self._costs.collective("reduce_scatter", num_bytes, axes)
+
+        return np.array([each_once(partial(seconds, present), required) for present in specs])
 
     def is_combined(self, atom: Atom) -> bool:
         """Return whether the compiler combines collectives on a value with others.
@@ -187,12 +220,16 @@ class EquationSeconds:
         return kernel, completion
 
     def _completion(self, var: Var, step: Step, together: int) -> float:
-        """Return the seconds of a collective that completes a partial result.
+        """Return the seconds, in one iteration, of a collective that completes a partial result.
 
-        XLA copies partial statistics of one kernel into one array, and completes them together.
+        XLA copies partial statistics of one kernel into one array, and completes them together. It
+        completes a sum over iterations by one all_reduce behind the loop.
         """
-        costs = self._costs_of(var)
         kind, num_bytes, axes = step
+        iterations = self._sums.get(var)
+        if iterations and kind == "all_reduce":
+            return self._costs_of(var).collective(kind, num_bytes, axes) / iterations
+        costs = self._costs if iterations else self._costs_of(var)
         if together == 1 or kind != "all_reduce" or var not in self._flow.batch_statistics:
             return costs.collective(kind, num_bytes, axes)
         return costs.collective(kind, together * num_bytes, axes) / together + self._costs.copy(

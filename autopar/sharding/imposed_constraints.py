@@ -7,10 +7,12 @@ from typing import Literal as OneOf
 
 from jax.extend.core import Var
 
+from autopar.ir import control_flow
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Spec, replicated
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import runs_on_shards
+from autopar.sharding.loop_sums import summed_iterations
 from autopar.sharding.reshard_hoisting import passes_moves
 from autopar.sharding.step_decisions import Decisions, Placement
 
@@ -49,6 +51,7 @@ def imposed_constraints(
     builder.hoist()
     builder.constrain_shardwise()
     builder.constrain_cross_task_values()
+    builder.constrain_sums()
     constraints = {*builder.results.values(), *builder.operands}
     return tuple(sorted(constraints, key=lambda c: (c.eqn, c.side, c.index)))
 
@@ -136,6 +139,24 @@ class _ConstraintBuilder:
             if var not in self.results:
                 placement = self.decisions.placements[var]
                 self._constrain_result(var, chosen_spec(placement, self.choice, aval_of(var).ndim))
+
+    def constrain_sums(self) -> None:
+        """Constrain sums over the iterations of a loop, in and behind it.
+
+        Otherwise the partitioner may shard a sum as its reader behind the loop does, and complete a
+        part of it in each iteration.
+        """
+        eqns = self.step.jaxpr.eqns
+        sums = summed_iterations(eqns, self.step.jaxpr.outvars)
+        for eqn in eqns:
+            is_final = eqn.primitive is control_flow.loop_result_p
+            carried = [atom for atom in eqn.invars[:2] if is_final and isinstance(atom, Var)]
+            makers = [eqns[self._makers[var][0]] for var in carried if var in self._makers]
+            addends = {atom for maker in makers for atom in maker.invars if isinstance(atom, Var)}
+            for var in () if addends.isdisjoint(sums) else (*carried, *eqn.outvars):
+                placement = self.decisions.placements.get(var)
+                if placement is not None and var not in self.results:
+                    self._constrain_result(var, chosen_spec(placement, self.choice, 0))
 
     def _constrain_result(self, var: Var, spec: Spec) -> None:
         number, index = self._makers[var]

@@ -86,6 +86,14 @@ class MeshCosts:
         return target is not None and _major(target) >= 9
 
     @property
+    def completes_behind_loops(self) -> bool:
+        """Whether XLA moves an all_reduce of what a loop only adds up behind the loop.
+
+        XLA:GPU does (`WhileLoopAllReduceCodeMotion`), XLA:CPU does not.
+        """
+        return self._target is not None
+
+    @property
     def workspace(self) -> int:
         """The bytes that a matrix product needs while it runs: XLA:GPU gives cuBLAS 4 MiB."""
         return 0 if self._target is None else 2**22
