@@ -95,6 +95,7 @@ class _ProblemBuilder:
         self.pins = Pins(options.pins, step, self.mesh)
         self.candidates = EquationCandidates(step, self.flow, costs, options, deferred)
         self.seconds = EquationSeconds(step, self.flow, memory_traffic, costs)
+        self._loops = control_flow.repeats(step.jaxpr.eqns)
         self.deferred = deferred
         self.depth: dict[Var, int] = {}
         self.content: dict[Var, int] = {}
@@ -250,7 +251,7 @@ class _ProblemBuilder:
         seconds = self.seconds.computing(number, eqn, factors, candidates)
         self._add_seconds(number, first.decision, seconds)
         results = [Placement(first.decision, specs) for specs in candidates.results]
-        is_combined = self.seconds.is_combined(eqn.outvars[0]) and self.seconds.repeats[number] == 1
+        is_combined = self.seconds.is_combined(eqn.outvars[0]) and self._loops[number] == 1
         for kind in ("all_reduce", "reduce_scatter"):
             before = np.array(
                 [
