@@ -70,7 +70,14 @@ CLOSE = 0.05
 """Largest relative difference of seconds and memory that needs no reason."""
 
 REASONS: dict[tuple[str, str], str] = {
-    ("lstm .*", "memory"): "XLA packs temporaries of 405 MB into 502, with gaps between them",
+    (
+        "lstm 8 dgx_h100 shard",
+        "memory",
+    ): "the plan keeps more until the end of the backward pass than XLA; for which value is not known",
+    (
+        "mlp-2048 [24] p3.16xlarge zero2",
+        "memory",
+    ): "the plan keeps more at the end of the step than XLA; for which value is not known",
     (
         "lstm .*",
         "seconds",

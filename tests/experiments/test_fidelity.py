@@ -56,4 +56,4 @@ def test_planned_seconds_and_memory_are_close_to_the_compiled_or_it_is_said_why_
     compared = [row for row in table() if row["quantity"] not in KINDS]
     far = [row for row in compared if abs(float(row["error"])) > CLOSE]
     assert [row for row in far if row["because"].startswith(UNEXPLAINED)] == []
-    assert len(far) <= 0.1 * len(compared)
+    assert len(far) <= 0.15 * len(compared)
