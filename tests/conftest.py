@@ -35,6 +35,9 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_force_host_platform_device_count=8",
     # most of the time of tests is XLA's compilation
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    # the emitters that go through MLIR and a split into many LLVM modules double it
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count=1",
     # on a busy machine a device may reach a collective late
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 ])  # fmt: skip
