@@ -73,7 +73,7 @@ REASONS: dict[tuple[str, str], str] = {
     (
         "lstm 8 dgx_h100 shard",
         "memory",
-    ): "the plan keeps more until the end of the backward pass than XLA; for which value is not known",
+    ): "the plan keeps more after the backward pass than XLA; for which value is not known",
     (
         "mlp-2048 [24] p3.16xlarge zero2",
         "memory",
