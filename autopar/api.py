@@ -413,7 +413,7 @@ class ParallelizedFunction[E: AnyExecutable]:
                     budget_of(method.memory_budget, target.cluster, target.platform),
                     lambda budget: plan_by_method(
                         _with_budget(method, budget), fun, args, batch, target
-                    ),
+                    ).within(method.memory_budget),
                     lambda planned: target_backend.load(
                         planned,
                         present,

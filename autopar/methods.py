@@ -82,7 +82,8 @@ class PlanningMethod:
             shipped one or the path of a cluster file, and for pipelines also a
             `simulator.HeterogeneousCluster`. By default the shipped one with devices of this kind.
         memory_budget: bytes of one device's memory that the step may use; by default its memory
-            less the reserve in its cluster file.
+            less the reserve in its cluster file. On GPUs, XLA hides fewer collectives in a step
+            that is one program where it would need more than the budget.
         rng: the random bits of microbatches. With "exact" the examples of a microbatch have the
             bits that they have in the whole batch. That takes keys of JAX's default generator,
             threefry; a step that draws with another one is refused. With "fold_in" such a

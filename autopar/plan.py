@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Literal, Self, override
 
 from jax.sharding import PartitionSpec
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -272,6 +279,8 @@ class Plan(_Model):
         predicted_split: these seconds by cause.
         predicted_bytes: predicted peak memory of the fullest device, in bytes.
         predicted_memory: these bytes by role.
+        memory_budget: the method's limit on the bytes of one device, to which XLA is held when the
+            step is one program; None for the memory of the device.
         gap: proven bound on the relative distance of `predicted_seconds` from the optimum of the
             planner's model; None where nothing was proven.
         planning_seconds: seconds that planning took, without tracing. If several plans were
@@ -307,6 +316,7 @@ class Plan(_Model):
     predicted_split: TimeSplit
     predicted_bytes: int
     predicted_memory: MemorySplit = MemorySplit()
+    memory_budget: PositiveFloat | None = None
     gap: float | None = 0.0
     planning_seconds: float
     rng: RandomBits = "exact"

@@ -11,6 +11,7 @@ from autopar.hosts.delivery import PieceCarrier
 from autopar.hosts.mailbox import Mailbox
 from autopar.ir.evaluate import FFT_OPTIONS
 from autopar.lowering.job import Call, Job
+from autopar.lowering.memory_limit import compile_on
 from autopar.report.program_text import TaskStatus, partitioned
 from autopar.runtime.loaded_job import LoadedJob
 from simulator.program import Run
@@ -57,7 +58,9 @@ class WorkerJob(LoadedJob):
         results = tuple(map(self.sharding, call.results))
         key = call.program, operands, results, call.donated
         if key not in self._compiled:
-            self._compiled[key] = self._lowered(call).compile()
+            self._compiled[key] = compile_on(
+                self._lowered(call), self.job.memory_budget, jax.local_devices()[0]
+            )
         return self._compiled[key]
 
     def _lowered(self, call: Call) -> jax.stages.Lowered:

@@ -109,9 +109,16 @@ def compile_planned(
                 key = function.jitted.lower(*function.in_avals).as_text(), mesh
                 if key not in compiled:
                     compile_task = partial(
-                        compile_for, function.jitted, function.in_avals, pool, function.on_host
+                        compile_for,
+                        function.jitted,
+                        function.in_avals,
+                        pool,
+                        function.on_host,
+                        planned.program_budget,
                     )
-                    target = shared((compile_for, *key, function.on_host), compile_task)
+                    target = shared(
+                        (compile_for, *key, function.on_host, planned.program_budget), compile_task
+                    )
                     ops = parse_hlo(target.hlo_text, endless_once=endless)
                     body = with_axes(ops, stage.mesh.axes_of_groups)
                     compiled[key] = body, target.memory, temporary_memory(target.hlo_text)

@@ -252,6 +252,8 @@ class Job:
             (`autopar.microbatch.batch_rows`).
         positions: number of the input with the positions of the examples, which every mesh makes
             for itself; None if the step has none.
+        memory_budget: bytes of one device that the program of a whole step may take; None for no
+            limit.
     """
 
     programs: Mapping[str, bytes]
@@ -265,6 +267,7 @@ class Job:
     spreads: Mapping[tuple[int, int], Delivery] = field(default_factory=dict)
     chunks: int = 1
     positions: int | None = None
+    memory_budget: float | None = None
 
     @property
     def num_deliveries(self) -> int:

@@ -102,6 +102,7 @@ class _Describer:
             zeros=self._zeros(),
             chunks=self._step.chunks,
             positions=self._step.positions,
+            memory_budget=self._planned.program_budget,
         )
         whole_outputs = tuple(
             output.value if isinstance(output, Output) else output for output in outputs

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import isinf
 from typing import Protocol
 
 from autopar.ir.step_graph import StepGraph
@@ -58,6 +59,18 @@ class PlannedStep:
 
     def __post_init__(self) -> None:
         self.plan.check(self.step.fingerprint)
+
+    def within(self, memory_budget: float | None) -> "PlannedStep":
+        """Return the step with a memory budget in its plan, in bytes of one device."""
+        if memory_budget is None or isinf(memory_budget):
+            return self
+        plan = self.plan.model_copy(update={"memory_budget": float(memory_budget)})
+        return PlannedStep(self.step, plan)
+
+    @property
+    def program_budget(self) -> float | None:
+        """Bytes of one device that the program of a whole step may take; None for no limit."""
+        return self.plan.memory_budget if self.plan.schedule.is_whole_step else None
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh
 from autopar import _plugins
 from autopar._plugins import Device, compile_only_devices
 from autopar.ir.host_memory import HOST_KIND
+from autopar.lowering.memory_limit import compile_within, memory_for_programs
 from autopar.primitives.pallas_kernels import describe_call
 from autopar.util import memory_of
 from simulator.hardware.cluster import Cluster
@@ -119,7 +120,11 @@ def target_mesh(cluster: Cluster, shape: tuple[int, ...], axis_names: tuple[str,
 
 
 def compile_for(
-    step: Lowerable, args: tuple[Any, ...], cluster: Cluster, on_host: Sequence[int] = ()
+    step: Lowerable,
+    args: tuple[Any, ...],
+    cluster: Cluster,
+    on_host: Sequence[int] = (),
+    memory_budget: float | None = None,
 ) -> TargetExecutable:
     """Compile `step` for the shapes of `args` on `cluster`.
 
@@ -132,6 +137,8 @@ def compile_for(
         args: its arguments.
         cluster: the cluster.
         on_host: the positions of the arrays of `args` that are in host memory.
+        memory_budget: bytes of one device; a step that needs more is compiled again with less room
+            (`compile_within`).
 
     Raises:
         ValueError: the step was compiled for other devices.
@@ -146,7 +153,8 @@ def compile_for(
         lowered = step.lower(*args)
         _put_on_host(lowered.compiler_ir(), on_host)
         options = _OPTIONS | {"xla_gpu_kernel_cache_file": _kernel_file(cluster)}
-        compiled = lowered.compile(compiler_options=options)
+        available = memory_for_programs(cluster.device.memory_bytes)
+        compiled = compile_within(lowered, memory_budget, available, options)
     seconds = time.perf_counter() - start
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = {device for sharding in shardings for device in sharding.device_set}
@@ -157,7 +165,7 @@ def compile_for(
             f" {cluster.name!r}; give it shardings over target_mesh(cluster, ...), or for pmap"
             " devices=target_devices(cluster)"
         )
-    return TargetExecutable(compiled.as_text(), memory_of(compiled), seconds, len(devices))
+    return TargetExecutable(compiled.as_text() or "", memory_of(compiled), seconds, len(devices))
 
 
 def _kernel_file(cluster: Cluster) -> str:

@@ -78,7 +78,8 @@ def plan_step(
     if budget is not None:
         method = replace(method, memory_budget=budget / MEMORY_MARGIN)
     try:
-        return plan_by_method(method, fun, args, batch, Target(mesh, cluster)).plan
+        planned = plan_by_method(method, fun, args, batch, Target(mesh, cluster))
+        return planned.within(budget).plan
     except (MemoryBudgetError, NoStagesError) as error:
         if budget is None:
             raise

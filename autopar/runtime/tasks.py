@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.lowering.compilation import lower_stage
+from autopar.lowering.memory_limit import compile_on
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.stage_lowering import TaskFunction
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Task
@@ -47,7 +48,8 @@ def compile_tasks(
         start = time.perf_counter()
         functions = lower_stage(planned, number, mesh, donated)
         for function in functions:
-            tasks[function.task] = CompiledTask(function, _compiled(function, mesh))
+            compiled = _compiled(function, mesh, planned.program_budget)
+            tasks[function.task] = CompiledTask(function, compiled)
         layers = f"layers {ranges(stage.layers)} on " if stage.layers else ""
         log_progress(
             f"stage {number}: {layers}devices {ranges(stage.devices)}, mesh"
@@ -61,11 +63,13 @@ _in_use: WeakValueDictionary[tuple[Mesh, str], jax.stages.Compiled] = WeakValueD
 """Executables that are in use, by mesh and SHA-256 of the program's text."""
 
 
-def _compiled(function: TaskFunction, mesh: Mesh) -> jax.stages.Compiled:
+def _compiled(
+    function: TaskFunction, mesh: Mesh, memory_budget: float | None
+) -> jax.stages.Compiled:
     lowered = function.jitted.lower(*function.in_avals)
     if function.task == WHOLE_STEP_TASK:
         # No other task can share the executable, and hashing the long text takes time.
-        return lowered.compile()
+        return compile_on(lowered, memory_budget, mesh.devices.flat[0])
     key = mesh, sha256(lowered.as_text().encode()).hexdigest()
     compiled = _in_use.get(key)
     if compiled is None:
