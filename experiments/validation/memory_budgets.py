@@ -1,9 +1,10 @@
 """Plans within random memory budgets: bytes as planned, as predicted, and as compiled by XLA.
 
-    python -m experiments.validation.memory_budgets [--number N] [--first SEED] [--output FILE]
+    python -m experiments.validation.memory_budgets [--number N] [--first SEED] [--cluster NAME]
+        [--output FILE]
 
 A seed draws a model, a mesh, a method and a budget: between the least that a plan needs and what
-the fastest plan needs, or above that. It is planned for 8 A100s and compiled for them.
+the fastest plan needs, or above that. It is planned for 8 GPUs and compiled for them.
 
 A pipeline is planned by a bound of its bytes; the analytic prediction follows its schedule.
 """
@@ -21,7 +22,6 @@ from experiments.models import Model
 from experiments.validation.fidelity import MODELS
 from simulator import Cluster
 
-CLUSTER = Cluster.load("dgx_a100_80")
 MESHES = (8,), (2, 4), (4, 2)
 IN_STAGES = "gpt", "bert", "vit", "moe"
 """The models that are also planned as pipelines."""
@@ -95,23 +95,23 @@ def drawn_method(draw: random.Random, model: str) -> autopar.PlanningMethod:
     )
 
 
-def row_of(seed: int) -> BudgetRow:
+def row_of(seed: int, cluster: Cluster) -> BudgetRow:
     """Plan and compile what a seed draws."""
     with autopar.shared_traces():
-        return _row_of(seed)
+        return _row_of(seed, cluster)
 
 
-def _row_of(seed: int) -> BudgetRow:
+def _row_of(seed: int, cluster: Cluster) -> BudgetRow:
     draw = random.Random(seed)
     name = draw.choice(sorted(MODELS))
     model, method = MODELS[name], drawn_method(draw, name)
     share = draw.choice((0.0, 0.1, 0.3, 0.6, 0.9, 1.5))
-    fastest = 1.05 * _plan(model, method, None).predicted_bytes
+    fastest = 1.05 * _plan(model, method, cluster, None).predicted_bytes
     budget = int(share * fastest)
     if share < 1:
-        least = least_budget(model, method, 0.3 * fastest)
+        least = least_budget(model, method, cluster, 0.3 * fastest)
         budget = int(least + share * max(fastest - least, 0.0)) + 1
-    plan = _plan(model, method, budget)
+    plan = _plan(model, method, cluster, budget)
     return BudgetRow(
         seed,
         name,
@@ -119,40 +119,47 @@ def _row_of(seed: int) -> BudgetRow:
         share,
         budget,
         int(plan.predicted_bytes),
-        _largest_memory(model, plan, "analytic"),
-        _largest_memory(model, plan, "compiled"),
+        _largest_memory(model, plan, cluster, "analytic"),
+        _largest_memory(model, plan, cluster, "compiled"),
         plan.predicted_seconds,
         "; ".join(plan.warnings),
     )
 
 
 def _largest_memory(
-    model: Model, plan: autopar.Plan, fidelity: Literal["analytic", "compiled"]
+    model: Model,
+    plan: autopar.Plan,
+    cluster: Cluster,
+    fidelity: Literal["analytic", "compiled"],
 ) -> int:
     """Return the bytes of the device with the most."""
     args = model.abstract_args()
     program = autopar.compile_step(
-        model.train_step, args, plan, CLUSTER, donate_argnums=(0,), fidelity=fidelity
+        model.train_step, args, plan, cluster, donate_argnums=(0,), fidelity=fidelity
     )
     return int(max(memory.total for memory in program.memory))
 
 
-def least_budget(model: Model, method: autopar.PlanningMethod, first: float) -> float:
+def least_budget(
+    model: Model, method: autopar.PlanningMethod, cluster: Cluster, first: float
+) -> float:
     """Return a memory budget in bytes that a plan meets: `first`, or 20 % above one too small."""
     budget = first
     while True:
         try:
-            _plan(model, method, budget)
+            _plan(model, method, cluster, budget)
         except (autopar.MemoryBudgetError, autopar.NoStagesError, TimeoutError) as error:
             budget = 1.2 * max(budget, getattr(error, "least", 0.0))
         else:
             return budget
 
 
-def _plan(model: Model, method: autopar.PlanningMethod, budget: float | None) -> autopar.Plan:
+def _plan(
+    model: Model, method: autopar.PlanningMethod, cluster: Cluster, budget: float | None
+) -> autopar.Plan:
     within = replace(method, memory_budget=budget)
     return autopar.plan_step(
-        model.train_step, model.abstract_args(), method=within, cluster=CLUSTER
+        model.train_step, model.abstract_args(), method=within, cluster=cluster
     )
 
 
@@ -175,15 +182,17 @@ def main() -> None:
     )
     parser.add_argument("--number", type=int, default=60, help="number of rows")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--cluster", default="dgx_a100_80", help="cluster of 8 GPUs")
     parser.add_argument("--output", type=Path, default=Path("results/tables/memory_budgets.csv"))
     args = parser.parse_args()
+    cluster = Cluster.load(args.cluster)
     rows = []
     with args.output.open("w", newline="") as file:
         names = [field.name for field in fields(BudgetRow)]
         writer = csv.DictWriter(file, [*names[:-1], "error", names[-1]], lineterminator="\n")
         writer.writeheader()
         for seed in range(args.first, args.first + args.number):
-            row = row_of(seed)
+            row = row_of(seed, cluster)
             rows.append(row)
             writer.writerow(asdict(row) | {"error": f"{row.error:.4f}"})
             file.flush()
