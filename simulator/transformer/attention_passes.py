@@ -20,10 +20,11 @@ from simulator.transformer.pass_cost import (
     PassCost,
     linear_passes,
     residual_passes,
+    sum_of_outputs,
     tensor_collectives,
 )
 from simulator.transformer.ring_attention import ring_passes
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import PROJECTIONS, Execution, Transformer
 
 _WINDOW_TILES = 384
 """Keys beyond a window that fused attention computes and masks: a tile of 256 queries needs the
@@ -48,7 +49,45 @@ def attention_passes(
     forward = core[0] + elementwise[0] + linear[0] + collectives[0] + exchange[0]
     backward = core[1] + elementwise[1] + linear[1] + collectives[1] + exchange[1]
     scores = core[0] if model.attention == "naive" else NO_COST
-    return PartPasses(forward, backward, scores, linear[0])
+    unsaved = NO_COST
+    if execution.recompute == "unsaved":
+        unsaved = elementwise[0] + _unsaved_products(model, execution, machine, mixer, linear[0])
+        # what naive attention returns doesn't give its backward pass the scores
+        if execution.recomputes("context") or model.attention == "naive":
+            unsaved += core[0] + exchange[0]
+    return PartPasses(forward, backward, scores, unsaved)
+
+
+def _unsaved_products(
+    model: Transformer, execution: Execution, machine: Machine, mixer: Mixer, linear: PassCost
+) -> PassCost:
+    """Return the projections whose results are not saved, and the sum of their outputs.
+
+    Args:
+        model: the model.
+        execution: the execution.
+        machine: the machine.
+        mixer: the mixer.
+        linear: the forward pass of all projections.
+    """
+    t, rows = execution.tensor, model.attention_width // execution.tensor
+    summed = sum_of_outputs(rows, model, execution, machine)
+    output = summed if execution.recomputes("output") else NO_COST
+    if mixer == "cross" or model.latent_attention is not None:
+        every = execution.recomputes(*PROJECTIONS)
+        return linear + output if every else NO_COST
+    columns = {
+        "queries": model.heads * model.query_size // t,
+        "keys": model.key_heads * model.query_size // t,
+        "values": model.key_heads * model.value_size // t,
+    }
+    unsaved = [width for name, width in columns.items() if name not in execution.saved]
+    if len(unsaved) == len(columns):
+        unsaved = [model.qkv_width // t]
+    shapes = [(width, model.hidden) for width in unsaved]
+    if execution.recomputes("output"):
+        shapes.append((model.hidden, rows))
+    return linear_passes(shapes, model, execution, machine)[0] + output if shapes else NO_COST
 
 
 def _cross_projections(

@@ -19,9 +19,10 @@ from simulator.transformer.pass_cost import (
     linear_passes,
     residual_passes,
     tensor_collectives,
+    without_products,
 )
 from simulator.transformer.precision import RECIPES
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import Execution, Transformer, activation_inputs
 
 _ROUTER_KERNELS = 6
 """Kernels of a router per pass: product, scores, the choice of experts, counts, and a sort."""
@@ -83,7 +84,9 @@ def expert_passes(model: Transformer, execution: Execution, machine: Machine) ->
     )
     forward = sum((part[0] for part in passes), exchange)
     backward = sum((part[1] for part in passes), exchange)
-    return PartPasses(forward, backward, products=passes[0][0])
+    saved = not execution.recomputes(*activation_inputs(model))
+    unsaved = without_products(forward, passes[0][0]) if saved else forward
+    return PartPasses(forward, backward, unsaved=unsaved)
 
 
 def dispatch_seconds(model: Transformer, execution: Execution, machine: Machine) -> float:

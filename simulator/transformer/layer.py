@@ -78,8 +78,8 @@ def _of_parts(mixer: PartPasses, mlp: PartPasses, execution: Execution) -> Layer
     match execution.recompute:
         case "none":
             recompute = NO_COST
-        case "elementwise":
-            recompute = mixer.elementwise + mlp.elementwise
+        case "unsaved":
+            recompute = mixer.unsaved + mlp.unsaved
         case "selective":
             recompute = mixer.scores + mlp.scores
         case "mlp":

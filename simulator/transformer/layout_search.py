@@ -206,6 +206,8 @@ class _Space:
         base = self.execution.fields() | {"stage_layers": None}
         if {"pipeline", "interleave"} <= self.kept:
             base["stage_layers"] = self.execution.stage_layers
+        if "recompute" not in self.kept:
+            base["saved"] = ()
         for degrees in self._degrees():
             for experts in self._experts(degrees["pipeline"]):
                 yield {**base, **degrees, **experts}

@@ -6,9 +6,10 @@ from simulator.transformer.pass_cost import (
     PassCost,
     linear_passes,
     residual_passes,
+    sum_of_outputs,
     tensor_collectives,
 )
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import PROJECTIONS, Execution, Transformer
 
 _SCAN_KERNELS = 5
 """Kernels of the chunked scan: sums of time steps, states of chunks, their passage from chunk to
@@ -58,4 +59,11 @@ def mamba_passes(model: Transformer, execution: Execution, machine: Machine) -> 
         0.0,
         2 * flops,
     )
-    return PartPasses(forward + linear[0] + collectives[0], backward + linear[1] + collectives[1])
+    unsaved = forward
+    if execution.recompute == "unsaved" and execution.recomputes(*PROJECTIONS):
+        unsaved += linear[0] + sum_of_outputs(rows, model, execution, machine)
+    return PartPasses(
+        forward + linear[0] + collectives[0],
+        backward + linear[1] + collectives[1],
+        unsaved=unsaved,
+    )

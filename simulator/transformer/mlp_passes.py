@@ -3,12 +3,14 @@
 from simulator.transformer.composed_kernels import composed_norm, composed_passes
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
+    NO_COST,
     PartPasses,
+    PassCost,
     linear_passes,
     residual_passes,
     tensor_collectives,
 )
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import Execution, Transformer, activation_inputs
 
 
 def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> PartPasses:
@@ -38,8 +40,25 @@ def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> Pa
     activation = composed_passes(kind, elements, execution, machine)
     dropped = mask + (execution.stream(model) if model.dropout else 0.0)
     dropout = composed_passes("dropout_by_xla", dropped, execution, machine)
+    kernels = elementwise[0] + norm[0] + activation[0] + dropout[0]
     return PartPasses(
-        elementwise[0] + norm[0] + activation[0] + dropout[0] + linear[0] + collectives[0],
+        kernels + linear[0] + collectives[0],
         elementwise[1] + norm[1] + activation[1] + dropout[1] + linear[1] + collectives[1],
-        products=linear[0],
+        unsaved=kernels + _unsaved_products(model, execution, machine),
     )
+
+
+def _unsaved_products(model: Transformer, execution: Execution, machine: Machine) -> PassCost:
+    """Return the products before the activation whose results are not saved.
+
+    What they read is gathered over the tensor axis for the gradients of their weights anyway, and
+    the last product is not repeated, as the backward pass doesn't read its result.
+    """
+    if execution.recompute != "unsaved":
+        return NO_COST
+    unsaved = sum(result not in execution.saved for result in activation_inputs(model))
+    columns = model.ffn_width // execution.tensor
+    shapes = [(columns, model.hidden)] * unsaved
+    if unsaved == 2 and not execution.separate_gates:
+        shapes = [(2 * columns, model.hidden)]
+    return linear_passes(shapes, model, execution, machine)[0] if unsaved else NO_COST

@@ -69,23 +69,22 @@ class PartPasses(NamedTuple):
         forward: the forward pass.
         backward: the backward pass.
         scores: the part of the forward pass that selective recomputation repeats.
-        products: the part of the forward pass that is products of linear layers.
+        unsaved: the part of the forward pass that is repeated because its results are not saved.
     """
 
     forward: PassCost = NO_COST
     backward: PassCost = NO_COST
     scores: PassCost = NO_COST
-    products: PassCost = NO_COST
+    unsaved: PassCost = NO_COST
 
-    @property
-    def elementwise(self) -> PassCost:
-        """The part of the forward pass that recomputation repeats where products are saved."""
-        forward, products = self.forward, self.products
-        return PassCost(
-            forward.compute - products.compute,
-            forward.kernels - products.kernels,
-            flops=forward.flops - products.flops,
-        )
+
+def without_products(forward: PassCost, products: PassCost) -> PassCost:
+    """Return the kernels of a forward pass beside the products of its linear layers."""
+    return PassCost(
+        forward.compute - products.compute,
+        forward.kernels - products.kernels,
+        flops=forward.flops - products.flops,
+    )
 
 
 def linear_passes(
@@ -255,6 +254,26 @@ def tensor_collectives(
         overlapped((weights,), overlap_weights, launches, machine, far)
         + overlapped((outputs,), overlap_all, 0, machine, far),
     )
+
+
+def sum_of_outputs(
+    inputs_by_row: int, model: Transformer, execution: Execution, machine: Machine
+) -> PassCost:
+    """Return the wait for the collective after a linear layer that is split by row.
+
+    Args are those of `tensor_collectives`.
+    """
+    if execution.tensor == 1:
+        return NO_COST
+    ring = machine.network.ring(execution.tensor)
+    tokens, h = execution.tokens(model), model.hidden
+    kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
+    pair = (
+        machine.network.seconds(kind, 2.0 * tokens * h, ring),
+        machine.gemms.seconds(tokens, h, inputs_by_row),
+    )
+    overlap = execution.overlap_tensor == "all"
+    return overlapped((pair,), overlap, COLLECTIVE_LAUNCHES, machine, ring.hosts > 1)
 
 
 def overlapped(

@@ -24,7 +24,11 @@ from simulator.transformer.layer_kinds import (
 )
 from simulator.transformer.precision import Precision
 
-Recompute = Literal["none", "elementwise", "selective", "mlp", "full"]
+Recompute = Literal["none", "unsaved", "selective", "mlp", "full"]
+SavedResult = Literal["queries", "keys", "values", "context", "output", "gate", "up"]
+PROJECTIONS: tuple[SavedResult, ...] = ("queries", "keys", "values", "output")
+"""Results of the linear layers of a mixer."""
+
 ComposedOperation = Literal[
     "norm",
     "norm_in_f32",
@@ -471,6 +475,11 @@ class Transformer(Description):
         return 3 if self.adapters is None else 2
 
 
+def activation_inputs(model: Transformer) -> tuple[SavedResult, ...]:
+    """Return the results of an MLP or of experts that their activation reads."""
+    return ("up", "gate") if model.gated else ("up",)
+
+
 @dataclass(frozen=True, slots=True)
 class Elements:
     """Elements of the parameters of a layer.
@@ -544,9 +553,17 @@ class Execution(Description):
         loss_as_layer: whether the loss counts as a layer of the last stage (likewise).
         schedule: "gpipe" runs all forward passes first, "1f1b" alternates forward and backward
             passes.
-        recompute: what the backward pass recomputes: nothing, all but the products of linear layers
-            ("elementwise", as with XLA's policies that save them), the core of attention
-            ("selective"), that and complete MLPs or experts ("mlp"), or complete layers ("full").
+        recompute: what the backward pass recomputes: nothing, what it reads but for the results in
+            `saved` ("unsaved", as policies of `jax.checkpoint` and of PyTorch's selective
+            checkpoints do), the core of attention ("selective"), that and complete MLPs or experts
+            ("mlp"), or complete layers ("full").
+        saved: results of a layer that are saved with `recompute: unsaved`, beside its input: the
+            projections to "queries", "keys" and "values", the "context" that fused attention
+            returns, the "output" projection of attention, and the products before the activation
+            of an MLP, "up" and, if it is gated, "gate". The last product of an MLP is not among
+            them, as the backward pass doesn't read its result. Mamba, latent attention and
+            attention to an encoder save their products together, with all of "queries", "keys",
+            "values" and "output"; experts with "up" and "gate".
         zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3
             parameters too.
         sharding_group: neighbouring devices of the data axis, context included, over which ZeRO
@@ -610,6 +627,7 @@ class Execution(Description):
     loss_as_layer: bool = False
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     recompute: Recompute = "none"
+    saved: Annotated[tuple[SavedResult, ...], BeforeValidator(_tuple)] = ()
     zero: Literal[0, 1, 2, 3] = 0
     sharding_group: PositiveInt | None = None
     broadcasts: bool = False
@@ -653,6 +671,19 @@ class Execution(Description):
                 "per microbatch"
             )
         return self
+
+    @model_validator(mode="after")
+    def _saved_results_need_a_policy(self) -> Self:
+        if self.saved and self.recompute != "unsaved":
+            raise ValueError(
+                f"saved: given {', '.join(self.saved)} with recompute {self.recompute}, expected "
+                "together with recompute unsaved"
+            )
+        return self
+
+    def recomputes(self, *results: SavedResult) -> bool:
+        """Return whether some of these results are not saved."""
+        return any(result not in self.saved for result in results)
 
     @property
     def expert_shards(self) -> int:

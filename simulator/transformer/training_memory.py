@@ -6,7 +6,12 @@ from typing import NamedTuple
 from simulator.transformer.composed_kernels import composed_saved, score_elements
 from simulator.transformer.experts import Routing
 from simulator.transformer.layer_kinds import DECODER_LAYER, LayerKind
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import (
+    PROJECTIONS,
+    Execution,
+    Transformer,
+    activation_inputs,
+)
 from simulator.transformer.stages import DeviceLayers, division_of
 
 
@@ -298,8 +303,8 @@ def _saved_by_parts(model: Transformer, execution: Execution, kind: LayerKind) -
     match execution.recompute:
         case "none":
             return layer_activations(model, execution, kind)
-        case "elementwise":
-            return _saved_products(model, execution, kind)
+        case "unsaved":
+            return _saved_results(model, execution, kind)
         case "selective":
             return _saved_outside_scores(model, execution, kind)
         case "mlp":
@@ -371,24 +376,39 @@ def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> 
     return saved
 
 
-def _saved_products(model: Transformer, execution: Execution, kind: LayerKind) -> float:
-    """Return the bytes of the input of a layer, and of the results of its linear products."""
+def _saved_results(model: Transformer, execution: Execution, kind: LayerKind) -> float:
+    """Return the bytes of the input of a layer, and of its results in `execution.saved`."""
     tokens, t = execution.tokens(model), execution.tensor
-    width = 0.0
-    if kind.mixer is not None:
-        columns = model.mamba_section.columns if kind.mixer == "mamba" else model.qkv_width
-        width += columns / t
-    match kind.mlp:
-        case "dense":
-            width += (2 if model.gated else 1) * model.ffn_width / t
-        case "experts":
-            return 2.0 * (execution.stream(model) + tokens * width) + _saved_by_mlp(
-                model, execution, kind
-            )
+    saved = 2.0 * execution.stream(model)
+    match kind.mixer:
+        case "attention" | "window" if model.latent_attention is None:
+            widths = {
+                "queries": model.heads * model.query_size,
+                "keys": model.key_heads * model.query_size,
+                "values": model.key_heads * model.value_size,
+                # with the row sums of the softmax
+                "context": model.attention_width + 2 * model.heads,
+            }
+            width = sum(widths[name] for name in widths if name in execution.saved)
+            saved += 2.0 * tokens * width / t
+            if "output" in execution.saved:
+                saved += 2.0 * execution.stream(model)
         case None:
             pass
-    results = (kind.mixer is not None) + (kind.mlp is not None)
-    return 2.0 * ((1 + results) * execution.stream(model) + tokens * width)
+        case _:
+            if not execution.recomputes(*PROJECTIONS):
+                saved += _saved_by_mixer(model, execution, kind)
+    gates = activation_inputs(model)
+    match kind.mlp:
+        case "dense":
+            width = sum(name in execution.saved for name in gates) * model.ffn_width
+            saved += 2.0 * tokens * width / t
+        case "experts":
+            if not execution.recomputes(*gates):
+                saved += _saved_by_mlp(model, execution, kind)
+        case None:
+            pass
+    return saved
 
 
 def _saved_scores(model: Transformer, execution: Execution, kind: LayerKind) -> float:

@@ -1,48 +1,124 @@
 """What the backward pass of a measured step recomputes, by what its table says.
 
-Tables name Megatron's kinds and lists of modules, torchtitan's options, and XLA's policies of what
-is saved.
+Tables name Megatron's kinds and lists of modules, torchtitan's options, and policies of JAX: those
+of MaxText (github.com/AI-Hypercomputer/maxtext, remat_policy in MaxText/layers/decoders.py) and of
+Pax (github.com/google/praxis, praxis/layers/checkpoint_policy.py).
 """
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from simulator.transformer.scenario import Recompute
+from simulator.transformer.scenario import Recompute, SavedResult
 from simulator.validation.step_rows import StepRow, StepRowError
 
-_KINDS: tuple[tuple[re.Pattern[str], Recompute], ...] = (
-    (re.compile(r"none|no"), "none"),
-    (re.compile(r"(remat )?(full|save_nothing|nothing_saveable)"), "full"),
-    (re.compile(r"selective|core_attn"), "selective"),
-    # every second product of a layer is computed again (torchtitan's activation_checkpoint)
-    (re.compile(r"selective[ _-]op|op"), "mlp"),
-    # policies of Pax and MaxText that save what attention projects, and nothing of the MLP
-    (re.compile(r"(remat )?(save_)?((qkv|out)_\w*proj|dot\w*_except_mlp)\w*"), "mlp"),
-    # policies that save the result of each product, and of fused attention
-    (re.compile(r"(remat )?minimal_flash"), "none"),
-    (re.compile(r"(remat )?(save_dot_only|minimal\w*|save_dots?\w*)"), "elementwise"),
-)
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """What the backward pass recomputes.
+
+    Attributes:
+        kind: the kind.
+        saved: results that are saved, of the kind "unsaved".
+    """
+
+    kind: Recompute
+    saved: tuple[SavedResult, ...] = ()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of an execution."""
+        return {"recompute": self.kind, "saved": self.saved}
+
+
+NOTHING = Recomputation("none")
+WHOLE_LAYERS = Recomputation("full")
+MLPS = Recomputation("mlp")
+_SCORES = Recomputation("selective")
+
+SAVES_INPUTS = Recomputation("unsaved")
+"""Whole layers but for what the backward pass doesn't read."""
+
+_QKV: tuple[SavedResult, ...] = ("queries", "keys", "values")
+_ATTENTION: tuple[SavedResult, ...] = (*_QKV, "output")
+_PRODUCTS: tuple[SavedResult, ...] = (*_ATTENTION, "gate", "up")
+
+SAVES_PRODUCTS = Recomputation("unsaved", _PRODUCTS)
+"""All but the products of linear layers; fused attention is no product to JAX."""
+
+SAVES_EVERY_SECOND_PRODUCT = Recomputation("unsaved", ("queries", "values", "context", "gate"))
+"""torchtitan's selective option "op": of the products of a layer in their order (queries, keys,
+values, output, gate, up, down) it saves every second one from the first, and the context
+(github.com/pytorch/torchtitan, torchtitan/distributed/activation_checkpoint.py)."""
+
+SAVES_CONTEXT = Recomputation("unsaved", ("context",))
+"""That option with products of few bits, which its list of results to save doesn't name."""
+
+_POLICIES: Mapping[str, Recomputation] = {
+    "nothing": SAVES_INPUTS,
+    "nothing_saveable": SAVES_INPUTS,
+    "save_nothing": SAVES_INPUTS,
+    "save_iteration_input": SAVES_INPUTS,
+    "save_transformer_layer_output": SAVES_INPUTS,
+    "everything_saveable": NOTHING,
+    "save_everything": NOTHING,
+    "save_qkv_proj": Recomputation("unsaved", _QKV),
+    "save_out_proj": Recomputation("unsaved", ("output",)),
+    "save_context": SAVES_CONTEXT,
+    "save_encoded_and_out_proj": Recomputation("unsaved", ("context", "output")),
+    "save_qkv_out_proj": Recomputation("unsaved", _ATTENTION),
+    "save_qkv_out_proj_separate": Recomputation("unsaved", _ATTENTION),
+    "save_dot_except_mlp": Recomputation("unsaved", _ATTENTION),
+    # the result of the last product of an MLP, which it saves, isn't read
+    "save_dot_except_mlpwi": Recomputation("unsaved", _ATTENTION),
+    "save_dot_with_context_except_mlp": Recomputation("unsaved", (*_ATTENTION, "context")),
+    "save_dot_for_mlperf_200b": Recomputation("unsaved", (*_ATTENTION, "context")),
+    "save_dot_except_logits_ffn1": Recomputation("unsaved", (*_ATTENTION, "context")),
+    "save_dot_except_logits": Recomputation("unsaved", (*_PRODUCTS, "context")),
+    "save_dot_only": SAVES_PRODUCTS,
+    "save_dots": SAVES_PRODUCTS,
+    "save_dot_with_no_batch_dims": SAVES_PRODUCTS,
+    "dots_saveable": SAVES_PRODUCTS,
+    "dots_with_no_batch_dims_saveable": SAVES_PRODUCTS,
+    "checkpoint_dots": SAVES_PRODUCTS,
+    "checkpoint_dots_with_no_batch_dims": SAVES_PRODUCTS,
+    "minimal": SAVES_PRODUCTS,
+    "minimal_flash": Recomputation("unsaved", (*_PRODUCTS, "context")),
+    "minimal_with_context": Recomputation("unsaved", (*_PRODUCTS, "context")),
+}
+"""Policies of JAX by name."""
+
+_KINDS: Mapping[str, Recomputation] = {
+    "none": NOTHING,
+    "no": NOTHING,
+    "full": WHOLE_LAYERS,
+    "selective": _SCORES,
+    "core_attn": _SCORES,
+    "selective op": SAVES_EVERY_SECOND_PRODUCT,
+    "op": SAVES_EVERY_SECOND_PRODUCT,
+}
 _WHOLE_MLPS = {"mlp", "moe"}
 _OWN_KERNELS = {"moe_act", "mla_up_proj", "layernorm", "shared_experts"}
 
 
-def recompute_of(row: StepRow) -> Recompute | None:
+def recomputation_of(row: StepRow) -> Recomputation | None:
     """Return what a row says; None if it says nothing.
 
     Raises:
         StepRowError: the text is unknown.
     """
-    text = row.recompute.strip().lower()
+    text = row.recompute.strip().lower().removeprefix("remat ")
     if not text:
         return None
-    for pattern, kind in _KINDS:
-        if pattern.fullmatch(text):
-            return kind
+    if (kind := _KINDS.get(re.sub("[_-]op$", " op", text)) or _POLICIES.get(text)) is not None:
+        return kind
     modules = set(re.split(r"[ ,;+]+", text))
     if not modules <= _WHOLE_MLPS | _OWN_KERNELS | {"core_attn"}:
         raise StepRowError(
             f"column recompute: given {row.recompute!r}, expected none, selective, full, selective "
-            "op, a policy of XLA such as save_qkv_proj, or modules of Megatron-Core, such as moe"
+            f"op, modules of Megatron-Core such as moe, or a policy of JAX: {', '.join(_POLICIES)}"
         )
     if modules & _WHOLE_MLPS:
-        return "mlp"
-    return "selective" if "core_attn" in modules else "none"
+        return MLPS
+    return _SCORES if "core_attn" in modules else NOTHING

@@ -23,7 +23,7 @@ from simulator.transformer import (
     Transformer,
     predict,
 )
-from simulator.transformer.scenario import Recompute
+from simulator.transformer.precision import RECIPES
 from simulator.validation.step_models import (
     expert_execution,
     expert_model,
@@ -31,7 +31,17 @@ from simulator.validation.step_models import (
     has_fused_experts,
 )
 from simulator.validation.step_notes import Notes, notes_of
-from simulator.validation.step_recompute import recompute_of
+from simulator.validation.step_recompute import (
+    MLPS,
+    NOTHING,
+    SAVES_CONTEXT,
+    SAVES_EVERY_SECOND_PRODUCT,
+    SAVES_INPUTS,
+    SAVES_PRODUCTS,
+    WHOLE_LAYERS,
+    Recomputation,
+    recomputation_of,
+)
 from simulator.validation.step_rows import StepRow, StepRowError
 
 
@@ -59,12 +69,15 @@ class Software:
         attention: the implementation of attention.
         execution: fields of `Execution`.
         unsaid: what FSDP may recompute whose table doesn't say it, in order of time.
+        full: what "full" recomputes. Whole layers run again in Megatron; JAX leaves out what the
+            backward pass doesn't read, and PyTorch's checkpoints stop early.
     """
 
     backend: Backend
     attention: str
     execution: Mapping[str, Any] = field(default_factory=dict)
-    unsaid: tuple[Recompute, ...] = ("none", "mlp", "full")
+    unsaid: tuple[Recomputation, ...] = (NOTHING, MLPS, WHOLE_LAYERS)
+    full: Recomputation = WHOLE_LAYERS
 
 
 _MEGATRON_CORE = Software(
@@ -92,6 +105,9 @@ _XLA: Mapping[str, Any] = {
 }
 """XLA with its latency-hiding scheduler."""
 
+_BY_MEMORY = (NOTHING, SAVES_PRODUCTS, SAVES_INPUTS)
+"""What policies of JAX recompute, from most memory to least."""
+
 SOFTWARE: Mapping[str, Software] = {
     # Llama is that of Hugging Face, without torch.compile; recipes of models with experts fuse
     # rotary positions. Activation checkpointing is on or off (github.com/NVIDIA-NeMo/Automodel,
@@ -104,7 +120,8 @@ SOFTWARE: Mapping[str, Software] = {
             "communicated_gradient_bytes": 2,
             "composed": ("rotary", "activation"),
         },
-        unsaid=("none", "full"),
+        # checkpoints of steps with adapters rerun all products: adapters come after them
+        unsaid=(NOTHING, WHOLE_LAYERS),
     ),
     "nemo 24.03": replace(_MEGATRON_CORE, attention="flash2"),
     "nemo": _MEGATRON_CORE,
@@ -120,6 +137,8 @@ SOFTWARE: Mapping[str, Software] = {
             "communicated_gradient_bytes": 4,
             "composed": ("rotary", "activation"),
         },
+        unsaid=(NOTHING, SAVES_EVERY_SECOND_PRODUCT, SAVES_INPUTS),
+        full=SAVES_INPUTS,
     ),
     # its tables of performance are of InternLM when it was installed with flash attention 1.0.5
     # (github.com/InternLM/InternLM, doc/en/install.md, doc/en/train_performance.md)
@@ -159,8 +178,12 @@ SOFTWARE: Mapping[str, Software] = {
         },
     ),
     "oneflow": Software(EAGER, "naive", {"scatter_sends": True, "overlap_gradients": True}),
-    "pax": Software(JITTED, "flash2", _XLA),
-    "maxtext": Software(JITTED, "flash2", _XLA),
+    "pax": Software(JITTED, "flash2", _XLA, _BY_MEMORY, SAVES_INPUTS),
+    # attention and the embedding of NVIDIA's recipes: attention=cudnn_flash_te, use_iota_embed
+    # (github.com/NVIDIA/dgxc-benchmarking, maxtext/configure.sh)
+    "maxtext": Software(
+        JITTED, "cudnn", _XLA | {"embedding_products": True}, _BY_MEMORY, SAVES_INPUTS
+    ),
     # attention without a fused kernel, and XLA's default flags, with which no communication
     # overlaps (github.com/google-research/t5x, t5x/contrib/gpu; github.com/NVIDIA/JAX-Toolbox,
     # rosetta/rosetta/projects/vit)
@@ -179,7 +202,7 @@ SOFTWARE: Mapping[str, Software] = {
 _PAX_GPT = replace(
     SOFTWARE["pax"],
     execution=_XLA | {"embedding_products": True},
-    unsaid=("elementwise", "mlp", "full"),
+    unsaid=(SAVES_PRODUCTS, SAVES_INPUTS),
 )
 """GPT in Pax: embeddings are looked up by products, and repeated layers save products at most
 (github.com/google/paxml: EMBEDDING_LOOKUP_STYLE in paxml/tasks/lm/params/c4.py, CHECKPOINT_POLICY
@@ -266,12 +289,33 @@ def scenario_of(row: StepRow) -> StepScenario:
         micros = [size for size in _MICROBATCHES if per_replica % size == 0]
     # FSDP that doesn't fit without recomputation has a policy that its table doesn't say
     dense = software.backend is JITTED or (software.backend is EAGER and model.experts is None)
-    unsaid = recompute_of(row) is None and row.zero == 3 and dense
-    kinds = software.unsaid if unsaid else (fields["recompute"],)
+    said = recomputation_of(row)
+    recomputations = (said or NOTHING,)
+    if said is None and row.zero == 3 and dense:
+        recomputations = software.unsaid
+    few_bits = RECIPES[model.precision].dtype is not None
+    recomputations = [_of_software(kind, software, few_bits) for kind in recomputations]
     candidates = [
-        fields | {"microbatch": micro, "recompute": kind} for micro in micros for kind in kinds
+        {"microbatch": micro} | recomputation.fields | fields
+        for micro in micros
+        for recomputation in recomputations
     ]
     return _fastest(model, candidates, machine)
+
+
+def _of_software(recomputation: Recomputation, software: Software, few_bits: bool) -> Recomputation:
+    """Return what a recomputation is in some software.
+
+    Args:
+        recomputation: what the table says.
+        software: the software.
+        few_bits: whether products have 8 or 4 bits.
+    """
+    if recomputation is WHOLE_LAYERS:
+        return software.full
+    if recomputation is SAVES_EVERY_SECOND_PRODUCT and few_bits:
+        return SAVES_CONTEXT
+    return recomputation
 
 
 def _completed(row: StepRow, notes: Notes) -> StepRow:
@@ -419,7 +463,6 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
         "interleave": row.vp if row.pp > 1 else 1,
         "sequence_parallel": sequence_parallel and row.tp > 1,
         "global_batch": row.required("global_batch"),
-        "recompute": recompute_of(row) or "none",
         # parameters stay gathered between the microbatches of a pipeline (reshard_after_forward)
         "zero": min(zero, 2) if row.pp > 1 else zero,
         "sharding_group": _sharding_group(row, notes),

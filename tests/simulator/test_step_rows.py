@@ -15,7 +15,7 @@ from simulator.validation.cases import Case
 from simulator.validation.report import Comparison
 from simulator.validation.sets.steps import STEP_SETS, STEPS, is_fitted, sets_of_file, step_cases
 from simulator.validation.step_notes import notes_of
-from simulator.validation.step_recompute import recompute_of
+from simulator.validation.step_recompute import recomputation_of
 from simulator.validation.step_rows import COLUMNS, BadRow, StepRow, StepRowError, read_step_rows
 from simulator.validation.step_scenarios import StepScenario, scenario_of
 
@@ -127,37 +127,78 @@ def test_degrees_of_a_row_become_those_of_its_execution() -> None:
     assert scenario.machine.cluster.num_devices == 64
 
 
+ATTENTION = ("queries", "keys", "values", "output")
+
+
 @pytest.mark.parametrize(
-    ("text", "kind"),
+    ("text", "kind", "saved"),
     [
-        ("", None),
-        ("none", "none"),
-        ("Full", "full"),
-        ("selective", "selective"),
-        ("selective op", "mlp"),
-        ("remat SAVE_QKV_OUT_PROJ", "mlp"),
-        ("save_dot_except_mlp", "mlp"),
-        ("remat SAVE_DOT_ONLY", "elementwise"),
-        ("minimal_flash", "none"),
-        ("moe_act, layernorm", "none"),
-        ("core_attn+layernorm", "selective"),
-        ("moe;core_attn", "mlp"),
+        ("none", "none", ()),
+        ("Full", "full", ()),
+        ("selective", "selective", ()),
+        ("selective op", "unsaved", ("queries", "values", "context", "gate")),
+        ("selective_op", "unsaved", ("queries", "values", "context", "gate")),
+        ("remat SAVE_QKV_OUT_PROJ", "unsaved", ATTENTION),
+        ("save_dot_except_mlp", "unsaved", ATTENTION),
+        ("save_dot_except_mlpwi", "unsaved", ATTENTION),
+        ("save_dot_with_context_except_mlp", "unsaved", (*ATTENTION, "context")),
+        ("save_qkv_proj", "unsaved", ("queries", "keys", "values")),
+        ("remat SAVE_DOT_ONLY", "unsaved", (*ATTENTION, "gate", "up")),
+        ("minimal_flash", "unsaved", (*ATTENTION, "gate", "up", "context")),
+        ("nothing_saveable", "unsaved", ()),
+        ("moe_act, layernorm", "none", ()),
+        ("core_attn+layernorm", "selective", ()),
+        ("moe;core_attn", "mlp", ()),
     ],
 )
-def test_recomputation_has_the_names_of_each_framework(text: str, kind: str | None) -> None:
-    assert recompute_of(row_with(recompute=text)) == kind
+def test_recomputation_has_the_names_of_each_framework(
+    text: str, kind: str, saved: tuple[str, ...]
+) -> None:
+    recomputation = recomputation_of(row_with(recompute=text))
+    assert recomputation is not None
+    assert recomputation.fields == {"recompute": kind, "saved": saved}
+
+
+def test_an_empty_cell_says_nothing_about_recomputation() -> None:
+    assert recomputation_of(row_with(recompute="")) is None
+
+
+def test_an_unknown_policy_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(StepRowError, match=r"given 'save_some_proj', expected .*save_qkv_proj"):
+        recomputation_of(row_with(recompute="save_some_proj"))
+
+
+def test_full_recomputation_leaves_out_what_jax_and_pytorch_do_not_read() -> None:
+    kinds = {
+        name: scenario_of(row_with(recompute="full", framework=name, zero=3)).execution.recompute
+        for name in ("NeMo", "NeMo AutoModel", "MaxText", "Pax (JAX)", "torchtitan")
+    }
+    assert kinds == {
+        "NeMo": "full",
+        "NeMo AutoModel": "full",
+        "MaxText": "unsaved",
+        "Pax (JAX)": "unsaved",
+        "torchtitan": "unsaved",
+    }
+
+
+def test_torchtitan_saves_attention_alone_where_products_have_8_bits() -> None:
+    titan = {"framework": "torchtitan", "zero": 3, "recompute": "selective op"}
+    assert scenario_of(row_with(**titan, precision="fp8")).execution.saved == ("context",)
+    assert "gate" in scenario_of(row_with(**titan)).execution.saved
 
 
 def test_fsdp_of_xla_that_does_not_fit_recomputes_what_lets_it_fit() -> None:
     sizes = {"layers": 96, "hidden": 12288, "ffn": 49152, "heads": 96, "kv_heads": 96}
     large = sizes | {"model": "gpt3-175b", "gpus": 256, "micro_batch": 6, "global_batch": 1536}
     fields = large | {"seq": 2048, "framework": "Pax (JAX)", "zero": 3}
-    assert scenario_of(row_with(**fields)).execution.recompute == "full"
-    assert scenario_of(row_with(**fields | {"layers": 4})).execution.recompute == "elementwise"
+    whole = scenario_of(row_with(**fields)).execution
+    assert (whole.recompute, whole.saved) == ("unsaved", ())
+    assert "up" in scenario_of(row_with(**fields | {"layers": 4})).execution.saved
     maxtext = fields | {"layers": 4, "framework": "MaxText"}
     assert scenario_of(row_with(**maxtext)).execution.recompute == "none"
     said = scenario_of(row_with(**fields | {"recompute": "SAVE_DOT_ONLY"}))
-    assert said.execution.recompute == "elementwise"
+    assert "up" in said.execution.saved
 
 
 def test_tables_of_t5_and_vision_transformers_have_an_encoder_and_no_causal_mask() -> None:
@@ -381,7 +422,7 @@ def test_rows_of_torchtitan_have_its_kernels_and_sharding() -> None:
     compiled = scenario_of(replace(row, global_batch=256, notes="FSDP 8; torch.compile"))
     assert plain.execution.composed == ("rotary", "activation")
     assert compiled.execution.composed == ()
-    assert (plain.execution.zero, plain.execution.recompute) == (3, "mlp")
+    assert (plain.execution.zero, plain.execution.recompute) == (3, "unsaved")
     assert (plain.execution.shards, compiled.execution.shards) == (128, 8)
     assert plain.execution.sent_gradient_bytes == 4
     assert plain.machine.backend is EAGER
