@@ -84,8 +84,8 @@ LAYERS = (
     ),
     *("autopar.runtime", "autopar.checkpoint", "autopar.hosts"),
     *("autopar.manual", "autopar.directives", "autopar.model_schedules", "autopar.tuning"),
-    *("experiments.models", "experiments.by_hand", "experiments.measurements"),
-    *("experiments.validation", "experiments.report", "experiments.scripts", "experiments.reach"),
+    *("experiments.models", "experiments.by_hand", "experiments.measurements", "experiments.reach"),
+    *("experiments.validation", "experiments.report", "experiments.scripts"),
     "experiments.paper",
 )
 """Packages from the lowest to the highest layer; each imports only those before it.

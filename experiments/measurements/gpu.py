@@ -217,7 +217,9 @@ def run(
             0.3 * budget,
         )
         clusters = Clusters(calibrated, autopar.cluster_of(Mesh([device], ("x",))))
-        _replace(out / "gpu_cluster.yaml", lambda path: write_profile(path, clusters.calibrated))
+        replace_file(
+            out / "gpu_cluster.yaml", lambda path: write_profile(path, clusters.calibrated)
+        )
         left, longest, failed = list(cases), 0.0, dict[str, str]()
         while left and time.perf_counter() - begun + longest < budget:
             model, start = left.pop(0), time.perf_counter()
@@ -251,12 +253,14 @@ def _write(
         "not_measured": list(map(step_name, left)),
         "failed": failed,
     }
-    _replace(out / "gpu.csv", lambda path: table.to_csv(path, index=False, float_format="%.6g"))
-    _replace(out / "gpu.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n"))
+    replace_file(out / "gpu.csv", lambda path: table.to_csv(path, index=False, float_format="%.6g"))
+    replace_file(
+        out / "gpu.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n")
+    )
     return table
 
 
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     """Replace a file atomically."""
     part = path.with_name(f".{path.name}.part")
     write(part)

@@ -76,6 +76,35 @@ def without_update(results):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"remat": "auto"}, id="recomputation"),
+        pytest.param({"offload": "auto"}, id="offload"),
+    ],
+)
+def test_a_plan_in_little_memory_computes_what_the_fastest_plan_does(options):
+    device = jax.devices("gpu")[0]
+    model = GPT(4, 512, 8, sequence_length=512, vocab_size=4096, batch_size=16)
+    args = jax.device_get(
+        (model.init_state(jax.random.key(0)), model.make_batch(jax.random.key(1)))
+    )
+    fastest = autopar.ShardParallel(devices=[device])
+    plan = autopar.plan_step(
+        model.train_step, args, method=fastest, cluster=cluster_of(device_mesh([device]))
+    )
+    budget = 0.7 * plan.predicted_bytes
+    with jax.default_matmul_precision("highest"):
+        small = autopar.parallelize(
+            model.train_step, method=replace(fastest, memory_budget=budget, **options)
+        )
+        results = jax.device_get(small(*args))
+        expected = autopar.parallelize(model.train_step, method=fastest)(*args)
+    assert small.get_last_executable().get_total_allocation_size() <= budget
+    assert_allclose(without_update(results), without_update(expected), rtol=1e-4, atol=1e-6)
+
+
 def test_a_state_is_made_where_the_step_runs_and_comes_back_from_a_checkpoint(device, tmp_path):
     step = autopar.parallelize(GPT_.train_step, method=autopar.ShardParallel(devices=[device]))
     batch = GPT_.make_batch(jax.random.key(1))

@@ -117,7 +117,7 @@ def test_a_result_that_is_not_finished_does_not_replace_one_that_is(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        gpu._replace(path, interrupted)
+        gpu.replace_file(path, interrupted)
     assert path.read_text() == "whole"
 
 
