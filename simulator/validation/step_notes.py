@@ -34,6 +34,8 @@ class Notes:
         seq: tokens of a sequence, where the table doesn't say it but its configuration does.
         microbatches: microbatches of a step on a device (InternEvo's micro_num); None if not said.
         doubts_degrees: whether the table contradicts its own degree of data parallelism.
+        flash_attention: whether Transformer Engine calls FlashAttention 2 instead of cuDNN's fused
+            attention (NVTE_FUSED_ATTN=0).
         container: year and month of NVIDIA's container, such as (26, 4); None if not said.
     """
 
@@ -50,6 +52,7 @@ class Notes:
     seq: int | None = None
     microbatches: int | None = None
     doubts_degrees: bool = False
+    flash_attention: bool = False
     container: tuple[int, int] | None = None
 
 
@@ -63,6 +66,7 @@ def notes_of(row: StepRow) -> Notes:
         compiled=_COMPILED.search(text) is not None,
         overlap_tensor="TP comm overlap" in text,
         doubts_degrees="table prints DP" in text,
+        flash_attention="NVTE_FUSED_ATTN=0" in text,
         seq=_number(_SEQ, text),
         microbatches=_number(_MICROBATCHES, text),
         adapter_rank=_number(_RANK, f"{row.framework} {text}"),

@@ -245,6 +245,10 @@ _KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """The implementation of attention, and composed operations, by the kernels of a row."""
 
+_WITHOUT_FUSED_ATTENTION = re.compile(r"gpt3-175b|nemotron4-340b|grok1")
+"""Models whose recipes set NVTE_FUSED_ATTN=0 (github.com/NVIDIA/dgxc-benchmarking, configure.sh in
+nemo_megatron, nemotron and grok1); those of Llama and of Nemotron-4 15B set it to 1."""
+
 _GPT = re.compile(r"gpt-?\d|gpt2|gpt-[0-9x]+")
 _ENCODER_DECODER = re.compile(r"(t5|ul2)")
 _IMAGES = re.compile(r"vit\S*?(\d+)")
@@ -276,6 +280,9 @@ def scenario_of(row: StepRow) -> StepScenario:
         software = _MEGATRON_2021
     if software is SOFTWARE["pax"] and _GPT.match(row.model.lower()):
         software = _PAX_GPT
+    recipe = row.framework == "NeMo/Megatron-Core" and _WITHOUT_FUSED_ATTENTION.match(row.model)
+    if software is _MEGATRON_CORE and (notes.flash_attention or recipe):
+        software = replace(software, attention="flash2")
     model = _model(row, notes, software)
     machine = _machine(row, notes, software)
     fields = _execution_fields(row, notes, software)

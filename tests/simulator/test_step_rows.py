@@ -414,6 +414,20 @@ def test_a_gpu_is_known_by_its_longer_names(given: str, as_if: str) -> None:
     assert scenario_of(row_with(gpu=given)).machine is scenario_of(row_with(gpu=as_if)).machine
 
 
+def test_recipes_without_fused_attention_have_flash_attention() -> None:
+    megatron = {"framework": "NeMo/Megatron-Core", "heads": 32}
+    attention = {
+        model: scenario_of(row_with(**megatron | {"model": model})).model.attention
+        for model in ("gpt3-175b", "nemotron4-340b", "nemotron4-15b", "llama3-8b")
+    }
+    assert list(attention.values()) == ["flash2", "flash2", "cudnn", "cudnn"]
+    noted = {"framework": "NeMo", "notes": "NVTE_FUSED_ATTN=0"}
+    assert scenario_of(row_with(**noted)).model.attention == "flash2"
+    assert scenario_of(row_with(framework="NeMo")).model.attention == "cudnn"
+    # software without Transformer Engine has its own attention
+    assert scenario_of(row_with(**noted | {"framework": "MaxText"})).model.attention == "cudnn"
+
+
 def test_rows_of_torchtitan_have_its_kernels_and_sharding() -> None:
     row = row_with(
         framework="torchtitan", zero=3, recompute="selective op", gpus=128, micro_batch=2
