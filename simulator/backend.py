@@ -24,6 +24,9 @@ class Backend:
             Only scenarios read it.
         fused_casts: whether casts to 8 bits are part of the norm or the activation before a
             product, and those of weights are made once per step. Only scenarios read it.
+        gathers_casts: whether inputs and gradients that the tensor axis gathers, and parameters
+            that the data axis gathers, are cast to the type of the products before. Only scenarios
+            read it.
         fragmentation: part of the bytes of activations and temporaries that is lost between
             allocations. Only scenarios read it.
         tensor_contention: factor by which products and the tensor collectives that overlap with
@@ -42,6 +45,7 @@ class Backend:
     max_nics: int | None = None
     regathers: bool = False
     fused_casts: bool = False
+    gathers_casts: bool = False
     fragmentation: float = 0.0
     tensor_contention: float | None = None
     expert_kernels: ExpertKernels = "grouped"
@@ -70,14 +74,16 @@ MEGATRON_CORE = replace(
     name="megatron-core",
     update_bytes=40.0,
     fused_casts=True,
+    gathers_casts=True,
     tensor_contention=1.1,
     expert_kernels="looped",
 )
-"""Megatron-Core with Transformer Engine: casts to 8 bits are fused, and collectives over the tensor
-axis are copies by DMA engines (userbuffers), which share only memory bandwidth with the products
-that they overlap with. Apex's fused optimizer reads gradient and three states in f32 and writes
-the states and the parameter; clipping reads the gradient twice. Its grouped products launch a
-product of cuBLAS per expert."""
+"""Megatron-Core with Transformer Engine: casts to 8 bits are fused and precede gathers (its modules
+Linear and LayerNormLinear; fp8_param_gather), and collectives over the tensor axis are copies by
+DMA engines (userbuffers), which share only memory bandwidth with the products that they overlap
+with. Apex's fused optimizer reads gradient and three states in f32 and writes the states and the
+parameter; clipping reads the gradient twice. Its grouped products launch a product of cuBLAS per
+expert."""
 
 MEGATRON_GRAPHS = replace(
     MEGATRON_CORE, name="megatron-graphs", kernel_us=0.6, step_us=200.0, expert_kernels="fused"

@@ -14,7 +14,7 @@ from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.hardware.kernel_profile import FusedAttentionKind, Passes
 from simulator.hardware.topology import Ring
-from simulator.transformer.precision import RECIPES, Precision
+from simulator.transformer.precision import RECIPES, Precision, Recipe
 
 
 class FlashRates(NamedTuple):
@@ -87,6 +87,10 @@ class Machine:
         ring = self.network.ring(size, stride)
         max_nics = self.backend.max_nics
         return ring if max_nics is None else replace(ring, nics=min(ring.nics, max_nics))
+
+    def gathered_as(self, precision: Precision) -> Recipe:
+        """Return the recipe in whose widths devices gather what products read."""
+        return RECIPES[precision] if self.backend.gathers_casts else RECIPES["bf16"]
 
     def linear_products(self, precision: Precision) -> GemmModel:
         """Return the costs of the products of linear layers; a `ClusterError` if there are none."""

@@ -231,10 +231,13 @@ def tensor_collectives(
     tokens, h = execution.tokens(model), model.hidden
     stream = 2.0 * tokens * h
     if execution.sequence_parallel:
-        gather = network.seconds("all_gather", stream, ring)
+        recipe = machine.gathered_as(model.precision)
+        gather = network.seconds("all_gather", recipe.width * tokens * h, ring)
+        # both products of the backward pass read the gradient
+        gradients = network.seconds("all_gather", recipe.width_of_both * tokens * h, ring)
         scatter = network.seconds("reduce_scatter", stream, ring)
     else:
-        gather = 0.0
+        gather, gradients = 0.0, 0.0
         scatter = network.seconds("all_reduce", stream, ring)
     # pairs of a collective and the product that it can overlap with
     forward = (
@@ -244,7 +247,7 @@ def tensor_collectives(
     again = 0.0 if execution.saves_gathered else gather
     sums = 1 if execution.sequence_parallel else inputs
     weights = (again + sums * scatter, machine.gemms.seconds(outputs_by_column, h, tokens))
-    outputs = (gather, machine.gemms.seconds(tokens, inputs_by_row, h))
+    outputs = (gradients, machine.gemms.seconds(tokens, inputs_by_row, h))
     launches = COLLECTIVE_LAUNCHES * (2 if execution.sequence_parallel else 1)
     overlap_weights = execution.overlap_tensor != "none"
     overlap_all = execution.overlap_tensor == "all"

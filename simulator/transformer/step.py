@@ -373,6 +373,7 @@ def _gradient_synchronization(
     if execution.zero == 3:  # layer by layer, with the parameters
         return _NO_COMMUNICATION
     network = machine.network
+    width = machine.gathered_as(model.precision).parameter_width
     reduced, gathered, far = 0.0, 0.0, False
     for part in _replicated(parameters, execution, machine):
         far = far or part.hosts > 1
@@ -380,7 +381,7 @@ def _gradient_synchronization(
         sharded = execution.zero > 0 and not execution.all_reduces_gradients
         reduced += part.reduce_seconds(gradient, network, sharded)
         if execution.zero:
-            gathered += part.gather_seconds(2.0 * part.elements, network, execution.broadcasts)
+            gathered += part.gather_seconds(width * part.elements, network, execution.broadcasts)
     tied = 0.0
     if model.tied and execution.pipeline > 1 and model.adapters is None:
         # the first and the last stage sum the gradients of their copies of the embedding
@@ -496,13 +497,14 @@ def _parameter_gathers(
     if execution.zero < 3:
         return _NO_COMMUNICATION
     network = machine.network
+    width = machine.gathered_as(model.precision).parameter_width
     total, all_exposed, first = 0.0, 0.0, 0.0
     for kind, count in model.kind_counts.items():
         layer = layers[kind]
         gather, scatter, far = 0.0, 0.0, False
         for part in _replicated(layer_parameters(model, execution, kind), execution, machine):
             far = far or part.hosts > 1
-            gather += part.gather_seconds(2.0 * part.elements, network, broadcasts=False)
+            gather += part.gather_seconds(width * part.elements, network, broadcasts=False)
             if model.adapters is None:
                 gradient = execution.sent_gradient_bytes * part.elements
                 scatter += part.reduce_seconds(gradient, network, sharded=True)
