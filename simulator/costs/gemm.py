@@ -104,7 +104,7 @@ class GemmModel:
             half_size=1e6 * profile.half_size_mb,
             overlap=profile.overlap,
             wave_quantization=profile.wave_quantization,
-            throttling=profile.throttling,
+            throttling=device.throttling,
             split=1e-6 * profile.split_k_us,
             hot=hot,
         )

@@ -39,6 +39,10 @@ _MEASURED_FIELDS = {
 that of a curve."""
 
 
+_STATIC_POWER = 0.2
+"""Part of a board's power that does not depend on the clock: leakage, memory, links."""
+
+
 class Device(Description):
     """A kind of accelerator: its memory and its peaks.
 
@@ -57,6 +61,8 @@ class Device(Description):
         host_bandwidth_gb_per_s: bandwidth between the memories of a device and of its host, in one
             direction; by default that of PCIe 3.0.
         kernel_launch_us: gap between a kernel and the next one of the same executable.
+        power_limit_w: limit of the board's power; by default that of its kernel profile. Products
+            on a GPU that throttles run at a clock that falls with it.
         kernels: how close to these peaks kernels come; in a file, a few numbers, the name of a
             measured profile in `simulator/hardware/profiles/kernels`, or the path of another.
         xla_target: XLA's GpuTargetConfig, with which programs compile for the device where there is
@@ -74,6 +80,7 @@ class Device(Description):
     memory_bandwidth_gb_per_s: PositiveFloat
     host_bandwidth_gb_per_s: PositiveFloat = 12.0
     kernel_launch_us: NonNegativeFloat
+    power_limit_w: PositiveFloat | None = None
     kernels: KernelProfile
     xla_target: dict[str, Any] | None = None
 
@@ -90,6 +97,37 @@ class Device(Description):
                 f"{self.memory_gb}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _power_limit_is_comparable(self) -> Self:
+        if self.power_limit_w is None:
+            return self
+        full = self.kernels.power_limit_w
+        if full is None:
+            raise ValueError(
+                f"power_limit_w: given {self.power_limit_w:g}, but the kernel profile has none to "
+                "compare it with; expected kernels.power_limit_w, or no limit"
+            )
+        if not _STATIC_POWER * full < self.power_limit_w <= full:
+            raise ValueError(
+                f"power_limit_w: given {self.power_limit_w:g}, expected more than "
+                f"{_STATIC_POWER * full:g} and at most {full:g}, the limit of the kernel profile"
+            )
+        return self
+
+    @property
+    def throttling(self) -> float:
+        """Relative slowdown of a product once the device is hot, at its power limit.
+
+        A board draws static power, which does not depend on the clock, and dynamic power, which
+        grows with its third power, as the voltage grows with the clock.
+        """
+        full, limit = self.kernels.power_limit_w, self.power_limit_w
+        if full is None or limit is None or limit == full:
+            return self.kernels.throttling
+        static = _STATIC_POWER * full
+        clock = ((limit - static) / (full - static)) ** (1 / 3)
+        return (1 + self.kernels.throttling) / clock - 1
 
     @property
     def memory_bytes(self) -> int:

@@ -80,6 +80,7 @@ class KernelProfile(Description):
         wave_quantization: 1 where a partial wave of tiles costs as much as a full one, 0 where it
             costs its fraction of one.
         throttling: relative slowdown of a product once the device is hot.
+        power_limit_w: limit of the board's power at which `throttling` holds; unknown by default.
         throttles_in_training: whether training makes the device hot; otherwise only long products
             do.
         split_k_us: launch of the kernel that sums the partial results of split-k products.
@@ -100,6 +101,7 @@ class KernelProfile(Description):
     overlap: float = Field(default=2.5, ge=1)
     wave_quantization: float = Field(default=1.0, ge=0, le=1)
     throttling: NonNegativeFloat = 0.0
+    power_limit_w: PositiveFloat | None = None
     throttles_in_training: bool = False
     split_k_us: NonNegativeFloat = 0.0
     attention: FusedAttention = FusedAttention()

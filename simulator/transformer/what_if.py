@@ -31,6 +31,7 @@ _READ_BY_BOTH = (
     "device.reserve_gb",
     "device.kernel_launch_us",
     "device.memory_bandwidth_gb_per_s",
+    "device.power_limit_w",
     "device.kernels.launch_us",
     "device.kernels.efficiency",
     "device.kernels.tile_us",
@@ -41,6 +42,7 @@ _READ_BY_BOTH = (
     "device.kernels.overlap",
     "device.kernels.wave_quantization",
     "device.kernels.throttling",
+    "device.kernels.power_limit_w",
     "device.kernels.split_k_us",
 )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from simulator.hardware.cluster import Cluster
+from simulator.hardware.cluster import Cluster, Device
 from simulator.hardware.description import validate
 from simulator.transformer import (
     EAGER,
@@ -69,6 +69,8 @@ class Software:
         attention: the implementation of attention.
         execution: fields of `Execution`.
         unsaid: what FSDP may recompute whose table doesn't say it, in order of time.
+        clusters: clusters by the name of the GPU, where they differ from `_CLUSTERS`.
+        devices: fields of the device by the name of the GPU, where they differ from the cluster's.
         full: what "full" recomputes. Whole layers run again in Megatron; JAX leaves out what the
             backward pass doesn't read, and PyTorch's checkpoints stop early.
     """
@@ -78,6 +80,8 @@ class Software:
     execution: Mapping[str, Any] = field(default_factory=dict)
     unsaid: tuple[Recomputation, ...] = (NOTHING, MLPS, WHOLE_LAYERS)
     full: Recomputation = WHOLE_LAYERS
+    clusters: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 _MEGATRON_CORE = Software(
@@ -105,6 +109,14 @@ _XLA: Mapping[str, Any] = {
 }
 """XLA with its latency-hiding scheduler."""
 
+_H100_OF_TORCHTITAN: Mapping[str, Any] = {
+    "memory_gb": 101.7,
+    "memory_bandwidth_gb_per_s": 2410,
+    "power_limit_w": 500,
+}
+"""H100 with 96 GB of HBM2e and less power than other SXM modules (github.com/pytorch/torchtitan,
+docs/performance.md). The bandwidth is that of such modules in arXiv 2604.11391."""
+
 _BY_MEMORY = (NOTHING, SAVES_PRODUCTS, SAVES_INPUTS)
 """What policies of JAX recompute, from most memory to least."""
 
@@ -127,18 +139,21 @@ SOFTWARE: Mapping[str, Software] = {
     "nemo": _MEGATRON_CORE,
     "megatron-bridge": _MEGATRON_CORE,
     "megatron-lm": _MEGATRON_CORE,
-    # gradients are reduced in f32; without torch.compile, which notes name, rotary positions and
-    # activations are PyTorch's elementwise kernels
+    # its steps are of Meta's hosts; gradients are reduced in f32; without torch.compile, which
+    # notes name, rotary positions, activations and norms are PyTorch's elementwise kernels
+    # (rms_norm has a fused kernel since PyTorch 2.8)
     "torchtitan": Software(
         EAGER,
         "flash2",
         {
             "overlap_gradients": True,
             "communicated_gradient_bytes": 4,
-            "composed": ("rotary", "activation"),
+            "composed": ("rotary", "activation", "norm"),
         },
         unsaid=(NOTHING, SAVES_EVERY_SECOND_PRODUCT, SAVES_INPUTS),
         full=SAVES_INPUTS,
+        clusters={"H100": "grand_teton_roce"},
+        devices={"H100": _H100_OF_TORCHTITAN},
     ),
     # its tables of performance are of InternLM when it was installed with flash attention 1.0.5
     # (github.com/InternLM/InternLM, doc/en/install.md, doc/en/train_performance.md)
@@ -535,7 +550,14 @@ def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
     backend = software.backend
     if backend is MEGATRON_CORE and has_fused_experts(row):
         backend = MEGATRON_GRAPHS
-    return _cached_machine(_CLUSTERS[gpu], row.gpus, notes.nics, notes.nic_gbit, backend)
+    machine = _cached_machine(
+        software.clusters.get(gpu, _CLUSTERS[gpu]), row.gpus, notes.nics, notes.nic_gbit, backend
+    )
+    if gpu not in software.devices:
+        return machine
+    cluster = machine.cluster
+    device = validate(Device, cluster.device.fields() | dict(software.devices[gpu]), "device")
+    return Machine(cluster.model_copy(update={"device": device}), backend)
 
 
 def _gpu_name(given: str) -> str:

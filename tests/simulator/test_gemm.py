@@ -1,5 +1,7 @@
 """Matrix products take waves of tiles, and fits recover planted parameters."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,9 @@ from simulator.calibration.fit_products import MeasuredGemms, fit_gemms, is_held
 from simulator.calibration.measured_samples import measured_gemms
 from simulator.costs.cost_model import ClusterCosts
 from simulator.costs.gemm import GemmModel
+from simulator.costs.kernel_model import KernelModel
 from simulator.hardware.cluster import Cluster, Device, device_names, shipped_device
+from simulator.hardware.description import ClusterError, validate
 from simulator.hardware.kernel_profile import KernelProfile
 from simulator.work import Gemm, Kernel
 
@@ -176,3 +180,45 @@ def test_invalid_measurements_are_refused() -> None:
         MeasuredGemms.of([1], [1], [1], [0.0])
     with pytest.raises(ValueError, match="expected at least 11"):
         fit_gemms(shipped_device("h100_sxm5_80gb"), "bf16", MeasuredGemms.of([1], [1], [1], [1.0]))
+
+
+def h100(**changes: Any) -> Device:
+    device = Cluster.load("dgx_h100").device
+    return validate(Device, device.fields() | changes, "device")
+
+
+def test_products_at_a_power_limit_run_at_a_lower_clock() -> None:
+    full, limited, half = h100(), h100(power_limit_w=500), h100(power_limit_w=350)
+    assert full.throttling == full.kernels.throttling
+    # of 700 W, 140 W do not depend on the clock; the others grow with its third power
+    clock = ((500 - 140) / (700 - 140)) ** (1 / 3)
+    assert 1 + limited.throttling == pytest.approx((1 + full.throttling) / clock)
+    seconds = [
+        GemmModel.of(device, "bf16", hot=True).seconds(8192, 8192, 8192)
+        for device in (full, limited, half)
+    ]
+    assert seconds == sorted(seconds)
+    assert seconds[1] / seconds[0] == pytest.approx(1 / clock, rel=0.01)
+    # elementwise kernels wait for memory
+    moved = [KernelModel(device, hot=True).elementwise(1e9, 1) for device in (full, limited)]
+    assert moved[0] == moved[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"power_limit_w": -1}, "power_limit_w"),
+        (
+            {"power_limit_w": 100},
+            "given 100, expected more than 140 and at most 700",
+        ),
+        ({"power_limit_w": 1000}, "given 1000, expected more than 140 and at most 700"),
+        (
+            {"kernels": {"efficiency": 0.8, "memory_efficiency": 0.9}},
+            "given 700, but the kernel profile has none to compare it with; expected kernels.power",
+        ),
+    ],
+)
+def test_power_limits_that_cannot_be_are_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ClusterError, match=why):
+        h100(**changes)

@@ -434,12 +434,17 @@ def test_rows_of_torchtitan_have_its_kernels_and_sharding() -> None:
     )
     plain = scenario_of(replace(row, global_batch=256, notes="FSDP 128; no compile"))
     compiled = scenario_of(replace(row, global_batch=256, notes="FSDP 8; torch.compile"))
-    assert plain.execution.composed == ("rotary", "activation")
+    assert plain.execution.composed == ("rotary", "activation", "norm")
     assert compiled.execution.composed == ()
     assert (plain.execution.zero, plain.execution.recompute) == (3, "unsaved")
     assert (plain.execution.shards, compiled.execution.shards) == (128, 8)
     assert plain.execution.sent_gradient_bytes == 4
     assert plain.machine.backend is EAGER
+    device = plain.machine.cluster.device
+    assert (device.power_limit_w, device.memory_bandwidth_gb_per_s) == (500, 2410)
+    assert plain.machine.cluster.name == "grand_teton_roce"
+    other = scenario_of(replace(row, global_batch=256, gpu="H200")).machine.cluster
+    assert (other.name, other.device.power_limit_w) == ("dgx_h200", 700)
 
 
 def test_rows_to_which_numbers_are_fitted_are_counted(tmp_path: Path) -> None:
