@@ -35,6 +35,7 @@ from autopar.ir import control_flow
 from autopar.ir.calls import called_jaxpr
 from autopar.ir.graph import Atom, eqns_of_call, is_differentiated, needed
 from autopar.ir.host_memory import is_on_host, to_device_p, to_host_p
+from autopar.ir.scope_renaming import with_renamed_scopes
 
 
 def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr:
@@ -105,7 +106,8 @@ class _FlatJaxprBuilder:
             called = called_jaxpr(eqn)
             if called is not None:
                 if eqn.primitive is remat_p and self._keeps_checkpoint(eqn):
-                    invars = self._barrier(invars, eqn)
+                    own = eqn.source_info.name_stack
+                    invars = self._barrier(invars, _at(eqn, own))
                 outvars = self.inline(called, invars, stack, call)
             elif eqn.primitive in self._control:
                 outvars = self._control[eqn.primitive](_at(eqn, stack), invars, stack)
@@ -279,6 +281,8 @@ def _var() -> Var:
 
 
 def _at(eqn: JaxprEqn, name_stack: Any) -> JaxprEqn:
+    """Return an equation with a name stack, in which scopes are renamed."""
+    name_stack = with_renamed_scopes(name_stack)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
 
 

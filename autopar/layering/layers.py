@@ -27,6 +27,7 @@ from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, eqns_of_call, is_backward, read, source_line
+from autopar.layering.equal_bodies import with_shared_bodies
 from autopar.layering.layer_clustering import (
     NoLayersError,
     after_heavy,
@@ -302,6 +303,8 @@ def layered(
         if recomputed:
             return fun(*args, **kwargs)
         jaxpr, layers = _divided(inlined, option, weights)
+        if is_step_divided:
+            jaxpr = jaxpr.replace(eqns=with_shared_bodies(jaxpr.eqns))
         env: dict[Var, Any] = dict(zip(jaxpr.invars, tracers, strict=True))
         env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
         for layer, (eqns, results) in _layers(jaxpr, layers).items():
