@@ -594,6 +594,9 @@ class Execution(Description):
             layers, each of which sums the gradient of its input over the tensor axis.
         saves_gathered: whether the inputs of products that sequence parallelism gathers are saved
             whole for the backward pass, instead of gathered again.
+        copies_shards: whether gathered parameters are copied from the buffer of the all_gather to
+            arrays of their own, and gradients to the buffer of their sum, with ZeRO-3 (FSDP2 of
+            PyTorch).
         embedding_products: whether the input embedding is a product with one-hot rows (Pax's lookup
             style "matmul") instead of a gather.
         overlap_gradients: whether the communication of gradients overlaps with the backward pass,
@@ -644,6 +647,7 @@ class Execution(Description):
     composed: Annotated[tuple[ComposedOperation, ...], BeforeValidator(_tuple)] = ()
     separate_gates: bool = False
     saves_gathered: bool = False
+    copies_shards: bool = False
     embedding_products: bool = False
     overlap_gradients: bool = False
     overlap_tensor: Literal["none", "backward", "all"] = "none"

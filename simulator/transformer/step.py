@@ -492,33 +492,85 @@ def _parameter_gathers(
     """Return the communication of ZeRO-3 per microbatch.
 
     Parameters are gathered before each layer, in either pass, and gradients scattered after it.
-    Adapters are small: their gradients are not counted.
+    Those of the embeddings are gathered once: of the input embedding before everything else, and
+    its gradient scattered after it, so that both are exposed; of the output embedding beside the
+    last layer. Adapters are small: their gradients are not counted.
     """
     if execution.zero < 3:
         return _NO_COMMUNICATION
-    network = machine.network
-    width = machine.gathered_as(model.precision).parameter_width
     total, all_exposed, first = 0.0, 0.0, 0.0
     for kind, count in model.kind_counts.items():
         layer = layers[kind]
-        gather, scatter, far = 0.0, 0.0, False
-        for part in _replicated(layer_parameters(model, execution, kind), execution, machine):
-            far = far or part.hosts > 1
-            gather += part.gather_seconds(width * part.elements, network, broadcasts=False)
-            if model.adapters is None:
-                gradient = execution.sent_gradient_bytes * part.elements
-                scatter += part.reduce_seconds(gradient, network, sharded=True)
+        moved = _sharded(layer_parameters(model, execution, kind), model, execution, machine)
         forward = layer.forward.compute + layer.forward.communication
         backward = layer.backward.compute + layer.recompute.compute
-        regather = gather if machine.backend.regathers and execution.recompute == "full" else 0.0
+        regather = (
+            moved.gather if machine.backend.regathers and execution.recompute == "full" else 0.0
+        )
         # the parameters of a layer are fetched while the layer before it computes
-        exposed = 0.0
-        for compute, moved in ((forward, gather), (backward, regather + gather + scatter)):
-            exposed += machine.exposed_seconds(moved, compute, far)
-        total += count * (2 * gather + regather + scatter)
+        exposed = moved.copies
+        for compute, seconds in (
+            (forward, moved.gather),
+            (backward, regather + moved.gather + moved.scatter),
+        ):
+            exposed += machine.exposed_seconds(seconds, compute, moved.between_hosts)
+        total += count * (2 * moved.gather + regather + moved.scatter + moved.copies)
         all_exposed += count * exposed
-        first = first or gather
+        first = first or moved.gather
+    table = DeviceParameters(model.embedding / execution.tensor, 0.0)
+    ends = _sharded(table, model, execution, machine)
+    total += ends.gather + ends.scatter + ends.copies
+    first += ends.gather + ends.scatter + ends.copies
+    if not model.tied:
+        last = layers[model.kinds[-1]]
+        table = DeviceParameters(model.vocab * model.hidden / execution.tensor, 0.0)
+        ends = _sharded(table, model, execution, machine)
+        total += ends.gather + ends.scatter + ends.copies
+        all_exposed += ends.copies
+        for compute, seconds in (
+            (last.forward.compute, ends.gather),
+            (last.backward.compute, ends.scatter),
+        ):
+            all_exposed += machine.exposed_seconds(seconds, compute, ends.between_hosts)
     return _Communication(total, all_exposed + first)
+
+
+class _Sharded(NamedTuple):
+    """Seconds of the communication of parameters that ZeRO-3 shards.
+
+    Attributes:
+        gather: an all_gather of the parameters.
+        scatter: the sum of their gradients.
+        copies: copies from and to the buffers of these, in both passes.
+        between_hosts: whether the communication is between hosts.
+    """
+
+    gather: float
+    scatter: float
+    copies: float
+    between_hosts: bool
+
+
+def _sharded(
+    parameters: DeviceParameters, model: Transformer, execution: Execution, machine: Machine
+) -> _Sharded:
+    """Return the communication of parameters of a device that ZeRO-3 shards.
+
+    Copies read and write the gathered parameters in both passes, and read a gradient to write it in
+    the type that is communicated.
+    """
+    gather, scatter, far, copied = 0.0, 0.0, False, 0.0
+    width = machine.gathered_as(model.precision).parameter_width
+    for part in _replicated(parameters, execution, machine):
+        far = far or part.hosts > 1
+        gather += part.gather_seconds(width * part.elements, machine.network, broadcasts=False)
+        copied += 2 * 2 * width * part.elements
+        if model.adapters is None:
+            gradient = execution.sent_gradient_bytes * part.elements
+            scatter += part.reduce_seconds(gradient, machine.network, sharded=True)
+            copied += 2.0 * part.elements + gradient
+    copies = machine.memory_seconds(copied, 3) if execution.copies_shards and copied else 0.0
+    return _Sharded(gather, scatter, copies, far)
 
 
 def _update_seconds(execution: Execution, machine: Machine, parameters: DeviceParameters) -> float:

@@ -131,6 +131,7 @@ SOFTWARE: Mapping[str, Software] = {
             "overlap_gradients": True,
             "communicated_gradient_bytes": 2,
             "composed": ("rotary", "activation"),
+            "copies_shards": True,
         },
         # checkpoints of steps with adapters rerun all products: adapters come after them
         unsaid=(NOTHING, WHOLE_LAYERS),
@@ -149,6 +150,7 @@ SOFTWARE: Mapping[str, Software] = {
             "overlap_gradients": True,
             "communicated_gradient_bytes": 4,
             "composed": ("rotary", "activation", "norm"),
+            "copies_shards": True,
         },
         unsaid=(NOTHING, SAVES_EVERY_SECOND_PRODUCT, SAVES_INPUTS),
         full=SAVES_INPUTS,

@@ -56,7 +56,7 @@ def test_a_sharding_group_of_all_replicas_changes_nothing() -> None:
 
 
 def test_a_sharding_group_of_a_host_needs_more_memory_and_less_of_slow_networks() -> None:
-    plan = Execution(global_batch=64, data=64, zero=3)
+    plan = Execution(global_batch=64, data=64, zero=3, communicated_gradient_bytes=2)
     group = plan.model_copy(update={"sharding_group": 8})
     states = memory_of(GPT, plan), memory_of(GPT, group)
     assert states[1].optimizer == pytest.approx(8 * states[0].optimizer)
