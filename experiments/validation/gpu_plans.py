@@ -114,6 +114,8 @@ CASES: dict[str, tuple[BudgetCase, ...]] = {
 class PlanRow:
     """A plan that ran, in seconds and bytes.
 
+    The table also has relative errors: of both predictions of seconds, and of the planned bytes.
+
     Attributes:
         model: as in `BudgetCase`, like share, remat and offload.
         budget: the memory budget; 0 for none.
@@ -121,8 +123,6 @@ class PlanRow:
         compiled_bytes: bytes by XLA's buffer assignment.
         peak_bytes: most bytes that JAX's allocator had handed out in a step; 0 if compilation,
             which tries kernels on the GPU, took more.
-        process_bytes: bytes that the process holds on the GPU by the driver, with the CUDA context
-            and what the allocator keeps; 0 if the driver does not tell.
         planned_seconds: prediction from the planner's work with the shipped device.
         compiled_seconds: prediction from XLA's program with the shipped device.
         measured: median of the repeats.
@@ -144,7 +144,6 @@ class PlanRow:
     planned_bytes: int
     compiled_bytes: int
     peak_bytes: int
-    process_bytes: int
     planned_seconds: float
     compiled_seconds: float
     measured: float
@@ -253,7 +252,7 @@ def measure(case: BudgetCase, sizes: str, lock: Path, repeat: int, least: float)
             number=1,
             min_repeat_second=least,
         )
-        peak, process = _peak_bytes(device), _process_bytes()
+        peak = _peak_bytes(device)
     body = parse_hlo(executable.get_hlo_text("optimized"))
     program = Program.single(body, memory=executable.memory[0])
     analytic = autopar.simulate(train_step, abstract, plan, cluster, fidelity="analytic")
@@ -267,7 +266,6 @@ def measure(case: BudgetCase, sizes: str, lock: Path, repeat: int, least: float)
         planned_bytes=analytic.memory[0].total,
         compiled_bytes=executable.get_total_allocation_size(),
         peak_bytes=peak if peak > before else 0,
-        process_bytes=process,
         planned_seconds=analytic.makespan,
         compiled_seconds=simulate(program, cluster).makespan,
         measured=float(np.median(seconds)),
@@ -297,17 +295,6 @@ def locked(path: Path) -> Iterator[None]:
 
 def _peak_bytes(device: Any) -> int:
     return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-
-
-def _process_bytes() -> int:
-    """Return what the driver says that this process holds on the GPU."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-        used = dict(line.split(", ") for line in lines.splitlines())
-        return int(used[str(os.getpid())]) << 20
-    except (OSError, subprocess.CalledProcessError, ValueError, KeyError):
-        return 0
 
 
 def run(
@@ -350,7 +337,7 @@ def run(
             env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (environment or {}),
         )
         if process.returncode:
-            raise RuntimeError(process.stderr[-2000:])
+            raise RuntimeError(_reason(process.stderr))
         return json.loads(process.stdout.splitlines()[-1])
 
     with ThreadPoolExecutor(workers) as pool:
@@ -363,14 +350,25 @@ def run(
             except subprocess.TimeoutExpired:
                 failed[str(case)] = "not measured: the time was over"
             except Exception as error:  # the other cases still run
-                failed[str(case)] = f"{type(error).__name__}: {error}"
+                failed[str(case)] = str(error)
                 print(case, failed[str(case)], flush=True)
             table = pd.DataFrame([rows[case] for case in cases if case in rows])
             _write(out, table, failed, repeat)
     return table
 
 
+def _reason(errors: str) -> str:
+    """Return the message of the last exception that a process printed."""
+    _, _, message = errors.rpartition("\n  File ")
+    return message.partition("\n")[2].partition("\n")[2].strip()[:1000] or errors[-1000:]
+
+
 def _write(out: Path, table: pd.DataFrame, failed: dict[str, str], repeat: int) -> None:
+    """Write the table, with relative errors of predictions, and what belongs to it."""
+    if not table.empty:
+        for name in ("planned", "compiled"):
+            table[f"{name}_error"] = table[f"{name}_seconds"] / table["measured"] - 1
+        table["memory_error"] = table["planned_bytes"] / table["compiled_bytes"] - 1
     record = circumstances(repeat) | {"failed": failed}
     replace_file(
         out / "plans.csv", lambda path: table.to_csv(path, index=False, float_format="%.6g")

@@ -127,5 +127,6 @@ def test_a_calibrated_device_has_its_kind_and_predicts_its_steps(device):
     assert clusters.calibrated.device.kind == device.platform
     row = gpu.measure(GPT_, clusters, repeat=2, least=1e-3)
     assert row.unmodelled_kernels == 0
-    assert row.analytic_memory_bytes == pytest.approx(row.memory_bytes, rel=0.5)
+    # a GPU may compute the products with kernels that need no workspace, of 4 MiB
+    assert row.analytic_memory_bytes == pytest.approx(row.memory_bytes, rel=0.5, abs=5 << 20)
     assert min(getattr(row, name) for name in gpu.PREDICTED) > 0
