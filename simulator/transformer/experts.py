@@ -77,6 +77,7 @@ def expert_passes(model: Transformer, execution: Execution, machine: Machine) ->
         _latent(model, execution, machine),
         _router(routing, model, execution, machine),
         _elementwise(routing, model, execution, machine),
+        _clamps(routing, model, machine),
     )
     exchange = PassCost(
         kernels=2 * (1 + COLLECTIVE_LAUNCHES),
@@ -194,6 +195,23 @@ def _biases(routing: Routing, model: Transformer, machine: Machine) -> tuple[Pas
         return forward, NO_COST
     moved = 12.0 * outputs + 2.0 * columns
     return forward, PassCost(machine.memory_seconds(moved, 7), 7 * groups)
+
+
+def _clamps(routing: Routing, model: Transformer, machine: Machine) -> tuple[PassCost, PassCost]:
+    """Return the passes of the clamps before a gated activation.
+
+    They are not part of the kernel of the activation (`weighted_bias_quick_geglu_impl` in
+    github.com/NVIDIA/Megatron-LM, megatron/core/fusions/fused_bias_geglu.py). Bytes per element of
+    the inner width: clamps of both inputs r4 w4, their concatenation r4 w4; backward both clamps r8
+    w4, the concatenation of the gradients r4 w4.
+    """
+    if not model.experts_section.clamped or machine.backend.expert_kernels == "fused":
+        return NO_COST, NO_COST
+    elements = float(routing.rows * routing.inner)
+    return (
+        PassCost(machine.memory_seconds(16.0 * elements, 3), 3),
+        PassCost(machine.memory_seconds(20.0 * elements, 3), 3),
+    )
 
 
 def _shared(

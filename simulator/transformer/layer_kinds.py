@@ -60,6 +60,8 @@ class Experts(Description):
         max_hosts: hosts that the experts of a token are on, at most, where the router limits them
             (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
         biases: whether the products of routed experts have biases.
+        clamped: whether both inputs of a gated activation are clamped before it (gpt-oss). Unless
+            experts are one kernel, these are kernels of their own.
     """
 
     count: PositiveInt
@@ -73,6 +75,7 @@ class Experts(Description):
     imbalance: float = Field(default=1.04, ge=1)
     max_hosts: PositiveInt | None = None
     biases: bool = False
+    clamped: bool = False
 
     def model_post_init(self, _: object) -> None:
         """Check that a token has no more experts than there are."""

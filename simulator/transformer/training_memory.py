@@ -371,7 +371,8 @@ def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> 
         experts, routing = model.experts_section, Routing.of(model, execution)
         saved += inner * tokens * experts.shared_ffn / t
         # results are not saved: scores multiply the inputs of the second product
-        saved += routing.rows * (2.0 * routing.width + inner * routing.inner)
+        clamped = 4.0 if experts.clamped else 0.0
+        saved += routing.rows * (2.0 * routing.width + (inner + clamped) * routing.inner)
         saved += 2 * 4.0 * routing.tokens * experts.count  # scores before and after the softmax
     return saved
 

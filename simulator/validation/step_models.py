@@ -41,7 +41,10 @@ FAMILIES = (
     Family(
         re.compile(r"gpt.?oss.?20b"),
         "gpt_oss_120b",
-        {"layers": 24, "experts": {"count": 32, "top_k": 4, "ffn": 2880, "biases": True}},
+        {
+            "layers": 24,
+            "experts": {"count": 32, "top_k": 4, "ffn": 2880, "biases": True} | {"clamped": True},
+        },
     ),
     Family(re.compile(r"mixtral.?8x7b"), "mixtral_8x7b"),
     Family(
@@ -190,7 +193,9 @@ def expert_model(row: StepRow, precision: str, attention: str) -> Transformer:
     if base.latent_attention is not None:
         given.pop("kv_heads", None)
     if precision != "bf16":  # fused with the grouped products (cutedsl_fused_grouped_mlp)
-        experts["biases"] = False
+        experts |= {"biases": False, "clamped": False}
+    if not row.framework.lower().startswith("megatron-bridge"):
+        experts["clamped"] = False  # the kernels of its own are those of Megatron-Core
     if has_fused_experts(row) and _F8_ATTENTION.search(_recipe(row)):
         attention = "cudnn_f8"
     if row.layers is not None and row.layers <= experts["first_dense"]:

@@ -160,6 +160,28 @@ def test_biases_of_experts_are_added_expert_by_expert_unless_they_are_fused() ->
     assert biased.parameters - MOE.parameters == 8 * 16 * 3 * 4096
 
 
+def test_clamps_before_the_activation_of_experts_are_kernels_of_their_own() -> None:
+    clamped = with_(MOE, experts=MOE.experts_section.fields() | {"clamped": True})
+    execution, kind = Execution(data=8, expert=4, global_batch=8), MOE.kinds[0]
+    routing = Routing.of(MOE, execution)
+    elements = routing.rows * routing.inner
+    for kernels, factor in (("looped", 1), ("grouped", 1), ("fused", 0)):
+        machine = Machine(A100.cluster, replace(EAGER, expert_kernels=kernels))
+        before, after = (layer_passes(model, execution, machine, kind) for model in (MOE, clamped))
+        forward = after.forward.compute - before.forward.compute
+        assert forward == pytest.approx(factor * machine.memory_seconds(16.0 * elements, 3))
+        backward = after.backward.compute - before.backward.compute
+        assert backward == pytest.approx(factor * machine.memory_seconds(20.0 * elements, 3))
+        assert after.forward.kernels - before.forward.kernels == 3 * factor
+    saved = [memory_of(model, execution).activations for model in (MOE, clamped)]
+    assert saved[1] - saved[0] == pytest.approx(MOE.layers * 4.0 * elements)
+
+
+def test_clamps_are_true_or_false() -> None:
+    with pytest.raises(ValueError, match="clamped"):
+        with_(MOE, experts=MOE.experts_section.fields() | {"clamped": "often"})
+
+
 def test_norms_of_heads_read_and_write_queries_and_keys() -> None:
     normed = with_(LLAMA, kv_heads=8, head_norms=True)
     plain = with_(LLAMA, kv_heads=8)
