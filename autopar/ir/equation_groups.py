@@ -37,7 +37,11 @@ def units(eqns: Iterable[Numbered]) -> list[Unit]:
     for number, eqn in eqns:
         pending.append((number, eqn))
         depth += (eqn.primitive in control_flow.OPENING) - (eqn.primitive is control_flow.end_p)
-        if depth == 0:
+        if depth == 0 and len(pending) == 1:
+            reads = dict.fromkeys([atom for atom in eqn.invars if isinstance(atom, Var)])
+            groups.append(Unit(((number, eqn),), tuple(reads), tuple(eqn.outvars)))
+            pending = []
+        elif depth == 0:
             makes = {var: None for _, member in pending for var in member.outvars}
             reads = {
                 atom: None

@@ -32,23 +32,24 @@ def needed(
         given: values that are known, and whose dependences do not count.
     """
     numbered = list(eqns)
-    pending = list(enumerate(numbered))[::-1]
-    live = {atom for atom in outvars if isinstance(atom, Var)}.difference(given)
+    known = frozenset(given)
+    live = {atom for atom in outvars if isinstance(atom, Var)}.difference(known)
+    pending: Sequence[int] = range(len(numbered))[::-1]
     kept: list[int] = []
     while True:
-        unused = []
+        unused: list[int] = []
         is_loop_needed = False
-        for position, each in pending:
-            eqn = each[1]
+        for position in pending:
+            eqn = numbered[position][1]
             is_bound = eqn.primitive in control_flow.BOUND and control_flow.token_of(eqn) in live
-            if is_bound or eqn.effects or not live.isdisjoint(eqn.outvars):
+            if not live.isdisjoint(eqn.outvars) or is_bound or eqn.effects:
                 kept.append(position)
                 live.update(
-                    [atom for atom in eqn.invars if isinstance(atom, Var) and atom not in given]
+                    [atom for atom in eqn.invars if isinstance(atom, Var) and atom not in known]
                 )
                 is_loop_needed |= eqn.primitive in control_flow.OPENING
             else:
-                unused.append((position, each))
+                unused.append(position)
         # A loop that is needed needs all its carries, which takes another pass.
         if not is_loop_needed:
             return [numbered[position] for position in sorted(kept)]
@@ -125,14 +126,34 @@ _LIBRARIES = (
 """Prefixes of the files that are not the user's code."""
 
 
+def scopes(eqn: JaxprEqn) -> str:
+    """Return the name stack of an equation as text.
+
+    Equations of a flat jaxpr share name stacks, whose text is built once.
+    """
+    stack = eqn.source_info.name_stack
+    known = _texts_of_stacks.get(id(stack))
+    if known is None:
+        if len(_texts_of_stacks) > _MAX_STACKS:
+            _texts_of_stacks.clear()
+        known = _texts_of_stacks[id(stack)] = stack, str(stack)
+    return known[1]
+
+
+_texts_of_stacks: dict[int, tuple[Any, str]] = {}
+"""Name stacks and their text by id of the stack, which stays alive as long as it is listed."""
+
+_MAX_STACKS = 1 << 14
+
+
 def is_backward(eqn: JaxprEqn) -> bool:
     """Return whether an equation is in a backward pass, which JAX names `transpose(...)`."""
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return "transpose(" in scopes(eqn)
 
 
 def is_forward(eqn: JaxprEqn) -> bool:
     """Return whether an equation is in no backward pass, or is recomputed in one by remat."""
-    return not is_backward(eqn) or "rematted_computation" in str(eqn.source_info.name_stack)
+    return not is_backward(eqn) or "rematted_computation" in scopes(eqn)
 
 
 def is_differentiated(eqn: JaxprEqn) -> bool:
@@ -140,7 +161,7 @@ def is_differentiated(eqn: JaxprEqn) -> bool:
 
     That includes its backward pass.
     """
-    return "jvp(" in str(eqn.source_info.name_stack)
+    return "jvp(" in scopes(eqn)
 
 
 def aval_of(atom: Atom) -> ShapedArray:

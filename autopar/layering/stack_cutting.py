@@ -23,7 +23,7 @@ from jax.extend.core.primitives import (
 
 from autopar.ir import control_flow
 from autopar.ir.array_cuts import Cut
-from autopar.ir.graph import Atom, aval_of, is_backward, needed
+from autopar.ir.graph import Atom, aval_of, is_backward, needed, scopes
 from autopar.primitives import MissingRuleError, op_factors, record_of
 from autopar.primitives.factors import PARTIAL, Dims, OpFactors
 
@@ -113,7 +113,7 @@ def stack_seeds(jaxpr: Jaxpr) -> dict[Var, Cut]:
     """Return the values of a flat step that the equations of `STACK_SCOPE` cut or join."""
     seeds: dict[Var, Cut] = {}
     for eqn in jaxpr.eqns:
-        if STACK_SCOPE not in str(eqn.source_info.name_stack):
+        if STACK_SCOPE not in scopes(eqn):
             continue
         if eqn.primitive is lax.split_p and isinstance(eqn.invars[0], Var):
             cut = Cut(eqn.params["axis"], tuple(map(int, eqn.params["sizes"])))
@@ -146,11 +146,23 @@ def cut_stacks(
             iterations.
         backward: The scans of a backward pass, which are cut where they slice or stack pieces.
     """
-    cutter = _StackCutter(
-        jaxpr, scans or {}, layers or [0] * len(jaxpr.eqns), backward or BackwardScans({}, 0)
-    )
+    layers = layers or [0] * len(jaxpr.eqns)
+    if not seeds and not scans:
+        return _uncut(jaxpr, layers)
+    cutter = _StackCutter(jaxpr, scans or {}, layers, backward or BackwardScans({}, 0))
     cutter.propagate(seeds)
     return cutter.emit(_variables(in_pieces), _variables(out_pieces))
+
+
+def _uncut(jaxpr: Jaxpr, layers: Sequence[int]) -> CutJaxpr:
+    """Return `jaxpr` without the equations that nothing depends on, computing with no pieces."""
+    kept = needed(enumerate(jaxpr.eqns), jaxpr.outvars)
+    return CutJaxpr(
+        jaxpr.replace(eqns=[eqn for _, eqn in kept]),
+        [layers[k] for k, _ in kept],
+        (None,) * len(jaxpr.invars),
+        (None,) * len(jaxpr.outvars),
+    )
 
 
 def scan_operands(scan: JaxprEqn) -> tuple[list[Atom], list[Atom], list[Atom]]:

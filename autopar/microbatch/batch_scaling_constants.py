@@ -154,6 +154,8 @@ def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"]
     a, b = _numbers(small), _numbers(large)
     if not a.any() and not b.any():
         return None
+    if a.shape == b.shape and (a == b).all():  # a tolerance takes longer
+        return 0
     for power in (0, 1, -1):
         if _close(a * float(count) ** power, b):
             return power

@@ -274,20 +274,22 @@ def _sent(partition: Partition, tasks: Sequence[Task], eqns: Sequence[JaxprEqn])
 def _outputs(partition: Partition, stage: int, positions: Mapping[Var, int]) -> tuple[int, ...]:
     """Return the whole step's outputs that belong to a stage, in the order of its equations."""
     values = partition.step.jaxpr.outvars
-    outputs = [o for o, atom in enumerate(values) if _output_stage(partition, atom) == stage]
+    producers, input_stages = partition.producers, partition.input_stages
+    number_of = {var: i for i, var in enumerate(partition.step.jaxpr.invars)}
+
+    def stage_of(atom: graph.Atom) -> int:
+        """Return the stage of an output: that of its producer, or the home of an input.
+
+        A constant belongs to the first stage.
+        """
+        if not isinstance(atom, Var):
+            return 0
+        if atom in producers:
+            return producers[atom].stage
+        return input_stages[number_of[atom]][0] if atom in number_of else 0
+
+    outputs = [o for o, atom in enumerate(values) if stage_of(atom) == stage]
     return tuple(sorted(outputs, key=lambda o: _position(values[o], positions)))
-
-
-def _output_stage(partition: Partition, atom: graph.Atom) -> int:
-    """Return the stage that an output belongs to: its producer, or the home of an input.
-
-    A constant belongs to the first stage.
-    """
-    if isinstance(atom, Var) and atom in partition.producers:
-        return partition.producers[atom].stage
-    if isinstance(atom, Var) and atom in partition.step.jaxpr.invars:
-        return partition.input_stages[partition.step.jaxpr.invars.index(atom)][0]
-    return 0
 
 
 def _passed_between(
