@@ -35,7 +35,7 @@ class Recomputation:
 NOTHING = Recomputation("none")
 WHOLE_LAYERS = Recomputation("full")
 MLPS = Recomputation("mlp")
-_SCORES = Recomputation("selective")
+SCORES = Recomputation("selective")
 
 SAVES_INPUTS = Recomputation("unsaved")
 """Whole layers but for what the backward pass doesn't read."""
@@ -78,7 +78,9 @@ _POLICIES: Mapping[str, Recomputation] = {
     "save_dot_except_logits": Recomputation("unsaved", (*_PRODUCTS, "context")),
     "save_dot_only": SAVES_PRODUCTS,
     "save_dots": SAVES_PRODUCTS,
+    "save_dot_with_no_batch_dim": SAVES_PRODUCTS,
     "save_dot_with_no_batch_dims": SAVES_PRODUCTS,
+    "save_dots_with_no_batch_dims": SAVES_PRODUCTS,
     "dots_saveable": SAVES_PRODUCTS,
     "dots_with_no_batch_dims_saveable": SAVES_PRODUCTS,
     "checkpoint_dots": SAVES_PRODUCTS,
@@ -86,17 +88,21 @@ _POLICIES: Mapping[str, Recomputation] = {
     "minimal": SAVES_PRODUCTS,
     "minimal_flash": Recomputation("unsaved", (*_PRODUCTS, "context")),
     "minimal_with_context": Recomputation("unsaved", (*_PRODUCTS, "context")),
+    # results in the memory of the host are not recomputed, either
+    "minimal_offloaded": SAVES_PRODUCTS,
+    "save_qkv_proj_offloaded": Recomputation("unsaved", _QKV),
 }
 """Policies of JAX by name."""
+
+_PREFIX = re.compile(r"remat(_policy)?\s*[ =:]\s*")
+_SELECTIVE_OP = re.compile(r"(selective[ _-])?\(?op\)?")
 
 _KINDS: Mapping[str, Recomputation] = {
     "none": NOTHING,
     "no": NOTHING,
     "full": WHOLE_LAYERS,
-    "selective": _SCORES,
-    "core_attn": _SCORES,
-    "selective op": SAVES_EVERY_SECOND_PRODUCT,
-    "op": SAVES_EVERY_SECOND_PRODUCT,
+    "selective": SCORES,
+    "core_attn": SCORES,
 }
 _WHOLE_MLPS = {"mlp", "moe"}
 _OWN_KERNELS = {"moe_act", "mla_up_proj", "layernorm", "shared_experts"}
@@ -108,11 +114,14 @@ def recomputation_of(row: StepRow) -> Recomputation | None:
     Raises:
         StepRowError: the text is unknown.
     """
-    text = row.recompute.strip().lower().removeprefix("remat ")
+    text = _PREFIX.sub("", row.recompute.strip().lower())
     if not text:
         return None
-    if (kind := _KINDS.get(re.sub("[_-]op$", " op", text)) or _POLICIES.get(text)) is not None:
-        return kind
+    if _SELECTIVE_OP.fullmatch(text):
+        return SAVES_EVERY_SECOND_PRODUCT
+    for name in (text, f"save_{text}"):
+        if (kind := _KINDS.get(name) or _POLICIES.get(name)) is not None:
+            return kind
     modules = set(re.split(r"[ ,;+]+", text))
     if not modules <= _WHOLE_MLPS | _OWN_KERNELS | {"core_attn"}:
         raise StepRowError(
@@ -121,4 +130,4 @@ def recomputation_of(row: StepRow) -> Recomputation | None:
         )
     if modules & _WHOLE_MLPS:
         return MLPS
-    return _SCORES if "core_attn" in modules else NOTHING
+    return SCORES if "core_attn" in modules else NOTHING

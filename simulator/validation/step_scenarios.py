@@ -38,6 +38,7 @@ from simulator.validation.step_recompute import (
     SAVES_EVERY_SECOND_PRODUCT,
     SAVES_INPUTS,
     SAVES_PRODUCTS,
+    SCORES,
     WHOLE_LAYERS,
     Recomputation,
     recomputation_of,
@@ -73,6 +74,7 @@ class Software:
         devices: fields of the device by the name of the GPU, where they differ from the cluster's.
         full: what "full" recomputes. Whole layers run again in Megatron; JAX leaves out what the
             backward pass doesn't read, and PyTorch's checkpoints stop early.
+        selective: what "selective" recomputes; torchtitan's default is its option "op".
     """
 
     backend: Backend
@@ -80,6 +82,7 @@ class Software:
     execution: Mapping[str, Any] = field(default_factory=dict)
     unsaid: tuple[Recomputation, ...] = (NOTHING, MLPS, WHOLE_LAYERS)
     full: Recomputation = WHOLE_LAYERS
+    selective: Recomputation = SCORES
     clusters: Mapping[str, str] = field(default_factory=dict)
     devices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -154,6 +157,7 @@ SOFTWARE: Mapping[str, Software] = {
         },
         unsaid=(NOTHING, SAVES_EVERY_SECOND_PRODUCT, SAVES_INPUTS),
         full=SAVES_INPUTS,
+        selective=SAVES_EVERY_SECOND_PRODUCT,
         clusters={"H100": "grand_teton_roce"},
         devices={"H100": _H100_OF_TORCHTITAN},
     ),
@@ -337,6 +341,8 @@ def _of_software(recomputation: Recomputation, software: Software, few_bits: boo
     """
     if recomputation is WHOLE_LAYERS:
         return software.full
+    if recomputation is SCORES:
+        recomputation = software.selective
     if recomputation is SAVES_EVERY_SECOND_PRODUCT and few_bits:
         return SAVES_CONTEXT
     return recomputation

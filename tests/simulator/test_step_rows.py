@@ -146,6 +146,10 @@ ATTENTION = ("queries", "keys", "values", "output")
         ("remat SAVE_DOT_ONLY", "unsaved", (*ATTENTION, "gate", "up")),
         ("minimal_flash", "unsaved", (*ATTENTION, "gate", "up", "context")),
         ("nothing_saveable", "unsaved", ()),
+        ("selective (op)", "unsaved", ("queries", "values", "context", "gate")),
+        ("remat_policy=save_qkv_proj", "unsaved", ("queries", "keys", "values")),
+        ("qkv_proj_offloaded", "unsaved", ("queries", "keys", "values")),
+        ("dot_except_mlp", "unsaved", ATTENTION),
         ("moe_act, layernorm", "none", ()),
         ("core_attn+layernorm", "selective", ()),
         ("moe;core_attn", "mlp", ()),
@@ -185,6 +189,9 @@ def test_full_recomputation_leaves_out_what_jax_and_pytorch_do_not_read() -> Non
 def test_torchtitan_saves_attention_alone_where_products_have_8_bits() -> None:
     titan = {"framework": "torchtitan", "zero": 3, "recompute": "selective op"}
     assert scenario_of(row_with(**titan, precision="fp8")).execution.saved == ("context",)
+    assert scenario_of(row_with(**titan | {"recompute": "selective"})) == scenario_of(
+        row_with(**titan)
+    )
     assert "gate" in scenario_of(row_with(**titan)).execution.saved
 
 
