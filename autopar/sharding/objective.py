@@ -86,9 +86,10 @@ class _ProblemBuilder:
         self.mesh = costs.mesh
         check_batch_axis(options, self.mesh)
         self.flow = analyze(step)
-        memory_traffic = traffic(step, costs.fuses_rows)
+        memory_traffic = traffic(step, costs.row_padding)
         self.decisions = Decisions(
             leaders=memory_traffic.leaders,
+            exponentials=memory_traffic.exponentials,
             workspace=costs.workspace,
             hides_latency=costs.hides_latency,
         )

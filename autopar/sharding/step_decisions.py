@@ -80,6 +80,7 @@ class Decisions:
             and either a decision with seconds of shape (2, options), as in `parts`, or two
             decisions with seconds of resharding. Resharding of the step's outputs has number -1.
         leaders: see `autopar.xla_fusion.Traffic`.
+        exponentials: see `autopar.xla_fusion.Traffic`.
         partial: results before a collective completes them.
         workspace: bytes that each matrix product needs while it runs.
         hides_latency: whether XLA runs collectives beside kernels.
@@ -97,6 +98,7 @@ class Decisions:
     roles: list[InputRole] = field(default_factory=list)
     shares: list[tuple[int, tuple[int, ...], np.ndarray]] = field(default_factory=list)
     leaders: Mapping[int, int] = field(default_factory=dict)
+    exponentials: frozenset[Var] = frozenset()
     partial: list[PartialResult] = field(default_factory=list)
     workspace: int = 0
     hides_latency: bool = False

@@ -63,7 +63,7 @@ class Lifetime:
 def value_lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> list[Lifetime]:
     """Return the lifetimes of all values that are stored."""
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
-    alive = dict(lifetimes(step))
+    alive = dict(lifetimes(step, decisions.exponentials))
     shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
     if step.microbatching is None and not decisions.hides_latency:
         _postpone(step, decisions, mesh, alive, shown_by)

@@ -7,8 +7,9 @@ A model of what XLA:GPU does with a step:
   bytes, which is what XLA's priority fusion weighs.
 - Kernels over the same elements become one kernel with several results if they read the same value,
   or one reads what the other writes (XLA's multi-output fusion).
-- A reduction of rows whose result is only read by an equation on those rows, as in a softmax, is
-  part of the kernel of the rows.
+- A reduction of rows whose result is only read by an equation on those rows is part of the kernel
+  of the rows. A softmax, which has two, is one kernel if its rows are hardly padded; otherwise the
+  kernel ends at the exponentials.
 - A product or convolution adds a bias, and another addend of its result, before it writes the
   result (epilogues of cuBLAS and cuDNN).
 
@@ -16,6 +17,7 @@ The model works on whole arrays, so that all shardings share it. `experiments.va
 compares it with compiled programs.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from itertools import combinations
 from math import prod
 
 from jax.extend.core import JaxprEqn, Var
-from jax.extend.core.primitives import dot_general_p
+from jax.extend.core.primitives import dot_general_p, exp_p
 from jax.lax import optimization_barrier_p, split_p
 
 from autopar.ir import control_flow
@@ -101,23 +103,26 @@ class Traffic:
         moved: the traffic of each equation.
         leaders: for each equation that writes results of a fused kernel, the equation that the
             kernel is counted with.
+        exponentials: values that kernels of rows write because a second reduction of the rows,
+            which reads them, is not part of the kernel.
     """
 
     moved: tuple[Moved, ...]
     leaders: Mapping[int, int]
+    exponentials: frozenset[Var]
 
 
 @memoized_on_step
-def traffic(step: StepGraph, fuses_rows: bool = True) -> Traffic:
+def traffic(step: StepGraph, row_padding: float = math.inf) -> Traffic:
     """Return the memory traffic of a step.
 
     Args:
         step: the step.
-        fuses_rows: whether reductions of rows may be part of the kernel of the rows; otherwise each
-            reduction is a kernel of its own.
+        row_padding: `MeshCosts.row_padding`.
     """
-    fused = _Fusion(step, fuses_rows)
-    return Traffic(fused.moved(), {root: kernel.roots[0] for root, kernel in fused.kernels.items()})
+    fused = _Fusion(step, row_padding)
+    leaders = {root: kernel.roots[0] for root, kernel in fused.kernels.items()}
+    return Traffic(fused.moved(), leaders, frozenset(fused.exponentials))
 
 
 class _Fusion:
@@ -129,6 +134,7 @@ class _Fusion:
         epilogues: for each equation that is an epilogue, its product.
         ends: for each product with epilogues, the result of the last one.
         cheap: for each equation, whether it may be computed in every kernel that reads it.
+        exponentials: see `Traffic`.
         rows: the reductions that are part of the kernel of their rows.
         scattered: results of scatters that are only added to another value.
         onto: values that scatters write onto.
@@ -140,7 +146,7 @@ class _Fusion:
         carried: final values of loop carries, each of which is updated in place by itself.
     """
 
-    def __init__(self, step: StepGraph, fuses_rows: bool) -> None:
+    def __init__(self, step: StepGraph, row_padding: float) -> None:
         self.eqns = step.jaxpr.eqns
         self.values = values = Values(step)
         self.makers, self.readers = values.makers, values.readers
@@ -150,9 +156,7 @@ class _Fusion:
             for number, product in sorted(self.epilogues.items())
         }
         self.cheap = [_is_cheap(eqn) for eqn in self.eqns]
-        self.rows = {
-            n for n, eqn in enumerate(self.eqns) if fuses_rows and self._is_inside_row(eqn)
-        }
+        self.rows, self.exponentials = self._fused_rows(row_padding)
         self.scattered = find_scattered(values)
         self.onto: set[Var] = set()
         self.written: set[Var] = set(values.inputs)
@@ -192,6 +196,45 @@ class _Fusion:
             eqn = self.eqns[reader]
             if not _is_lookup(eqn) or eqn.invars[0] is not var:
                 yield from self.inside[reader]
+
+    def _fused_rows(self, row_padding: float) -> tuple[set[int], set[Var]]:
+        """Return the reductions in kernels of their rows, and exponentials that such kernels write.
+
+        Args:
+            row_padding: `MeshCosts.row_padding`.
+        """
+        rows: set[int] = set()
+        written: set[Var] = set()
+        for number, eqn in enumerate(self.eqns):
+            (result, *_) = (*eqn.outvars, None)
+            if row_padding and self._is_inside_row(eqn):
+                if written.isdisjoint(self._behind(eqn)):
+                    rows.add(number)
+            elif eqn.primitive is exp_p and aval_of(result).shape:
+                (*_, length) = aval_of(result).shape
+                behind = map(self.makers.get, self._behind(eqn))
+                if _power_of_two(length) > row_padding * length and not rows.isdisjoint(behind):
+                    written.add(result)
+        return rows, written
+
+    def _behind(self, eqn: JaxprEqn) -> set[Var]:
+        """Return the values that a kernel of rows has on the way to an equation.
+
+        Args:
+            eqn: an equation on rows, of the kernel.
+        """
+        found: set[Var] = set()
+        rows = aval_of(eqn.invars[0]).shape[:-1]
+        left = list(eqn.invars)
+        while left:
+            atom = left.pop()
+            if not isinstance(atom, Var) or atom in found:
+                continue
+            found.add(atom)
+            maker = self.makers.get(atom)
+            if maker is not None and self.cheap[maker] and aval_of(atom).size >= prod(rows):
+                left += self.eqns[maker].invars
+        return found
 
     def _is_inside_row(self, eqn: JaxprEqn) -> bool:
         """Return whether a reduction of rows may be part of the kernel of the rows.
@@ -238,7 +281,7 @@ class _Fusion:
             elif is_view(eqn):
                 self.inside[number] = users
             elif number in self.rows or self.cheap[number]:
-                forced = not wanted.isdisjoint(eqn.outvars)
+                forced = not (wanted | self.exponentials).isdisjoint(eqn.outvars)
                 if any(isinstance(atom, Var) and atom in self.scattered for atom in eqn.invars):
                     self.onto.update(eqn.outvars)
                     forced = True
@@ -553,6 +596,11 @@ def _is_cheap(eqn: JaxprEqn) -> bool:
     if _is_reduction(eqn) and len(eqn.outvars) == 1:
         return aval_of(eqn.invars[0]).size == aval_of(eqn.outvars[0]).size
     return record_of(eqn).is_inlined or eqn.primitive is split_p
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is no less than a number from 1."""
+    return 1 << (number - 1).bit_length()
 
 
 def _is_reduction(eqn: JaxprEqn) -> bool:

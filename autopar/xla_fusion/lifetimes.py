@@ -56,7 +56,9 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
 
 
 @memoized_on_step
-def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
+def lifetimes(
+    step: StepGraph, exponentials: frozenset[Var] = frozenset()
+) -> Mapping[Var, tuple[int, int]]:
     """Return the first and last program point at which each stored value is live.
 
     A program point is the number of an equation. Views have no lifetime of their own. A value that
@@ -69,9 +71,13 @@ def lifetimes(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
     Values that a stage of a pipeline receives are live from their first reader on. They, and values
     that cross its tasks, live until the program that reads them ends: the backward pass, at the end
     of the body of the microbatch loop.
+
+    Args:
+        step: the step.
+        exponentials: see `autopar.xla_fusion.Traffic`; stored, too.
     """
     eqns = step.jaxpr.eqns
-    stored, end, loops = stored_values(step), len(eqns), control_flow.spans(eqns)
+    stored, end, loops = stored_values(step) | exponentials, len(eqns), control_flow.spans(eqns)
     outputs = {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
     own_memory = outputs.union(step.cross_task_values)
     first: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)

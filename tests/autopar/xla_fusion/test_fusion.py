@@ -1,5 +1,7 @@
 """Kernels of fused steps and the bytes that they move, compared with counts by hand."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import jaxlib
@@ -12,12 +14,13 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
+from autopar.lowering.target import compile_for, target_mesh
 from autopar.sharding.mesh_costs import COMBINED_BYTES, Combined, MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import AUTO, DATA_PARALLEL
 from autopar.sharding.step_memory import StepMemory
 from autopar.tracing.trace import trace
-from autopar.xla_fusion import XLA_VERSION, takes_two_kernels, traffic
+from autopar.xla_fusion import XLA_VERSION, lifetimes, takes_two_kernels, traffic
 from simulator.costs.cost_model import BandwidthOnly, ClusterCosts
 from simulator.hardware.cluster import Cluster
 from simulator.work import CollectiveKind, Kernel
@@ -32,14 +35,14 @@ def traced(fun, *args) -> StepGraph:
     return trace(fun, args or (MATRIX,), ())
 
 
-def count_kernels_and_bytes(step: StepGraph, fuses_rows: bool = True) -> tuple[int, int]:
+def count_kernels_and_bytes(step: StepGraph, row_padding: float = math.inf) -> tuple[int, int]:
     """Count the kernels of a step and the bytes that they read and write, without copies."""
 
     def size(atom) -> int:
         return array_bytes(aval_of(atom).shape, aval_of(atom).dtype)
 
     kernels = total = 0
-    for eqn, moved in zip(step.jaxpr.eqns, traffic(step, fuses_rows).moved, strict=True):
+    for eqn, moved in zip(step.jaxpr.eqns, traffic(step, row_padding).moved, strict=True):
         kernels += moved.kernels
         total += sum(n * size(atom) for n, atom in zip(moved.reads, eqn.invars, strict=True))
         total += sum(n * size(var) for n, var in zip(moved.writes, eqn.outvars, strict=True))
@@ -75,21 +78,73 @@ def test_an_expensive_value_that_only_its_own_kernel_reads_is_not_written():
     )
 
 
-def test_a_softmax_is_one_kernel_with_row_fusion_and_three_without():
-    def softmax(x):
-        e = jnp.exp(x - x.max(1, keepdims=True))
-        return e / e.sum(1, keepdims=True)
+def softmax(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
 
+
+def test_a_softmax_is_one_kernel_with_row_fusion_and_three_without():
     step = traced(softmax)
     assert count_kernels_and_bytes(step) == (1, 2 * SIZE)
     # the maximum reads x; the sum reads x and the maximum; the quotient reads x and both
-    assert count_kernels_and_bytes(step, fuses_rows=False) == (3, 4 * SIZE + 2 * ROW + 3 * ROW)
+    assert count_kernels_and_bytes(step, row_padding=0) == (3, 4 * SIZE + 2 * ROW + 3 * ROW)
+
+
+@pytest.mark.parametrize(("length", "row_padding"), [(64, 0.9), (48, 1.3)])
+def test_a_softmax_of_rows_with_too_much_padding_writes_its_exponentials(length, row_padding):
+    size = 64 * length * 4
+    step = traced(softmax, jax.ShapeDtypeStruct((64, length), "float32"))
+    # one kernel reads x and writes the exponentials; the sum and the quotient read them
+    assert count_kernels_and_bytes(step, row_padding) == (2, 4 * size + 2 * ROW)
+    (exponential,) = traffic(step, row_padding).exponentials
+    assert step.jaxpr.eqns[exponential_of(step)].outvars == [exponential]
+    assert exponential not in lifetimes(step)
+    assert exponential in lifetimes(step, frozenset({exponential}))
+
+
+def exponential_of(step: StepGraph) -> int:
+    (number,) = (n for n, eqn in enumerate(step.jaxpr.eqns) if eqn.primitive.name == "exp")
+    return number
+
+
+def test_the_probabilities_of_a_loss_are_not_written():
+    # the sum of exponentials of logits is their only reader, in every kernel
+    step = traced(lambda x: jax.nn.logsumexp(x, axis=-1))
+    assert count_kernels_and_bytes(step, row_padding=0.9) == count_kernels_and_bytes(step)
+    assert not traffic(step, row_padding=0.9).exponentials
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("dgx_h100", 768), ("dgx_h200", 768), ("dgx_h200", 1024), ("dgx_b200", 1024)],
+)
+def test_rows_of_attention_are_fused_where_xla_fuses_them(name, length):
+    def loss(w, x):
+        query, key, value = (jnp.einsum("blm,mhd->blhd", x, part) for part in w)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype("float32") * 0.125
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e30)
+        weights = jax.nn.softmax(scores).astype(x.dtype)
+        return (jnp.einsum("bhqk,bkhd->bqhd", weights, value).astype("float32") ** 2).sum()
+
+    cluster = Cluster.load(name)
+    shapes = [
+        jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((3, 1024, 16, 64), (16, length, 1024))
+    ]
+    mesh = target_mesh(cluster, (1,), ("x",))
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in shapes]
+    compiled = compile_for(jax.jit(jax.grad(loss)), tuple(args), cluster)
+    _, main = compiled.hlo_text.split("ENTRY")
+    written = f"f32[16,16,{length},{length}]" in main
+
+    costs = MeshCosts(LogicalMesh((1,), ("x",)), ClusterCosts(cluster))
+    assert bool(traffic(traced(jax.grad(loss), *shapes), costs.row_padding).exponentials) == written
 
 
 def test_rows_are_fused_from_compute_capability_8():
     mesh = LogicalMesh((8,), ("x",))
-    assert MeshCosts(mesh, A100).fuses_rows
-    assert not MeshCosts(mesh, ClusterCosts(Cluster.load("p3.16xlarge"))).fuses_rows
+    assert MeshCosts(mesh, A100).row_padding > 2
+    assert MeshCosts(mesh, ClusterCosts(Cluster.load("p3.16xlarge"))).row_padding == 0
 
 
 def test_a_product_adds_a_bias_and_an_array_in_its_epilogue():
