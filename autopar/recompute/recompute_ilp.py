@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from autopar.recompute.recompute_problem import Choice, RecomputeProblem
+from autopar.sharding.highs import minimize
 
 _GAP = 1e-4
 """Relative gap at which the search may stop."""
@@ -131,8 +132,6 @@ class _Program:
 
         None if no choice satisfies the constraints.
         """
-        from scipy.optimize import Bounds, LinearConstraint, milp
-
         values = self.problem.values
         count, peak = self.count, self.peak
         cost = np.zeros(self.num_variables)
@@ -151,13 +150,7 @@ class _Program:
         upper[:peak] = is_open
         upper[peak] = inf if self.budget is None else self.budget / self.scale
         matrix, constants = self._matrix()
-        result = milp(
-            cost,
-            integrality=integrality,
-            bounds=Bounds(np.zeros(self.num_variables), upper),  # pyright: ignore[reportArgumentType]
-            constraints=LinearConstraint(matrix, -inf, -constants),  # pyright: ignore[reportArgumentType]
-            options={"mip_rel_gap": _GAP, "time_limit": time_limit},
-        )
+        result = minimize(cost, integrality, upper, matrix, (-inf, -constants), time_limit, _GAP)
         if result.x is None:
             return None, inf
         repeated, offloaded = (

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from autopar.sharding.highs import minimize
 from autopar.sharding.selection_problem import (
     CapacityConstraint,
     InfeasibleError,
@@ -28,20 +29,19 @@ def solve_ilp(
         InfeasibleError: no choice satisfies all constraints with a finite cost.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    # SciPy takes most of a second to import, and workers on other hosts solve nothing.
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
     program = _IntegerProgram(problem)
     cost = np.concatenate(program.costs)
     is_allowed = np.isfinite(cost)
     scale = max(float(np.max(cost, where=is_allowed, initial=0.0)), 1e-30)
     rows, lower, upper = program.constraints()
-    result = milp(
+    result = minimize(
         np.where(is_allowed, cost, 0.0) / scale,
-        integrality=np.concatenate(program.is_binary),
-        bounds=Bounds(0, np.where(is_allowed, 1.0, 0.0)),  # pyright: ignore[reportArgumentType]
-        constraints=LinearConstraint(rows, lower, upper),  # pyright: ignore[reportArgumentType]
-        options={"time_limit": time_limit, "mip_rel_gap": gap},
+        np.concatenate(program.is_binary),
+        np.where(is_allowed, 1.0, 0.0),
+        rows,
+        (lower, upper),
+        time_limit,
+        gap,
     )
     if result.x is None:
         if result.status == 1:
