@@ -124,16 +124,7 @@ def head_passes(
     gemms = machine.gemms
     logits = tokens * (model.vocab if execution.gathered_logits else columns)
     flops = 2.0 * tokens * columns * model.hidden
-    # bytes per logit and kernels, of each pass. Unfused: f32 logits, their maximum, difference,
-    # exponential, sum and quotient; the gradient scaled and cast back. In 16 bits: maximum,
-    # exponential of the difference, sum, quotient; the gradient in place of it. Fused: two reads,
-    # one write
-    if execution.fused_loss:
-        forward_traffic, backward_traffic = (4.0, 1), (2.0, 1)
-    elif execution.loss_in_16_bits:
-        forward_traffic, backward_traffic = (12.0, 4), (4.0, 1)
-    else:
-        forward_traffic, backward_traffic = (38.0, 7), (22.0, 4)
+    forward_traffic, backward_traffic = _loss_traffic(execution)
     forward = gemms.seconds(tokens, columns, model.hidden) + machine.memory_seconds(
         forward_traffic[0] * logits, forward_traffic[1]
     )
@@ -164,6 +155,25 @@ def head_passes(
     if execution.recompute == "full" and execution.recompute_head:
         return passes[0], passes[1] + passes[0]._replace(flops=0.0)
     return passes
+
+
+def _loss_traffic(execution: Execution) -> tuple[tuple[float, int], tuple[float, int]]:
+    """Return the bytes per logit and the kernels of the loss, in the forward and backward pass.
+
+    Compiled kernels are those of megatron/core/fusions/fused_cross_entropy.py
+    (github.com/NVIDIA/Megatron-LM): torch.compile writes the exponential, which the same graph
+    sums, and the gradient at the targets to arrays of their own and copies these back.
+    """
+    if execution.fused_loss:  # two reads, one write
+        return (4.0, 1), (2.0, 1)
+    if execution.compiled_loss:
+        # f32 logits, maximum 6, exponential 8, copy 8, quotient 8; gradient 8, scaled and cast 10
+        return (30.0, 4), (18.0, 2)
+    if execution.loss_in_16_bits:
+        # maximum, exponential of the difference, sum, quotient; the gradient in place of it
+        return (12.0, 4), (4.0, 1)
+    # f32 logits, maximum, difference, exponential, sum, quotient; the gradient scaled, cast back
+    return (38.0, 7), (22.0, 4)
 
 
 def prediction_passes(

@@ -102,6 +102,13 @@ _MEGATRON_CORE = Software(
 """Megatron-Core with Transformer Engine and the distributed optimizer, as NeMo and Megatron-Bridge
 set it for performance: https://docs.nvidia.com/nemo-framework (performance guide)."""
 
+_COMPILED_LOSS = replace(
+    _MEGATRON_CORE,
+    execution={**_MEGATRON_CORE.execution, "fused_loss": False, "compiled_loss": True},
+)
+"""Megatron-Core without the loss of Transformer Engine, which NeMo's recipes have since 25.04
+(cross_entropy_fusion_impl in github.com/NVIDIA/NeMo, scripts/performance/helpers.py)."""
+
 _BY_XLA = ("norm_by_xla", "gelu_by_xla", "dropout_by_xla", "softmax_by_xla", "padding_by_xla")
 
 _XLA: Mapping[str, Any] = {
@@ -139,10 +146,13 @@ SOFTWARE: Mapping[str, Software] = {
         # checkpoints of steps with adapters rerun all products: adapters come after them
         unsaid=(NOTHING, WHOLE_LAYERS),
     ),
-    "nemo 24.03": replace(_MEGATRON_CORE, attention="flash2"),
+    "nemo 24.03": replace(_COMPILED_LOSS, attention="flash2"),
+    "nemo 24": _COMPILED_LOSS,
+    "nemo 25.02": _COMPILED_LOSS,
+    "nemo/megatron-core": _COMPILED_LOSS,
     "nemo": _MEGATRON_CORE,
     "megatron-bridge": _MEGATRON_CORE,
-    "megatron-lm": _MEGATRON_CORE,
+    "megatron-lm": _COMPILED_LOSS,
     # its steps are of Meta's hosts; gradients are reduced in f32; without torch.compile, which
     # notes name, rotary positions, activations and norms are PyTorch's elementwise kernels
     # (rms_norm has a fused kernel since PyTorch 2.8)
@@ -297,12 +307,12 @@ def scenario_of(row: StepRow) -> StepScenario:
     notes = notes_of(row)
     row = _completed(row, notes)
     software = software_of(row.framework)
-    if software is _MEGATRON_CORE and row.gpu.startswith("V100"):
+    if software.backend is MEGATRON_CORE and _gpu_name(row.gpu).startswith("V100"):
         software = _MEGATRON_2021
     if software is SOFTWARE["pax"] and _GPT.match(row.model.lower()):
         software = _PAX_GPT
     recipe = row.framework == "NeMo/Megatron-Core" and _WITHOUT_FUSED_ATTENTION.match(row.model)
-    if software is _MEGATRON_CORE and (notes.flash_attention or recipe):
+    if software.backend is MEGATRON_CORE and (notes.flash_attention or recipe):
         software = replace(software, attention="flash2")
     model = _model(row, notes, software)
     machine = _machine(row, notes, software)
@@ -569,10 +579,11 @@ def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
 
 
 def _gpu_name(given: str) -> str:
-    """Return the name of a GPU without what is the same for all of its kind."""
-    name = re.sub(r"^(NVIDIA|Tesla)[ -]", "", given)
+    """Return the name of a GPU as in `_CLUSTERS`, without what is the same for all of its kind."""
+    name = re.sub(r"^(NVIDIA|TESLA)[ -]", "", given.strip().upper())
     name = re.sub(r"[ -]?SXM\d?", "", name).replace(" ", "-")
-    return re.sub(r"^(H100|H200|B200|GB200|B300|GB300|A800)-\d+GB$", r"\1", name)
+    name = re.sub(r"^(H100|H200|B200|GB200|B300|GB300|A800)-\d+GB$", r"\1", name)
+    return next((known for known in _CLUSTERS if known.upper() == name), name)
 
 
 @cache

@@ -208,6 +208,21 @@ def test_layers_in_16_bits_are_between_none_and_all_of_them() -> None:
     assert passes[1].forward.flops == pytest.approx(passes[0].forward.flops)
 
 
+def test_a_compiled_loss_moves_most_of_the_bytes_of_one_that_is_not_fused() -> None:
+    eager = Execution(global_batch=8, microbatch=8)
+    compiled, fused = (
+        differently(eager, compiled_loss=True),
+        differently(eager, fused_loss=True),
+    )
+    model, logits = with_(LLAMA, vocab=96000), 8 * 2048 * 96000
+    seconds = [predict(model, execution, A100).seconds for execution in (fused, compiled, eager)]
+    moved = A100.memory_seconds(30.0 * logits, 4) + A100.memory_seconds(18.0 * logits, 2)
+    moved -= A100.memory_seconds(4.0 * logits, 1) + A100.memory_seconds(2.0 * logits, 1)
+    assert seconds[1] - seconds[0] == pytest.approx(moved, rel=1e-3)
+    assert seconds[2] > seconds[1]
+    assert memory_of(model, compiled) == memory_of(model, eager)
+
+
 def test_a_loss_in_16_bits_moves_and_keeps_less_than_one_in_32_bits() -> None:
     long = Execution(global_batch=8, microbatch=8, recompute="full")
     short = differently(long, loss_in_16_bits=True)

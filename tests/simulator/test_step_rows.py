@@ -419,10 +419,27 @@ def test_deepseek_v4_has_the_parameters_and_nearly_the_flops_that_are_published(
 
 @pytest.mark.parametrize(
     ("given", "as_if"),
-    [("NVIDIA H100 80GB", "H100"), ("H100-SXM5", "H100"), ("NVIDIA GB200", "GB200")],
+    [
+        ("NVIDIA H100 80GB", "H100"),
+        ("H100-SXM5", "H100"),
+        ("NVIDIA GB200", "GB200"),
+        ("h100", "H100"),
+        ("Tesla V100-16GB", "V100-16GB"),
+    ],
 )
 def test_a_gpu_is_known_by_its_longer_names(given: str, as_if: str) -> None:
     assert scenario_of(row_with(gpu=given)).machine is scenario_of(row_with(gpu=as_if)).machine
+
+
+def test_nemo_has_the_loss_of_transformer_engine_since_2025() -> None:
+    compiled = [
+        scenario_of(row_with(framework=framework)).execution.compiled_loss
+        for framework in ("NeMo 24.07 SFT", "NeMo/Megatron-Core", "NeMo 25.02", "Megatron-LM")
+    ]
+    assert all(compiled)
+    for framework in ("NeMo 25.04", "NeMo MLPerf v5.0", "Megatron-Bridge"):
+        execution = scenario_of(row_with(framework=framework)).execution
+        assert (execution.compiled_loss, execution.fused_loss) == (False, True)
 
 
 def test_recipes_without_fused_attention_have_flash_attention() -> None:
