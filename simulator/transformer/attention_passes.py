@@ -165,12 +165,14 @@ def _elementwise(
         forward += PassCost(machine.memory_seconds(2.0 * w * normalized, 2), 2)
         backward += PassCost(machine.memory_seconds(3.0 * w * normalized, 2), 2)
     norm = composed_norm(execution.stream(model), execution, machine)
-    rotary = composed_passes("rotary", rotated_elements(model, execution), execution, machine)
+    rotated = rotated_elements(model, execution)
+    rotary = composed_passes("rotary", rotated, execution, machine)
+    complex_rotary = composed_passes("complex_rotary", rotated, execution, machine)
     dropped = execution.stream(model) if model.dropout else 0.0
     dropout = composed_passes("dropout_by_xla", dropped, execution, machine)
     return (
-        forward + PassCost(kernels=1) + norm[0] + rotary[0] + dropout[0],
-        backward + norm[1] + rotary[1] + dropout[1],
+        forward + PassCost(kernels=1) + norm[0] + rotary[0] + complex_rotary[0] + dropout[0],
+        backward + norm[1] + rotary[1] + complex_rotary[1] + dropout[1],
     )
 
 

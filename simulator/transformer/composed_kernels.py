@@ -56,6 +56,10 @@ COMPOSED: dict[ComposedOperation, ComposedKernels] = {
     # r2 w2, sum r4 w2: 20, of which 4 fused. Backward: both products 8, halves in zeros 10, their
     # sums 12: 30, of which 6 fused.
     "rotary": ComposedKernels(16.0, 9, 24.0, 16, 0.0),
+    # Forward: to f32 r2 w4, complex product r4 w4, back r4 w2: 20, of which 4 fused. Backward: the
+    # same with the conjugate: 20, of which 6 fused. torch.compile leaves these kernels as they are
+    # (_warn_complex_not_supported in torch/_inductor/lowering.py).
+    "complex_rotary": ComposedKernels(16.0, 5, 14.0, 5, 0.0),
     # A gated MLP. Forward: function r2 w2, product r4 w2: 10, of which 6 fused. Backward: two
     # products 12, function r4 w2: 18, of which 10 fused. The value of the function is saved.
     "activation": ComposedKernels(4.0, 1, 8.0, 2, 2.0),

@@ -34,6 +34,7 @@ ComposedOperation = Literal[
     "norm_in_f32",
     "norm_by_xla",
     "rotary",
+    "complex_rotary",
     "activation",
     "gelu_by_xla",
     "dropout_by_xla",
@@ -588,7 +589,8 @@ class Execution(Description):
         spare_microbatches: microbatches whose activations a device of a pipeline has room for
             beyond those that wait for their backward pass; 1 in DeepSpeed's pipeline engine.
         composed: operations of several elementwise kernels instead of one fused kernel: "norm",
-            "norm_in_f32" (a fused norm between casts, which the backward pass repeats), "rotary",
+            "norm_in_f32" (a fused norm between casts, which the backward pass repeats), "rotary"
+            (halves that are joined), "complex_rotary" (a product of complex numbers of f32),
             "activation" (of gated MLPs), "softmax" (of naive attention); and "norm_by_xla",
             "gelu_by_xla" (of MLPs without a gate), "dropout_by_xla", "softmax_by_xla" and
             "padding_by_xla" (of scores), which are several kernels of XLA.

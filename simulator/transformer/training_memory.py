@@ -217,7 +217,8 @@ def _layer_temporaries(
         gradients = max(gradients, _score_gradients(model, execution, keys))
     largest = execution.gradient_bytes * matrix if model.adapters is None else 0.0
     parameters = layer_parameters(model, execution, kind)
-    gathered = 2.0 * 2.0 * parameters.total if execution.zero == 3 else 0.0
+    sharded = execution.zero == 3 and execution.shards > 1
+    gathered = 2.0 * 2.0 * parameters.total if sharded else 0.0
     return recomputed + gradients + largest + gathered
 
 

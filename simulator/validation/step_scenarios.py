@@ -154,15 +154,15 @@ SOFTWARE: Mapping[str, Software] = {
     "megatron-bridge": _MEGATRON_CORE,
     "megatron-lm": _COMPILED_LOSS,
     # its steps are of Meta's hosts; gradients are reduced in f32; without torch.compile, which
-    # notes name, rotary positions, activations and norms are PyTorch's elementwise kernels
-    # (rms_norm has a fused kernel since PyTorch 2.8)
+    # notes name, activations and norms are PyTorch's elementwise kernels (rms_norm has a fused
+    # kernel since PyTorch 2.8); apply_rotary_emb in torchtitan/models has complex numbers
     "torchtitan": Software(
         EAGER,
         "flash2",
         {
             "overlap_gradients": True,
             "communicated_gradient_bytes": 4,
-            "composed": ("rotary", "activation", "norm"),
+            "composed": ("complex_rotary", "activation", "norm"),
             "copies_shards": True,
         },
         unsaid=(NOTHING, SAVES_EVERY_SECOND_PRODUCT, SAVES_INPUTS),
@@ -292,6 +292,9 @@ github.com/google-research/t5x, t5x/contrib/gpu/t5/t5_1_1/examples)."""
 
 _LINE_RATE = 0.967
 """Part of the line rate of a NIC that rings reach, as on the shipped clusters."""
+
+_NOT_COMPILED = ("complex_rotary",)
+"""Operations that torch.compile doesn't fuse."""
 
 _MICROBATCHES = (1, 2, 4, 8)
 """Microbatches that are tried where a row doesn't say its own."""
@@ -488,7 +491,9 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
         sequence_parallel = notes.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = software.execution.get("overlap_tensor") == "all"
-    composed = () if notes.compiled else software.execution.get("composed", ())
+    composed = software.execution.get("composed", ())
+    if notes.compiled:
+        composed = tuple(kind for kind in composed if kind in _NOT_COMPILED)
     if row.kernel:
         composed = (*composed, *_look_up(row, "kernel", _KERNELS)[1])
     by_degrees = _by_degrees_of_oneflow(row) if software is SOFTWARE["oneflow"] else {}

@@ -54,6 +54,7 @@ def test_a_norm_in_f32_is_repeated_unless_its_layer_is() -> None:
     [
         ("norm", STREAM, 2, 2 * 6 * STREAM),
         ("rotary", STREAM, 1, 0),
+        ("complex_rotary", STREAM, 1, 0),
         ("activation", 2 * 2048 * 11008 / 2, 1, 2 * 2 * 2048 * 11008 / 2),
         ("softmax", SCORES, 1, 4 * SCORES),
     ],

@@ -7,6 +7,7 @@ import pytest
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError, validate
 from simulator.transformer import Execution, Machine, Transformer, predict
+from simulator.transformer.training_memory import memory_of
 
 H100 = Machine(Cluster.load("dgx_h100").with_size(1))
 SIZES = {"layers": 8, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 128000}
@@ -67,3 +68,12 @@ def test_nothing_is_copied_without_zero_3() -> None:
 def test_copies_are_true_or_false() -> None:
     with pytest.raises(ClusterError, match="copies_shards: given 'often'"):
         data_seconds({}, copies_shards="often")
+
+
+def test_one_device_that_has_all_parameters_gathers_none() -> None:
+    model = validate(Transformer, SIZES, "model")
+    gradients, parameters = (
+        memory_of(model, validate(Execution, {"global_batch": 1, "zero": zero}, "execution"))
+        for zero in (2, 3)
+    )
+    assert parameters == gradients

@@ -231,7 +231,7 @@ def test_a_table_leaves_out_what_frameworks_always_do() -> None:
     titan = {"framework": "torchtitan", "zero": 3, "micro_batch": 2}
     assert "activation" in scenario_of(row_with(**titan)).execution.composed
     compiled = row_with(**titan | {"notes": "torch.compile"})
-    assert scenario_of(compiled).execution.composed == ()
+    assert scenario_of(compiled).execution.composed == ("complex_rotary",)
     assert (
         "activation" in scenario_of(row_with(**titan | {"notes": "no compile"})).execution.composed
     )
@@ -462,8 +462,8 @@ def test_rows_of_torchtitan_have_its_kernels_and_sharding() -> None:
     )
     plain = scenario_of(replace(row, global_batch=256, notes="FSDP 128; no compile"))
     compiled = scenario_of(replace(row, global_batch=256, notes="FSDP 8; torch.compile"))
-    assert plain.execution.composed == ("rotary", "activation", "norm")
-    assert compiled.execution.composed == ()
+    assert plain.execution.composed == ("complex_rotary", "activation", "norm")
+    assert compiled.execution.composed == ("complex_rotary",)
     assert (plain.execution.zero, plain.execution.recompute) == (3, "unsaved")
     assert (plain.execution.shards, compiled.execution.shards) == (128, 8)
     assert plain.execution.sent_gradient_bytes == 4
