@@ -169,6 +169,9 @@ def _loss_traffic(execution: Execution) -> tuple[tuple[float, int], tuple[float,
     if execution.compiled_loss:
         # f32 logits, maximum 6, exponential 8, copy 8, quotient 8; gradient 8, scaled and cast 10
         return (30.0, 4), (18.0, 2)
+    if execution.log_softmax_loss:
+        # f32 logits 6, maximum 4, sum 4, log_softmax 8; gradients 4, sum 4, of logits 12, cast 6
+        return (22.0, 3), (26.0, 4)
     if execution.loss_in_16_bits:
         # maximum, exponential of the difference, sum, quotient; the gradient in place of it
         return (12.0, 4), (4.0, 1)

@@ -255,20 +255,26 @@ def _score_gradients(model: Transformer, execution: Execution, keys: int) -> flo
 
 
 def _loss_temporaries(model: Transformer, execution: Execution) -> float:
-    """Return the bytes of logits, their gradient, and the gradient of the output embedding."""
+    """Return the bytes of logits and their gradient, and of the output embedding and its gradient.
+
+    The embedding itself is a temporary where ZeRO-3 gathers it.
+    """
     t = execution.tensor
     elements = execution.tokens(model) * model.vocab
     largest = execution.gradient_bytes * model.vocab * model.hidden / t
     if model.adapters is not None:
         largest = 0.0
-    return _bytes_per_logit(execution) * elements + largest
+    gathers = execution.zero == 3 and execution.shards > 1
+    gathered = 2.0 * model.vocab * model.hidden / t if gathers else 0.0
+    return _bytes_per_logit(execution) * elements + largest + gathered
 
 
 def _bytes_per_logit(execution: Execution) -> float:
     """Return the bytes that the loss needs per logit of the complete vocabulary.
 
     Fused: the logits, which their gradient replaces. Parallel over the vocabulary: the logits, a
-    copy in f32 and their softmax; in 16 bits the logits, their softmax, which their gradient
+    copy in f32 and their softmax; of PyTorch's cross_entropy the log_softmax and both gradients in
+    f32, after the logits are gone; in 16 bits the logits, their softmax, which their gradient
     replaces, and an array as large for reductions (OneFlow). Gathered logits go to PyTorch's
     cross_entropy: the logits, a copy in f32, its log_softmax and the gradients of both, all of them
     complete; a gather of several parts has the parts beside their concatenation.
@@ -276,6 +282,7 @@ def _bytes_per_logit(execution: Execution) -> float:
     t = execution.tensor
     if not execution.gathered_logits:
         unfused = 6.0 if execution.loss_in_16_bits else 10.0
+        unfused = 12.0 if execution.log_softmax_loss else unfused
         return (2.0 if execution.fused_loss else unfused) / t
     parts = 2.0 + 2.0 / t if t > 1 else 0.0
     return (2.0 if execution.fused_loss else 18.0) + parts

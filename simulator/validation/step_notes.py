@@ -12,6 +12,7 @@ _CONTAINER = re.compile(r"(\d\d)\.(\d\d)[.\d]* container")
 _RANK = re.compile(r"LoRA r(?:ank )?(\d+)")
 _MICROBATCHES = re.compile(r"micro_num (\d+)")
 _SEQ = re.compile(r"config: (\d+)\)")
+_OVERLAPS_TENSOR = re.compile(r"TP comm overlap|async[ -]?TP|asynchronous TP", re.IGNORECASE)
 _ONE_NIC = re.compile(r"(\d+) Gb/s IB, 1 card per host")
 
 
@@ -64,7 +65,7 @@ def notes_of(row: StepRow) -> Notes:
         experts="experts" in text,
         adapters="LoRA" in f"{row.framework} {text}",
         compiled=_COMPILED.search(text) is not None,
-        overlap_tensor="TP comm overlap" in text,
+        overlap_tensor=_OVERLAPS_TENSOR.search(text) is not None,
         doubts_degrees="table prints DP" in text,
         flash_attention="NVTE_FUSED_ATTN=0" in text,
         seq=_number(_SEQ, text),

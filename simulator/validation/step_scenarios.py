@@ -119,6 +119,10 @@ _XLA: Mapping[str, Any] = {
 }
 """XLA with its latency-hiding scheduler."""
 
+_FSDP2 = replace(EAGER, gathers_casts=True)
+"""PyTorch with torchao's tensor-wise casts, which precede the gathers of parameters and inputs
+(enable_fsdp_float8_all_gather, recommended in torchtitan/config/job_config.py)."""
+
 _H100_OF_TORCHTITAN: Mapping[str, Any] = {
     "memory_gb": 101.7,
     "memory_bandwidth_gb_per_s": 2410,
@@ -141,6 +145,7 @@ SOFTWARE: Mapping[str, Software] = {
             "overlap_gradients": True,
             "communicated_gradient_bytes": 2,
             "composed": ("rotary", "activation"),
+            "log_softmax_loss": True,
             "copies_shards": True,
         },
         # checkpoints of steps with adapters rerun all products: adapters come after them
@@ -155,14 +160,17 @@ SOFTWARE: Mapping[str, Software] = {
     "megatron-lm": _COMPILED_LOSS,
     # its steps are of Meta's hosts; gradients are reduced in f32; without torch.compile, which
     # notes name, activations and norms are PyTorch's elementwise kernels (rms_norm has a fused
-    # kernel since PyTorch 2.8); apply_rotary_emb in torchtitan/models has complex numbers
+    # kernel since PyTorch 2.8); apply_rotary_emb in torchtitan/models has complex numbers, and
+    # apply_tp divides norms along the sequence
     "torchtitan": Software(
-        EAGER,
+        _FSDP2,
         "flash2",
         {
             "overlap_gradients": True,
             "communicated_gradient_bytes": 4,
             "composed": ("complex_rotary", "activation", "norm"),
+            "sequence_parallel": True,
+            "log_softmax_loss": True,
             "copies_shards": True,
         },
         unsaid=(NOTHING, SAVES_EVERY_SECOND_PRODUCT, SAVES_INPUTS),
@@ -490,7 +498,9 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
     if sequence_parallel is None:
         sequence_parallel = notes.sequence_parallel
     if sequence_parallel is None:
-        sequence_parallel = software.execution.get("overlap_tensor") == "all"
+        overlapped = software.execution.get("overlap_tensor") == "all"
+        sequence_parallel = software.execution.get("sequence_parallel", overlapped)
+    overlap = {"overlap_tensor": "all"} if notes.overlap_tensor else {}
     composed = software.execution.get("composed", ())
     if notes.compiled:
         composed = tuple(kind for kind in composed if kind in _NOT_COMPILED)
@@ -500,6 +510,7 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
     return {
         **software.execution,
         **by_degrees,
+        **overlap,
         "composed": composed,
         "tensor": row.tp,
         "context": row.cp,

@@ -77,3 +77,12 @@ def test_one_device_that_has_all_parameters_gathers_none() -> None:
         for zero in (2, 3)
     )
     assert parameters == gradients
+
+
+def test_an_output_embedding_that_is_gathered_is_beside_the_logits() -> None:
+    model = validate(Transformer, SIZES | {"vocab": 512000, "tied": False}, "model")
+    gradients, parameters = (
+        memory_of(model, validate(Execution, {"data": 8, "global_batch": 8, "zero": zero}, "e"))
+        for zero in (2, 3)
+    )
+    assert parameters.temporaries - gradients.temporaries == 2.0 * 512000 * 4096

@@ -223,6 +223,18 @@ def test_a_compiled_loss_moves_most_of_the_bytes_of_one_that_is_not_fused() -> N
     assert memory_of(model, compiled) == memory_of(model, eager)
 
 
+def test_the_loss_of_pytorch_has_its_log_softmax_and_both_gradients_in_memory() -> None:
+    megatron = Execution(global_batch=8, microbatch=8, recompute="full")
+    torch = differently(megatron, log_softmax_loss=True)
+    model, logits = with_(LLAMA, vocab=96000), 8 * 2048 * 96000
+    more = memory_of(model, torch).temporaries - memory_of(model, megatron).temporaries
+    assert more == pytest.approx((12.0 - 10.0) * logits)
+    less = predict(model, megatron, A100).seconds - predict(model, torch, A100).seconds
+    moved = A100.memory_seconds(38.0 * logits, 7) + A100.memory_seconds(22.0 * logits, 4)
+    moved -= A100.memory_seconds(22.0 * logits, 3) + A100.memory_seconds(26.0 * logits, 4)
+    assert less == pytest.approx(moved, rel=1e-3)
+
+
 def test_a_loss_in_16_bits_moves_and_keeps_less_than_one_in_32_bits() -> None:
     long = Execution(global_batch=8, microbatch=8, recompute="full")
     short = differently(long, loss_in_16_bits=True)

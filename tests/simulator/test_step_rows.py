@@ -467,12 +467,23 @@ def test_rows_of_torchtitan_have_its_kernels_and_sharding() -> None:
     assert (plain.execution.zero, plain.execution.recompute) == (3, "unsaved")
     assert (plain.execution.shards, compiled.execution.shards) == (128, 8)
     assert plain.execution.sent_gradient_bytes == 4
-    assert plain.machine.backend is EAGER
+    assert plain.machine.backend.kernel_us == EAGER.kernel_us
+    assert plain.machine.gathered_as("f8").parameter_width == 1
+    assert plain.execution.log_softmax_loss
     device = plain.machine.cluster.device
     assert (device.power_limit_w, device.memory_bandwidth_gb_per_s) == (500, 2410)
     assert plain.machine.cluster.name == "grand_teton_roce"
     other = scenario_of(replace(row, global_batch=256, gpu="H200")).machine.cluster
     assert (other.name, other.device.power_limit_w) == ("dgx_h200", 700)
+
+
+def test_tensor_parallelism_of_torchtitan_divides_norms_and_may_overlap() -> None:
+    row = row_with(framework="torchtitan", zero=3, gpus=64, tp=8, notes="torch.compile")
+    overlapped = replace(row, notes="torch.compile; async TP")
+    executions = [scenario_of(each).execution for each in (row, overlapped)]
+    assert [each.sequence_parallel for each in executions] == [True, True]
+    assert [each.overlap_tensor for each in executions] == ["none", "all"]
+    assert not scenario_of(replace(row, tp=1)).execution.sequence_parallel
 
 
 def test_rows_to_which_numbers_are_fitted_are_counted(tmp_path: Path) -> None:
