@@ -97,10 +97,20 @@ _POLICIES: Mapping[str, Recomputation] = {
 _PREFIX = re.compile(r"remat(_policy)?\s*[ =:]\s*")
 _SELECTIVE_OP = re.compile(r"(selective[ _-])?\(?op\)?")
 
+_NO_MEANING = re.compile(
+    r"[\[\]()'\"]|\b(activations?|checkpoint(ing|s)?|recompute|recomputation|ac)\b"
+)
+"""What names around a kind or modules add nothing to them."""
+
 _KINDS: Mapping[str, Recomputation] = {
     "none": NOTHING,
     "no": NOTHING,
+    "off": NOTHING,
+    "false": NOTHING,
     "full": WHOLE_LAYERS,
+    "on": WHOLE_LAYERS,
+    "yes": WHOLE_LAYERS,
+    "true": WHOLE_LAYERS,
     "selective": SCORES,
     "core_attn": SCORES,
 }
@@ -122,8 +132,11 @@ def recomputation_of(row: StepRow) -> Recomputation | None:
     for name in (text, f"save_{text}"):
         if (kind := _KINDS.get(name) or _POLICIES.get(name)) is not None:
             return kind
-    modules = set(re.split(r"[ ,;+]+", text))
-    if not modules <= _WHOLE_MLPS | _OWN_KERNELS | {"core_attn"}:
+    text = " ".join(_NO_MEANING.sub(" ", text).split())
+    if (kind := _KINDS.get(text)) is not None:
+        return kind
+    modules = set(re.split(r"[ ,;+]+", text)) - {"selective", ""}
+    if not modules or not modules <= _WHOLE_MLPS | _OWN_KERNELS | {"core_attn"}:
         raise StepRowError(
             f"column recompute: given {row.recompute!r}, expected none, selective, full, selective "
             f"op, modules of Megatron-Core such as moe, or a policy of JAX: {', '.join(_POLICIES)}"

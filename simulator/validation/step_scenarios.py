@@ -269,11 +269,16 @@ _CLUSTERS = {
 }
 """Shipped clusters by the name of the GPU."""
 
-_PRECISIONS = {"bf16": "bf16", "fp16": "f16", "f16": "f16", "fp8": "f8", "fp8 hybrid": "f8"}
-# abbreviations of NeMo and Megatron-Bridge: a scale per tensor, of this step (CS) or an earlier one
-# (DS), per block (SC), or microscaling (MX)
-_PRECISIONS |= {"fp8-cs": "f8", "fp8-ds": "f8", "fp8-sc": "f8-block", "fp8-block": "f8-block"}
-_PRECISIONS |= {"fp8-mx": "mxfp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "": "bf16"}
+_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "f16", "f16": "f16", "float16": "f16"}
+# abbreviations of NeMo and Megatron-Bridge: a scale per block (SC), or microscaling (MX)
+_PRECISIONS |= {"fp8": "f8", "float8": "f8", "fp8-mx": "mxfp8", "mxfp8": "mxfp8"}
+_PRECISIONS |= {"fp8-sc": "f8-block", "fp8-block": "f8-block", "fp8-blockwise": "f8-block"}
+_PRECISIONS |= {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "": "bf16"}
+
+_OF_PRECISION = {"mixed", "precision", "hybrid", "e4m3", "e5m2"}
+_OF_PRECISION |= {"cs", "ds", "tensorwise", "current", "delayed", "dynamic", "scaling"}
+"""Words beside a precision: what stays in 16 or 32 bits, formats of 8 bits, and when the scale of a
+tensor is computed, in this step (CS) or an earlier one (DS)."""
 
 _KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "torch": ("naive", ("softmax", "norm")),
@@ -401,7 +406,7 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
     if match := _IMAGES.match(name):
         return _image_encoder(row, int(match[1]), software)
     if notes.experts or has_experts(row):
-        precision = _look_up(row, "precision", _PRECISIONS)
+        precision = _precision(row)
         return expert_model(row, precision, software.attention)
     hidden, heads = row.required("hidden"), row.required("heads")
     gpt = _GPT.match(name) is not None
@@ -419,7 +424,7 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
         "biases": gpt,
         "dropout": gpt and software.attention == "naive",
         "attention": _look_up(row, "kernel", _KERNELS)[0] if row.kernel else software.attention,
-        "precision": _look_up(row, "precision", _PRECISIONS),
+        "precision": _precision(row),
         "adapters": _adapters(row, notes),
     }
     return validate(Transformer, fields, "model")
@@ -445,7 +450,7 @@ def _encoder_decoder(row: StepRow, software: Software) -> Transformer:
         "biases": False,
         "dropout": False,
         "attention": software.attention,
-        "precision": _look_up(row, "precision", _PRECISIONS),
+        "precision": _precision(row),
     }
     return validate(Transformer, fields, "model")
 
@@ -467,7 +472,7 @@ def _image_encoder(row: StepRow, patch: int, software: Software) -> Transformer:
         "attention_dropout": False,
         "inner_dropout": True,
         "attention": software.attention,
-        "precision": _look_up(row, "precision", _PRECISIONS),
+        "precision": _precision(row),
     }
     return validate(Transformer, fields, "model")
 
@@ -566,9 +571,16 @@ def _uneven_stages(row: StepRow, model: Transformer, software: Software) -> dict
     return {"embedding_as_layer": counted, "loss_as_layer": counted}
 
 
-def _look_up(row: StepRow, column: str, entries: Mapping[str, Any]) -> Any:
+def _precision(row: StepRow) -> str:
+    words = re.findall(r"[a-z0-9]+", row.precision.lower())
+    name = "-".join(word for word in words if word not in _OF_PRECISION)
+    return _look_up(row, "precision", _PRECISIONS, name)
+
+
+def _look_up(row: StepRow, column: str, entries: Mapping[str, Any], name: str | None = None) -> Any:
+    """Return the entry of the text of a column, or of another name of it."""
     given = getattr(row, column)
-    value = entries.get(given, entries.get(given.lower()))
+    value = entries.get(given if name is None else name)
     if value is None:
         raise StepRowError(
             f"column {column}: given {given!r}, expected one of "
@@ -596,8 +608,9 @@ def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
 
 def _gpu_name(given: str) -> str:
     """Return the name of a GPU as in `_CLUSTERS`, without what is the same for all of its kind."""
-    name = re.sub(r"^(NVIDIA|TESLA)[ -]", "", given.strip().upper())
-    name = re.sub(r"[ -]?SXM\d?", "", name).replace(" ", "-")
+    name = re.sub(r"^(NVIDIA|TESLA|DGX|HGX)[ -]", "", given.strip().upper())
+    name = re.sub(r"[ -]?(SXM\d?|NVL72)", "", name).replace(" ", "-")
+    name = re.sub(r"^V100$", "V100-16GB", name)
     name = re.sub(r"^(H100|H200|B200|GB200|B300|GB300|A800)-\d+GB$", r"\1", name)
     return next((known for known in _CLUSTERS if known.upper() == name), name)
 

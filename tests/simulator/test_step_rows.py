@@ -153,6 +153,10 @@ ATTENTION = ("queries", "keys", "values", "output")
         ("moe_act, layernorm", "none", ()),
         ("core_attn+layernorm", "selective", ()),
         ("moe;core_attn", "mlp", ()),
+        ("full activation recomputation", "full", ()),
+        ("selective (core_attn)", "selective", ()),
+        ("[moe_act, layernorm]", "none", ()),
+        ("True", "full", ()),
     ],
 )
 def test_recomputation_has_the_names_of_each_framework(
@@ -425,10 +429,26 @@ def test_deepseek_v4_has_the_parameters_and_nearly_the_flops_that_are_published(
         ("NVIDIA GB200", "GB200"),
         ("h100", "H100"),
         ("Tesla V100-16GB", "V100-16GB"),
+        ("DGX-GB200 NVL72", "GB200"),
     ],
 )
 def test_a_gpu_is_known_by_its_longer_names(given: str, as_if: str) -> None:
     assert scenario_of(row_with(gpu=given)).machine is scenario_of(row_with(gpu=as_if)).machine
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [
+        ("BF16-mixed", "bf16"),
+        ("float8 (tensorwise)", "f8"),
+        ("FP8_CS", "f8"),
+        ("fp8 hybrid", "f8"),
+        ("fp8-sc", "f8-block"),
+        ("FP8 MX", "mxfp8"),
+    ],
+)
+def test_a_precision_is_known_by_its_longer_names(given: str, precision: str) -> None:
+    assert scenario_of(row_with(gpu="B200", precision=given)).model.precision == precision
 
 
 def test_nemo_has_the_loss_of_transformer_engine_since_2025() -> None:
