@@ -13,6 +13,7 @@ from typing import Any
 from simulator.hardware.description import validate
 from simulator.transformer import Transformer
 from simulator.transformer.scenario_files import EXAMPLES, Scenario
+from simulator.validation.step_names import recipe_name
 from simulator.validation.step_notes import notes_of
 from simulator.validation.step_rows import StepRow, StepRowError
 
@@ -35,8 +36,8 @@ class Family:
 FAMILIES = (
     Family(re.compile(r"deepseek.?v3"), "deepseek_v3"),
     Family(re.compile(r"kimi.?k2"), "kimi_k2"),
-    Family(re.compile(r"qwen3.?30b"), "qwen3_30b_a3b"),
-    Family(re.compile(r"qwen3.?235b"), "qwen3_235b_a22b"),
+    Family(re.compile(r"qwen3.?(moe.?)?30b"), "qwen3_30b_a3b"),
+    Family(re.compile(r"qwen3.?(moe.?)?235b"), "qwen3_235b_a22b"),
     Family(re.compile(r"gpt.?oss.?120b"), "gpt_oss_120b"),
     Family(
         re.compile(r"gpt.?oss.?20b"),
@@ -91,6 +92,26 @@ FAMILIES = (
             "latent_attention": {"key_rank": 448, "query_rank": 1024, "rotary_size": 64}
             | {"value_size": 512, "shared": True, "output_groups": 8, "output_rank": 1024},
             "experts": {"count": 256, "top_k": 6, "ffn": 2048, "shared_ffn": 2048, "first_dense": 0}
+            | {"max_hosts": None},
+        },
+    ),
+    # At 4096 tokens every second layer attends to all compressed ones, together as in a window of
+    # 412 (config.json of deepseek-ai/DeepSeek-V4-Pro).
+    Family(
+        re.compile(r"deepseek.?v4.?pro"),
+        "deepseek_v3",
+        {
+            "layers": 61,
+            "hidden": 7168,
+            "heads": 128,
+            "kv_heads": 1,
+            "head_size": 448,
+            "ffn": 3072,
+            "window": 412,
+            "residual_streams": 4,
+            "latent_attention": {"key_rank": 448, "query_rank": 1536, "rotary_size": 64}
+            | {"value_size": 512, "shared": True, "output_groups": 16, "output_rank": 1024},
+            "experts": {"count": 384, "top_k": 6, "ffn": 3072, "shared_ffn": 3072, "first_dense": 0}
             | {"max_hosts": None},
         },
     ),
@@ -156,9 +177,9 @@ FAMILIES = (
         },
     ),
     Family(re.compile(r"grok"), "grok1_314b"),
-    Family(re.compile(r"nemotron.?3.?nano"), "nemotron_3_nano"),
-    Family(re.compile(r"nemotron.?3.?super"), "nemotron_3_super"),
-    Family(re.compile(r"nemotron.?3.?ultra"), "nemotron_3_ultra"),
+    Family(re.compile(r"nemotron.?v?3.?nano|nemotron.?nano.?v?3"), "nemotron_3_nano"),
+    Family(re.compile(r"nemotron.?v?3.?super|nemotron.?super.?v?3"), "nemotron_3_super"),
+    Family(re.compile(r"nemotron.?v?3.?ultra|nemotron.?ultra.?v?3"), "nemotron_3_ultra"),
 )
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "seq", "vocab")
@@ -180,7 +201,7 @@ def expert_model(row: StepRow, precision: str, attention: str) -> Transformer:
     """
     family = _family(row)
     if family is None:
-        known = ", ".join(sorted({entry.example for entry in FAMILIES} | {"deepseek_v4_flash"}))
+        known = ", ".join(sorted({entry.example for entry in FAMILIES} | {"deepseek_v4"}))
         raise StepRowError(
             f"column model: given {row.model!r} with experts; sizes of experts are known of {known}"
         )
@@ -196,7 +217,7 @@ def expert_model(row: StepRow, precision: str, attention: str) -> Transformer:
         experts |= {"biases": False, "clamped": False}
     if not row.framework.lower().startswith("megatron-bridge"):
         experts["clamped"] = False  # the kernels of its own are those of Megatron-Core
-    if has_fused_experts(row) and _F8_ATTENTION.search(_recipe(row)):
+    if has_fused_experts(row) and _F8_ATTENTION.search(recipe_name(row)):
         attention = "cudnn_f8"
     if row.layers is not None and row.layers <= experts["first_dense"]:
         experts["first_dense"] = 0
@@ -223,7 +244,7 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
     shards = row.tp
     if bridge or devices % (row.ep * row.tp):
         shards = 1
-    exchanged = "all_to_all" if _ALL_TO_ALL.search(_recipe(row)) and bridge else "deduplicated"
+    exchanged = "all_to_all" if _ALL_TO_ALL.search(recipe_name(row)) and bridge else "deduplicated"
     if row.framework.lower().startswith("nemo/") or row.framework.startswith("NeMo 2"):
         exchanged = "all_to_all"
     fields: dict[str, Any] = {
@@ -234,8 +255,8 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
     }
     if bridge:
         fused = has_fused_experts(row)
-        fields["overlap_dispatch"] = fused or _OVERLAPS.search(_recipe(row)) is not None
-        if _RECOMPUTES_EXPERTS.search(_recipe(row)):
+        fields["overlap_dispatch"] = fused or _OVERLAPS.search(recipe_name(row)) is not None
+        if _RECOMPUTES_EXPERTS.search(recipe_name(row)):
             fields["recompute"] = "mlp"
         fields |= _stages_before_predictions(row, model)
     return fields
@@ -258,19 +279,20 @@ def _stages_before_predictions(row: StepRow, model: Transformer) -> dict[str, An
 _ALL_TO_ALL = re.compile(r"235b\S* (h100|h200|b200|b300)|gpt.?oss\S* \S+ bf16")
 """Models, GPUs and precisions whose recipes have no moe_flex_dispatcher_backend."""
 
-_OVERLAPS = re.compile(r"235b\S* h100|deepseek.?v3 b200 mxfp8|gpt.?oss\S* gb200")
+_OVERLAPS = re.compile(r"235b\S* h100|deepseek.?v3\S* b200 mxfp8|gpt.?oss\S* gb200")
 """Models, GPUs and precisions with moe_a2a_overlap in Megatron-Bridge's performance recipes."""
 
-_RECOMPUTES_EXPERTS = re.compile(r"nemotron.?3.?nano h100|nemotron.?3.?super gb200 (bf16|mxfp8)")
+_RECOMPUTES_EXPERTS = re.compile(r"nano\S* h100|super\S* gb200 (bf16|mxfp8)")
 """Those with "moe" among recompute_modules, without which they would not fit."""
 
-_FUSED = re.compile(r"(deepseek.?v3|qwen3)\S* g?b[23]00 mxfp8")
+_FUSED = re.compile(r"(deepseek.?v3|qwen3)\S* g?b[23]00 mxfp8|deepseek.?v4.?pro\S* gb300 mxfp8")
 """Those with MEGATRON_GRAPHS since container 26.06. Recipes of DeepSeek-V3 name its options; steps
-of Qwen3 became a third faster with that container."""
+of Qwen3 became a third faster with that container; those of DeepSeek-V4-Pro have it by the notes of
+Megatron-Bridge's release 0.5.1."""
 
 _FUSED_SINCE = (26, 6)
 
-_F8_ATTENTION = re.compile(r"deepseek.?v3 g?b300|qwen3")
+_F8_ATTENTION = re.compile(r"deepseek.?v3\S* g?b300|qwen3")
 """Those of them with fp8_dot_product_attention."""
 
 _SUPER_LAYERS_IN_16_BITS = 15
@@ -284,12 +306,8 @@ def has_fused_experts(row: StepRow) -> bool:
     return (
         container is not None
         and container >= _FUSED_SINCE
-        and _FUSED.search(_recipe(row)) is not None
+        and _FUSED.search(recipe_name(row)) is not None
     )
-
-
-def _recipe(row: StepRow) -> str:
-    return f"{row.model} {row.gpu} {row.precision}".lower()
 
 
 def _expert_degree(row: StepRow) -> int:

@@ -30,6 +30,7 @@ from simulator.validation.step_models import (
     has_experts,
     has_fused_experts,
 )
+from simulator.validation.step_names import gpu_name, precision_of
 from simulator.validation.step_notes import Notes, notes_of
 from simulator.validation.step_recompute import (
     MLPS,
@@ -269,17 +270,6 @@ _CLUSTERS = {
 }
 """Shipped clusters by the name of the GPU."""
 
-_PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "f16", "f16": "f16", "float16": "f16"}
-# abbreviations of NeMo and Megatron-Bridge: a scale per block (SC), or microscaling (MX)
-_PRECISIONS |= {"fp8": "f8", "float8": "f8", "fp8-mx": "mxfp8", "mxfp8": "mxfp8"}
-_PRECISIONS |= {"fp8-sc": "f8-block", "fp8-block": "f8-block", "fp8-blockwise": "f8-block"}
-_PRECISIONS |= {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "": "bf16"}
-
-_OF_PRECISION = {"mixed", "precision", "hybrid", "e4m3", "e5m2"}
-_OF_PRECISION |= {"cs", "ds", "tensorwise", "current", "delayed", "dynamic", "scaling"}
-"""Words beside a precision: what stays in 16 or 32 bits, formats of 8 bits, and when the scale of a
-tensor is computed, in this step (CS) or an earlier one (DS)."""
-
 _KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "torch": ("naive", ("softmax", "norm")),
     "fused": ("naive", ("norm",)),
@@ -289,7 +279,7 @@ _KERNELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """The implementation of attention, and composed operations, by the kernels of a row."""
 
-_WITHOUT_FUSED_ATTENTION = re.compile(r"gpt3-175b|nemotron4-340b|grok1")
+_WITHOUT_FUSED_ATTENTION = re.compile(r"gpt-?3.175b|nemotron-?4.340b|grok-?1")
 """Models whose recipes set NVTE_FUSED_ATTN=0 (github.com/NVIDIA/dgxc-benchmarking, configure.sh in
 nemo_megatron, nemotron and grok1); those of Llama and of Nemotron-4 15B set it to 1."""
 
@@ -323,11 +313,13 @@ def scenario_of(row: StepRow) -> StepScenario:
     notes = notes_of(row)
     row = _completed(row, notes)
     software = software_of(row.framework)
-    if software.backend is MEGATRON_CORE and _gpu_name(row.gpu).startswith("V100"):
+    if software.backend is MEGATRON_CORE and gpu_name(row).startswith("V100"):
         software = _MEGATRON_2021
     if software is SOFTWARE["pax"] and _GPT.match(row.model.lower()):
         software = _PAX_GPT
-    recipe = row.framework == "NeMo/Megatron-Core" and _WITHOUT_FUSED_ATTENTION.match(row.model)
+    recipe = row.framework == "NeMo/Megatron-Core" and _WITHOUT_FUSED_ATTENTION.match(
+        row.model.lower()
+    )
     if software.backend is MEGATRON_CORE and (notes.flash_attention or recipe):
         software = replace(software, attention="flash2")
     model = _model(row, notes, software)
@@ -406,7 +398,7 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
     if match := _IMAGES.match(name):
         return _image_encoder(row, int(match[1]), software)
     if notes.experts or has_experts(row):
-        precision = _precision(row)
+        precision = precision_of(row)
         return expert_model(row, precision, software.attention)
     hidden, heads = row.required("hidden"), row.required("heads")
     gpt = _GPT.match(name) is not None
@@ -424,7 +416,7 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
         "biases": gpt,
         "dropout": gpt and software.attention == "naive",
         "attention": _look_up(row, "kernel", _KERNELS)[0] if row.kernel else software.attention,
-        "precision": _precision(row),
+        "precision": precision_of(row),
         "adapters": _adapters(row, notes),
     }
     return validate(Transformer, fields, "model")
@@ -450,7 +442,7 @@ def _encoder_decoder(row: StepRow, software: Software) -> Transformer:
         "biases": False,
         "dropout": False,
         "attention": software.attention,
-        "precision": _precision(row),
+        "precision": precision_of(row),
     }
     return validate(Transformer, fields, "model")
 
@@ -472,7 +464,7 @@ def _image_encoder(row: StepRow, patch: int, software: Software) -> Transformer:
         "attention_dropout": False,
         "inner_dropout": True,
         "attention": software.attention,
-        "precision": _precision(row),
+        "precision": precision_of(row),
     }
     return validate(Transformer, fields, "model")
 
@@ -571,16 +563,9 @@ def _uneven_stages(row: StepRow, model: Transformer, software: Software) -> dict
     return {"embedding_as_layer": counted, "loss_as_layer": counted}
 
 
-def _precision(row: StepRow) -> str:
-    words = re.findall(r"[a-z0-9]+", row.precision.lower())
-    name = "-".join(word for word in words if word not in _OF_PRECISION)
-    return _look_up(row, "precision", _PRECISIONS, name)
-
-
-def _look_up(row: StepRow, column: str, entries: Mapping[str, Any], name: str | None = None) -> Any:
-    """Return the entry of the text of a column, or of another name of it."""
+def _look_up(row: StepRow, column: str, entries: Mapping[str, Any]) -> Any:
     given = getattr(row, column)
-    value = entries.get(given if name is None else name)
+    value = entries.get(given)
     if value is None:
         raise StepRowError(
             f"column {column}: given {given!r}, expected one of "
@@ -590,8 +575,9 @@ def _look_up(row: StepRow, column: str, entries: Mapping[str, Any], name: str | 
 
 
 def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
-    gpu = _gpu_name(row.gpu)
-    if gpu not in _CLUSTERS:
+    name = gpu_name(row)
+    gpu = next((known for known in _CLUSTERS if known.upper() == name), None)
+    if gpu is None:
         raise StepRowError(f"column gpu: given {row.gpu!r}, expected one of {', '.join(_CLUSTERS)}")
     backend = software.backend
     if backend is MEGATRON_CORE and has_fused_experts(row):
@@ -604,15 +590,6 @@ def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
     cluster = machine.cluster
     device = validate(Device, cluster.device.fields() | dict(software.devices[gpu]), "device")
     return Machine(cluster.model_copy(update={"device": device}), backend)
-
-
-def _gpu_name(given: str) -> str:
-    """Return the name of a GPU as in `_CLUSTERS`, without what is the same for all of its kind."""
-    name = re.sub(r"^(NVIDIA|TESLA|DGX|HGX)[ -]", "", given.strip().upper())
-    name = re.sub(r"[ -]?(SXM\d?|NVL72)", "", name).replace(" ", "-")
-    name = re.sub(r"^V100$", "V100-16GB", name)
-    name = re.sub(r"^(H100|H200|B200|GB200|B300|GB300|A800)-\d+GB$", r"\1", name)
-    return next((known for known in _CLUSTERS if known.upper() == name), name)
 
 
 @cache

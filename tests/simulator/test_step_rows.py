@@ -301,6 +301,9 @@ def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
     assert scenario("qwen3-30b-a3b", "mxfp8", **qwen).model.attention == "cudnn_f8"
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.attention == "cudnn"
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.head_norms
+    # whichever way the model, the GPU and the precision are spelled
+    spelled = scenario("Qwen3 MoE 30B A3B", "FP8 MX", gpu="NVIDIA GB300", **qwen)
+    assert spelled == scenario("qwen3-30b-a3b", "mxfp8", gpu="GB300", **qwen)
 
 
 def test_each_framework_has_its_architecture_kernels_and_network() -> None:
@@ -400,6 +403,7 @@ def test_a_row_with_memory_alone_belongs_to_no_set_of_times() -> None:
         ("Llama4 Maverick", 401, 17),
         ("llama-4-scout", 108, 17),
         ("GLM-4.5-Air", 107, 13),
+        ("DeepSeekV4 Pro", 1600, 49),
     ],
 )
 def test_models_with_experts_have_the_parameters_that_their_cards_state(
