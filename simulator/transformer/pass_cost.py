@@ -121,6 +121,12 @@ def linear_passes(
         backward += sum(
             [accumulation_seconds(out * inner, execution, machine) for out, inner in shapes]
         )
+    if execution.casts_parameters and execution.zero < 3:
+        # 32 and 16 bits, of the parameters and of their gradients
+        moved = 6.0 * sum([out * inner for out, inner in shapes])
+        converted = machine.memory_seconds(moved, count)
+        forward += converted
+        backward += converted if model.adapters is None else 0.0
     if RECIPES[model.precision].dtype is not None:
         casts = _cast_passes(shapes, tokens, model, execution, machine)
         forward, backward = forward + casts[0], backward + casts[1]

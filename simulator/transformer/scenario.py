@@ -578,6 +578,11 @@ class Execution(Description):
             sum over microbatches (PyTorch's AccumulateGrad), instead of adding to it itself.
         communicated_gradient_bytes: bytes of an element of the gradients that are communicated;
             `gradient_bytes` by default.
+        combined_bytes: bytes of gradients that are summed together, at most; all by default. XLA's
+            limit is xla_gpu_all_reduce_combine_threshold_bytes.
+        casts_parameters: whether products cast parameters of 32 bits to 16 in each pass, and their
+            gradients back (JAX), instead of parameters of 16 bits beside a master copy. Parameters
+            that ZeRO-3 shards are cast before they are gathered, which costs little.
         optimizer_bytes: bytes of optimizer state per parameter, including a master copy.
         fused_loss: whether the loss is one kernel, which writes only the gradient of the logits.
         loss_in_16_bits: whether the kernels of a loss that isn't fused read and write 16 bits.
@@ -643,6 +648,8 @@ class Execution(Description):
     gradient_bytes: Literal[2, 4] = 4
     separate_accumulation: bool = False
     communicated_gradient_bytes: Literal[2, 4] | None = None
+    combined_bytes: PositiveInt | None = None
+    casts_parameters: bool = False
     optimizer_bytes: PositiveInt = 12
     fused_loss: bool = False
     loss_in_16_bits: bool = False

@@ -1,7 +1,7 @@
 """Seconds of a training step, and their breakdown."""
 
 from collections.abc import Mapping, Sequence
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from simulator.costs.collective_model import CollectiveModel
@@ -379,7 +379,10 @@ def _gradient_synchronization(
         far = far or part.hosts > 1
         gradient = part.elements * execution.sent_gradient_bytes
         sharded = execution.zero > 0 and not execution.all_reduces_gradients
-        reduced += part.reduce_seconds(gradient, network, sharded)
+        sums = 1
+        if execution.combined_bytes:
+            sums = max(1, ceil(gradient / execution.combined_bytes))
+        reduced += sums * part.reduce_seconds(gradient / sums, network, sharded)
         if execution.zero:
             gathered += part.gather_seconds(width * part.elements, network, execution.broadcasts)
     tied = 0.0

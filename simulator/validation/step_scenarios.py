@@ -117,6 +117,7 @@ _XLA: Mapping[str, Any] = {
     "communicated_gradient_bytes": 2,
     "overlap_tensor": "all",
     "composed": ("norm_by_xla", "gelu_by_xla"),
+    "casts_parameters": True,
 }
 """XLA with its latency-hiding scheduler."""
 
@@ -224,8 +225,8 @@ SOFTWARE: Mapping[str, Software] = {
     "maxtext": Software(
         JITTED, "cudnn", _XLA | {"embedding_products": True}, _BY_MEMORY, SAVES_INPUTS
     ),
-    # attention without a fused kernel, and XLA's default flags, with which no communication
-    # overlaps (github.com/google-research/t5x, t5x/contrib/gpu; github.com/NVIDIA/JAX-Toolbox,
+    # attention without a fused kernel, and flags of XLA with which no communication overlaps
+    # (github.com/google-research/t5x, t5x/contrib/gpu/scripts_gpu; github.com/NVIDIA/JAX-Toolbox,
     # rosetta/rosetta/projects/vit)
     "t5x": Software(
         JITTED,
@@ -233,6 +234,8 @@ SOFTWARE: Mapping[str, Software] = {
         {
             "zero": 0,
             "communicated_gradient_bytes": 2,
+            "combined_bytes": 136314880,
+            "casts_parameters": True,
             "composed": _BY_XLA,
         },
     ),

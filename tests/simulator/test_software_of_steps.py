@@ -208,6 +208,35 @@ def test_layers_in_16_bits_are_between_none_and_all_of_them() -> None:
     assert passes[1].forward.flops == pytest.approx(passes[0].forward.flops)
 
 
+def test_parameters_of_32_bits_are_cast_in_both_passes_unless_shards_are() -> None:
+    whole = Execution(global_batch=8, data=8)
+    for stored, casts in ((whole, 1), (differently(whole, zero=3), 0)):
+        passes = [
+            layer_passes(LLAMA, differently(stored, casts_parameters=cast), A100)
+            for cast in (False, True)
+        ]
+        h, ffn = LLAMA.hidden, LLAMA.ffn_width
+        # queries, keys and values; the output; gate and up; down
+        moved = A100.memory_seconds(6.0 * h * 4 * h, 2) + A100.memory_seconds(18.0 * h * ffn, 2)
+        for name in ("forward", "backward"):
+            plain, cast = (getattr(each, name).compute for each in passes)
+            assert cast - plain == pytest.approx(casts * moved)
+
+
+def test_sums_of_gradients_in_pieces_pay_the_latency_of_each() -> None:
+    whole = Execution(global_batch=8, data=8)
+    pieces = differently(whole, combined_bytes=1 << 27)
+    seconds = [predict(LLAMA, each, A100).communication["data"] for each in (whole, pieces)]
+    gradients = 4.0 * LLAMA.parameters
+    ring, count = A100.data_ring(8, 1), -(-gradients // (1 << 27))
+    assert seconds[0] == pytest.approx(
+        A100.network.seconds("all_reduce", gradients, ring), rel=1e-3
+    )
+    each = A100.network.seconds("all_reduce", gradients / count, ring)
+    assert seconds[1] == pytest.approx(count * each, rel=1e-3)
+    assert seconds[1] > seconds[0]
+
+
 def test_a_compiled_loss_moves_most_of_the_bytes_of_one_that_is_not_fused() -> None:
     eager = Execution(global_batch=8, microbatch=8)
     compiled, fused = (
