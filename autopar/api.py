@@ -47,7 +47,6 @@ from autopar.runtime.local_backend import LOCAL, Backend, backend
 from autopar.tracing.arguments import (
     AUTO_ARGNUMS,
     BATCH_ARGNUMS,
-    DEFAULT_BATCH,
     Argnums,
     BatchArgnums,
     NumberWatch,
@@ -105,7 +104,7 @@ def parallelize(
     *,
     static_argnums: Argnums = "auto",
     donate_argnums: Argnums = "auto",
-    batch_argnums: BatchArgnums = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = "auto",
     method: Method | None = None,
     check: Literal["first step"] | None = None,
 ) -> Any:
@@ -125,7 +124,9 @@ def parallelize(
             flax TrainStates.
         batch_argnums: numbers of the arguments whose arrays have the batch as their first dim, or a
             mapping from these numbers to the batch dim, such as {1: 0, 2: 1}. Keyword-only
-            parameters are counted after all others.
+            parameters are counted after all others. "auto" selects the arguments after the first
+            whose arrays all have the same first dim, and no second copy of the model, such as its
+            optimizer state; without any, the last argument with arrays.
         method: how to parallelize (see `autopar.methods`); `ShardParallel()` by default.
         check: "first step" compares the first step of each plan with the same step on one device,
             whose memory has to suffice for it.
@@ -204,7 +205,7 @@ class ParallelizedFunction[E: AnyExecutable]:
         self.method = method
         self._static_argnums: Argnums = static_argnums
         self._donate_argnums: Argnums = donate_argnums
-        self._batch_argnums = batch_argnums
+        self._batch_argnums: BatchArgnums = batch_argnums
         self._numbers = NumberWatch(fun)
         # in order of use, the last one used at the end
         self._executables: OrderedDict[Any, E] = OrderedDict()
@@ -300,7 +301,6 @@ class ParallelizedFunction[E: AnyExecutable]:
         static = static_arguments(self._static_argnums, args)
         for i in static:
             check_hashable(i, args[i])
-        batch = batch_arguments(self._batch_argnums, args)
         packing = Packing(args, static, batch_dims(self._batch_argnums, args))
         dynamic = tuple(dynamic_arguments(packing.args, static))
         leaves, tree = jax.tree.flatten(dynamic)
@@ -316,7 +316,7 @@ class ParallelizedFunction[E: AnyExecutable]:
                     self._numbers.add(i, args[i])
             for i, path, value in packing.constants():
                 self._numbers.add(i, value, path)
-            self._executables[key] = self._compile(packing, static, batch)
+            self._executables[key] = self._compile(packing, static)
             if self._check is not None:
                 self._unchecked.add(self._executables[key])
             if len(self._executables) > MOST_PROGRAMS:
@@ -327,8 +327,9 @@ class ParallelizedFunction[E: AnyExecutable]:
         return executable, packing, dynamic
 
     @builds_graphs
-    def _compile(self, packing: Packing, static: tuple[int, ...], batch: tuple[int, ...]) -> E:
+    def _compile(self, packing: Packing, static: tuple[int, ...]) -> E:
         start, args = time.perf_counter(), packing.args
+        batch = batch_arguments(self._batch_argnums, args[: packing.count])
         dynamic_argnums = [i for i in range(len(args)) if i not in static]
 
         def positions(argnums: Collection[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from autopar.planning.plan_step import packed_step
 from autopar.planning.stage_problem import NoStagesError
 from autopar.prediction.predicting import predict
 from autopar.sharding.solve_within_memory import MemoryBudgetError
-from autopar.tracing.arguments import DEFAULT_BATCH, Argnums, BatchArgnums
+from autopar.tracing.arguments import Argnums, BatchArgnums
 from simulator.engine.prediction import Prediction
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
@@ -61,7 +61,7 @@ class BudgetedStep:
     cluster: Cluster
     budget: float
     method: PlanningMethod | None = None
-    batch_argnums: BatchArgnums = DEFAULT_BATCH
+    batch_argnums: BatchArgnums = "auto"
     donate_argnums: Argnums = "auto"
     tokens: int = 0
 

@@ -19,7 +19,7 @@ from autopar.planning.method_planning import any_cluster
 from autopar.progress import progress_part
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
-from autopar.tracing.arguments import DEFAULT_BATCH, BatchArgnums
+from autopar.tracing.arguments import BatchArgnums
 from autopar.tracing.shared_traces import shared_traces
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster
@@ -118,7 +118,7 @@ def savings(
     method: PlanningMethod | None = None,
     cluster: AnyCluster | str | Path,
     memory_budget: float | None = None,
-    batch_argnums: BatchArgnums = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = "auto",
 ) -> MemorySavings:
     """Return what would make a step fit into memory, each change with the bytes that it saves.
 

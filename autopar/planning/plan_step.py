@@ -19,7 +19,6 @@ from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.arguments import (
     BATCH_ARGNUMS,
-    DEFAULT_BATCH,
     BatchArgnums,
     batch_arguments,
     batch_dims,
@@ -38,7 +37,7 @@ def plan_step(
     method: PlanningMethod | None = None,
     cluster: AnyCluster | str | Path,
     mesh_shape: Sequence[int] | None = None,
-    batch_argnums: BatchArgnums = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = "auto",
 ) -> Plan:
     """Plan `fun` for a cluster without running or compiling it.
 
@@ -100,7 +99,7 @@ def planned_step(
     args: Sequence[Any],
     plan: Plan,
     *,
-    batch_argnums: BatchArgnums = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = "auto",
 ) -> PlannedStep:
     """Trace `fun` as it was traced for `plan`, for `autopar.report`; no device is needed.
 
@@ -147,9 +146,9 @@ def packed_step(
         )
     checked("args", args, _ARGS)
     batch_argnums = checked("batch_argnums", batch_argnums, BATCH_ARGNUMS)
-    batch = batch_arguments(batch_argnums, args)
     dims = batch_dims(batch_argnums, args)
     packing = Packing(args, (), dims)
+    batch = batch_arguments(batch_argnums, packing.args[: packing.count])
     key = packed_step, fun, jax.tree.structure(packing.args), tuple(sorted(dims.items()))
     return shared(key, lambda: packing.step(by_position(fun))), packing.args, batch
 

@@ -24,7 +24,6 @@ from autopar.primitives.ragged_products import products_per_row
 from autopar.progress import progress_part
 from autopar.tracing.arguments import (
     AUTO_ARGNUMS,
-    DEFAULT_BATCH,
     Argnums,
     BatchArgnums,
     donated_arguments,
@@ -124,7 +123,7 @@ def compile_step(
     cluster: AnyCluster | str | Path,
     *,
     donate_argnums: Argnums = "auto",
-    batch_argnums: BatchArgnums = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = "auto",
     fidelity: Fidelity = "compiled",
 ) -> Program:
     """Return the program of a step for a cluster.

@@ -17,7 +17,7 @@ from autopar.progress import progress_part
 from autopar.report.classify import classify
 from autopar.report.page_data import Alternative, PlanReport, page_data
 from autopar.report.page_template import format_seconds, render_page
-from autopar.tracing.arguments import DEFAULT_BATCH, Argnums
+from autopar.tracing.arguments import Argnums, BatchArgnums
 from simulator.engine.breakdown import prediction_of
 from simulator.engine.simulation import simulate
 from simulator.files import write_text
@@ -35,7 +35,7 @@ def plan_report(
     cluster: AnyCluster | str | Path,
     *,
     tokens: int = 0,
-    batch_argnums: int | Sequence[int] = DEFAULT_BATCH,
+    batch_argnums: BatchArgnums = "auto",
     donate_argnums: Argnums = "auto",
     fidelity: Fidelity = "compiled",
 ) -> PlanReport:

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -28,7 +29,7 @@ ARGNUMS = AllowedValues(
 
 AUTO_ARGNUMS = one_of("auto") | ARGNUMS
 
-type BatchArgnums = int | Sequence[int] | Mapping[int, int]
+type BatchArgnums = Literal["auto"] | int | Sequence[int] | Mapping[int, int]
 
 
 def _batch_dims(argnums: Any) -> Mapping[int, int]:
@@ -40,13 +41,11 @@ def _batch_dims(argnums: Any) -> Mapping[int, int]:
 
 
 BATCH_ARGNUMS = (
-    AllowedValues("a mapping from the number of an argument to its batch dim", _batch_dims)
+    one_of("auto")
+    | AllowedValues("a mapping from the number of an argument to its batch dim", _batch_dims)
     | ARGNUMS
 )
-"""The check of `batch_argnums`, which returns a tuple or a mapping."""
-
-DEFAULT_BATCH = (1,)
-"""The batch argument by default. By default a step with a single argument has no batch."""
+"""The check of `batch_argnums`, which returns "auto", a tuple or a mapping."""
 
 _MANY_VALUES = 3
 """The number of values of a Python number for which a step is compiled before a warning."""
@@ -84,19 +83,59 @@ def donated_arguments(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
 def batch_arguments(argnums: BatchArgnums, args: Sequence[Any]) -> tuple[int, ...]:
     """Return the numbers of the arguments whose arrays have the batch as a dim.
 
+    "auto" selects by shapes. The first argument is the model. Those arguments after it are the
+    batch whose arrays all have the same first dim; if it differs between arguments, the first dim
+    that most of them have decides. An argument with several arrays whose shapes the model has, such
+    as a second copy of the weights, is only selected if no other can be. If no argument has a
+    single first dim, the batch is the last argument with arrays, such as a graph with nodes and
+    edges.
+
+    Args:
+        argnums: the option.
+        args: the arguments of the step; nnx modules in them are packed.
+
     Raises:
         OptionError: A number is not that of an argument.
     """
-    if argnums == DEFAULT_BATCH and len(args) < 2:
-        return ()
+    if argnums == "auto":
+        return _batch_by_shapes(args)
     numbers = tuple(argnums) if isinstance(argnums, Mapping) else argnums
     return _as_tuple(numbers, len(args), "batch_argnums")
 
 
+def _batch_by_shapes(args: Sequence[Any]) -> tuple[int, ...]:
+    shapes = [_array_shapes(arg) for arg in args]
+    possible = {i: arrays for i, arrays in enumerate(shapes) if i and arrays}
+    copies = {i for i, arrays in possible.items() if arrays[1:] and set(arrays) <= set(shapes[0])}
+    if len(copies) < len(possible):
+        possible = {i: arrays for i, arrays in possible.items() if i not in copies}
+    first_dims = {i: {shape[0] for shape, _ in arrays} for i, arrays in possible.items()}
+    rows = Counter(dim for dims in first_dims.values() if len(dims) == 1 for dim in dims)
+    if not rows:
+        return tuple(possible)[-1:]
+    [(examples, _)] = rows.most_common(1)
+    return tuple(i for i, dims in first_dims.items() if dims == {examples})
+
+
+def _array_shapes(arg: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Return shape and dtype of the arrays of an argument that have dims; random keys have none."""
+    arrays = (leaf for leaf in jax.tree.leaves(arg) if isinstance(leaf, ARRAYS))
+    return [
+        (leaf.shape, leaf.dtype)
+        for leaf in arrays
+        if leaf.ndim and (leaf.shape, leaf.dtype) != ((2,), np.uint32)
+    ]
+
+
 def batch_dims(argnums: BatchArgnums, args: Sequence[Any]) -> dict[int, int]:
-    """Return the dim that is the batch, by number of argument, where it is not the first."""
+    """Return the dim that is the batch, by number of argument, where it is not the first.
+
+    Raises:
+        OptionError: A number is not that of an argument.
+    """
     if not isinstance(argnums, Mapping):
         return {}
+    _as_tuple(tuple(argnums), len(args), "batch_argnums")
     return {i % len(args): dim for i, dim in argnums.items() if dim}
 
 

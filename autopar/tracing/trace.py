@@ -311,6 +311,11 @@ class _StepTracer:
 
     def _graph(self, count: int) -> StepGraph:
         """Return the step in `count` microbatches."""
+        if count > 1 and not self.batch:
+            raise MicrobatchError(
+                f"{count} microbatches were asked for, but no argument of {self.name} is a batch;"
+                " pass the examples after the model, or name their argument in batch_argnums"
+            )
         for i in self.batch:
             _check_divisible(self.avals[i], count, _text(self.in_keys[i]))
         if count > 1:

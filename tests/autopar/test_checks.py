@@ -174,7 +174,7 @@ def test_manual_stages_that_cannot_fit_are_refused_on_construction(change):
         {"static_argnums": 1.0},
         {"donate_argnums": [0, None]},
         {"donate_argnums": True},
-        {"batch_argnums": "auto"},
+        {"batch_argnums": "all"},
         {"batch_argnums": None},
         {"method": autopar.ShardParallel},
         {"method": 0},

@@ -323,7 +323,7 @@ def test_arguments_that_may_be_batches_are_named_if_a_microbatch_cannot_be_trace
         return jax.value_and_grad(lambda w: ((x @ w - y) ** 2).mean())(weights)
 
     method = autopar.ShardParallel(1, num_micro_batches=2)
-    parallel = autopar.parallelize(step, method=method)
+    parallel = autopar.parallelize(step, method=method, batch_argnums=1)
     with pytest.raises(autopar.MicrobatchError, match=r"in batch_argnums: 2 has arrays of 4 rows"):
         parallel(np.ones((5, 3), np.float32), np.ones((4, 5)), np.ones((4, 3)))
 
