@@ -69,8 +69,14 @@ def solve_within_memory(
     Capacity constraints are generated lazily: one is added at the program point where a solution
     exceeds the budget most, until none does. Few points ever need one. Resharded copies that stay
     alive across a point, and gaps between values, are not variables of its constraint; their bytes
-    are subtracted from its bound.
+    are subtracted from its bound. Nothing is solved if even the smallest options exceed the budget.
+
+    Raises:
+        MemoryBudgetError: no choice is within `budget`.
     """
+    least = memory.lower_bound()
+    if least > budget:
+        raise MemoryBudgetError(budget, least, memory.step.name)
 
     def allowed(choice: Sequence[int]) -> bool:
         return math.isinf(budget) or bool(memory.live_bytes(choice).max() <= budget)
@@ -97,7 +103,7 @@ def solve_within_memory(
         except InfeasibleError as error:
             if not constraints:
                 raise
-            raise MemoryBudgetError(budget, memory.lower_bound(), memory.step.name) from error
+            raise MemoryBudgetError(budget, least, memory.step.name) from error
         reserved = memory.reserved_bytes(solution.choice)
         if reserved <= budget:
             return solution, reserved

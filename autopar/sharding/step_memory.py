@@ -183,10 +183,14 @@ class StepMemory:
         return CapacityConstraint(uses, budget, pairs)
 
     def lower_bound(self) -> float:
-        """Return a lower bound of the peak: the smallest option of each decision at each point."""
+        """Return a lower bound of the peak: the smallest option of each decision at each point.
+
+        The results of products that may be delayed count from the point to which they may be.
+        """
+        starts: dict[Var | None, int] = {p.result: p.at for p in self._delayed}
         smallest = (
             (
-                life.start,
+                max(life.start, starts.get(life.var, 0)),
                 life.end,
                 0.0 if life.var in self._resharded.divisible else life.sizes.min(),
             )

@@ -146,6 +146,17 @@ def test_smaller_memory_budgets_cost_more_seconds_until_no_plan_fits():
     assert "num_micro_batches" in str(error)
 
 
+def test_nothing_is_solved_if_even_the_smallest_options_exceed_the_budget(step, monkeypatch):
+    def solve(*_):
+        raise AssertionError("solved")
+
+    monkeypatch.setattr("autopar.sharding.solve_within_memory.solve", solve)
+    smallest = 4 * 3 * 64 * 64 / LINE.num_devices  # one kernel with its Adam state, in shards
+    with pytest.raises(MemoryBudgetError) as refused:
+        plan_shardings(step, LINE, COSTS, memory_budget=smallest)
+    assert refused.value.least > smallest
+
+
 def test_fixed_options_that_exceed_the_memory_budget_are_refused(step):
     whole = plan_shardings(step, LINE, COSTS, DATA_PARALLEL).peak_bytes
     with pytest.raises(MemoryBudgetError, match="no plan for mlp_step fits"):

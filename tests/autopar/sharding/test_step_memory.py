@@ -2,11 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import autopar
+from autopar.ir.spec import LogicalMesh
 from autopar.plan import Plan
+from autopar.sharding.mesh_costs import MeshCosts
+from autopar.sharding.objective import enumerate_decisions
+from autopar.sharding.options import AUTO
+from autopar.sharding.step_memory import StepMemory
+from autopar.tracing.trace import trace
+from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
 from simulator.memory import MemoryUse
 
@@ -114,3 +122,18 @@ def test_on_a100_a_gradient_larger_than_its_operands_is_computed_right_before_it
     assert 0.97 * compiled <= estimate <= 1.05 * compiled
     on_h100, _ = planned_and_compiled(descent(relu_layers), args, H100)
     assert on_h100.predicted_bytes > estimate + 3 * 4 * width**2
+
+
+@pytest.mark.parametrize("cluster", [A100, H100], ids=lambda cluster: cluster.name)
+@pytest.mark.parametrize(("rows", "width"), [(16, 512), (4096, 512)])
+def test_no_choice_needs_less_than_the_lower_bound(cluster, rows, width):
+    array = jax.ShapeDtypeStruct
+    args = [array((width, width), "float32")] * 6, array((8 * rows, width), "float32")
+    step, mesh = trace(descent(relu_layers), args, (1,)), LogicalMesh((2, 4), ("x", "y"))
+    decisions = enumerate_decisions(step, MeshCosts(mesh, ClusterCosts(cluster)), AUTO)
+    memory = StepMemory(step, decisions, mesh)
+    random = np.random.default_rng(0)
+    sizes = [len(cost) for cost in decisions.costs]
+    choices = [[int(random.integers(size)) for size in sizes] for _ in range(100)]
+    least = min(memory.live_bytes(choice).max() for choice in choices)
+    assert 0 < memory.lower_bound() <= least
