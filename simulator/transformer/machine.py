@@ -16,6 +16,10 @@ from simulator.hardware.kernel_profile import FusedAttentionKind, Passes
 from simulator.hardware.topology import Ring
 from simulator.transformer.precision import RECIPES, Precision, Recipe
 
+_CHANNELS_OF_PEER = 2
+"""Channels, each of which occupies a core, of messages to a device of another host, and of those
+from one (github.com/NVIDIA/nccl, NCCL_NCHANNELS_PER_NET_PEER in src/graph/paths.cc)."""
+
 
 class FlashRates(NamedTuple):
     """Speed of fused attention.
@@ -74,6 +78,22 @@ class Machine:
         """
         contention = self.network.link(between_hosts).contention_factor
         return added_seconds(moved, compute, contention)
+
+    def exposed_send(self, sent: float, compute: float, between_hosts: bool) -> float:
+        """Return the seconds by which messages to other devices lengthen computation beside them.
+
+        Between hosts they occupy the cores of few channels instead of those of a collective.
+
+        Args:
+            sent: seconds of the messages alone.
+            compute: seconds of the computation alone.
+            between_hosts: whether the messages are between hosts.
+        """
+        contention = self.network.link(between_hosts).contention_factor
+        if between_hosts:
+            occupied = 2 * _CHANNELS_OF_PEER / self.cluster.device.cores
+            contention = min(contention, 1 + occupied)
+        return added_seconds(sent, compute, contention)
 
     def tensor_contention(self, between_hosts: bool) -> float:
         """Return the contention factor of products and tensor collectives that overlap."""

@@ -36,7 +36,7 @@ def ring_passes(
     passes = []
     for cost, sent in zip(core, (message, 2 * message), strict=True):  # gradients go back too
         send = machine.network.send_seconds(sent, execution.tensor)
-        exposed = steps * machine.exposed_seconds(send, cost.compute / execution.context, far)
+        exposed = steps * machine.exposed_send(send, cost.compute / execution.context, far)
         passes.append(
             PassCost(
                 compute=join,

@@ -349,7 +349,7 @@ def _sends(model: Transformer, execution: Execution, machine: Machine) -> _Commu
     if not execution.overlap_sends or execution.interleave == 1:
         return _Communication(total, total)
     between_hosts = execution.tensor * execution.replicas >= machine.cluster.devices_per_host
-    return _Communication(total, machine.exposed_seconds(total, inf, between_hosts))
+    return _Communication(total, machine.exposed_send(total, inf, between_hosts))
 
 
 def _gradient_synchronization(

@@ -208,6 +208,17 @@ def test_layers_in_16_bits_are_between_none_and_all_of_them() -> None:
     assert passes[1].forward.flops == pytest.approx(passes[0].forward.flops)
 
 
+def test_messages_between_hosts_occupy_the_cores_of_two_channels_each_way() -> None:
+    hosts = Machine(Cluster.load("dgx_a100_80").with_size(4))
+    far = hosts.exposed_send(1.0, 10.0, between_hosts=True)
+    assert far == pytest.approx(4 / hosts.cluster.device.cores)
+    within = hosts.exposed_send(1.0, 10.0, between_hosts=False)
+    assert within == hosts.exposed_seconds(1.0, 10.0, between_hosts=False)
+    assert far < within
+    # what doesn't fit beside the computation is exposed whole
+    assert hosts.exposed_send(10.0, 1.0, between_hosts=True) == pytest.approx(9.0, rel=0.01)
+
+
 def test_parameters_of_32_bits_are_cast_in_both_passes_unless_shards_are() -> None:
     whole = Execution(global_batch=8, data=8)
     for stored, casts in ((whole, 1), (differently(whole, zero=3), 0)):
