@@ -33,6 +33,7 @@ from autopar.planning.stage_problem import NoStagesError
 from autopar.progress import log_progress, progress_part
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
+from autopar.sharding.solve_within_memory import MemoryBudgetError
 
 CHUNKS = (1, 2, 4)
 """Numbers of stages on each submesh that a search tries."""
@@ -215,6 +216,7 @@ class _Search:
         self.errors: dict[int, Exception] = {}
         self._bounds: dict[tuple[_Combination, int], float] = {}
         self._whole_step_seconds: dict[int, list[float]] = {}
+        self._least_counts: dict[LogicalMesh, float] = {}
         self._solved: set[tuple[_Combination, int]] = set()
         self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | Exception] = {}
 
@@ -336,6 +338,8 @@ class _Search:
 
     def _bound(self, entry: _Combination) -> float:
         """Return the best known lower bound of the seconds of a combination."""
+        if entry.mesh is not None and entry.count < self._least_counts.get(entry.mesh, 1):
+            return inf
         if not self._has_bound(entry):
             return 0.0
         anchor = self._anchor(entry)
@@ -364,8 +368,9 @@ class _Search:
         planner = self._planners[anchor, entry.option]
         if not isinstance(planner, PipelinePlanner):
             return 0.0
+        shape = entry.mesh.shape if entry.mesh else None
         option, schedule, count = self.stage_option, entry.schedule, entry.count
-        bound = planner.bound(option, schedule, count, solves=solves)
+        bound = planner.bound(option, schedule, count, shape, solves=solves)
         return bound if anchor == count else _SLACK * bound
 
     def _plan(self, entry: _Combination) -> None:
@@ -383,6 +388,10 @@ class _Search:
         except _PLANNING_ERRORS as error:
             self.errors[entry.number] = error
             self._record(OptionTrial(count, schedule, None, str(error), mesh=mesh))
+            if mesh is not None and isinstance(error, MemoryBudgetError):
+                # A part of a microbatch needs at least that part of the memory.
+                least = count * error.least / error.budget
+                self._least_counts[mesh] = max(least, self._least_counts.get(mesh, 1))
             return
         self.planning_seconds += sum(plan.planning_seconds for plan in plans)
         plan = min(plans, key=lambda plan: plan.predicted_seconds)

@@ -33,7 +33,7 @@ from autopar.pipeline.stage_options import (
 )
 from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit
 from autopar.planning.last_results import record_stages
-from autopar.planning.layer_costs import LayerCosts
+from autopar.planning.layer_costs import LayerCosts, Shape
 from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.profiling import StageProfiler
 from autopar.planning.stage_construction import (
@@ -210,6 +210,7 @@ class PipelinePlanner:
         stage_option: StageOption,
         schedule: PipelineSchedule,
         num_micro_batches: int,
+        whole_shape: Shape | None = None,
         *,
         solves: bool,
     ) -> float:
@@ -220,6 +221,7 @@ class PipelinePlanner:
             schedule: pipeline schedule with its number of chunks; `WHOLE_STEP` for one program.
             num_micro_batches: number of microbatches, at least that of the step. Smaller
                 microbatches are taken to need as much work for an example.
+            whole_shape: shape of the logical mesh of one program; None for pipelines.
             solves: whether layers are solved roughly for it, which makes the bound of automatic
                 stages closer. If not, it follows from the work of layers on one device.
 
@@ -230,7 +232,7 @@ class PipelinePlanner:
             return self.step.num_micro_batches * self._even_seconds
         if stage_option.profile:  # measured times have no bound
             return 0.0
-        is_whole = schedule.is_whole_step
+        is_whole = whole_shape is not None
         if is_whole:
             stage_option = replace(stage_option, min_stages=1)
         options = _limited(self.options, stage_option.submesh_logical_shape_space)
@@ -244,7 +246,7 @@ class PipelinePlanner:
                 solves=solves,
                 # Other schedules may have fewer bubbles than the objective counts.
                 has_bubbles=is_whole or schedule.name in _SCHEDULES_OF_OBJECTIVE,
-                in_one_stage=is_whole,
+                whole_shape=whole_shape,
             )
         except NoStagesError:
             return inf

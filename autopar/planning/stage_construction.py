@@ -14,6 +14,7 @@ from math import inf, isfinite, isinf
 from jax.extend.core import Var
 
 from autopar.ir.array_sizes import value_bytes
+from autopar.ir.host_memory import is_on_host
 from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import (
@@ -37,6 +38,7 @@ from autopar.planning.stage_problem import (
     StageSolution,
     in_flight_of,
 )
+from autopar.sharding.dataflow import analyze
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
@@ -216,7 +218,7 @@ def least_seconds(
     *,
     solves: bool,
     has_bubbles: bool = True,
-    in_one_stage: bool = False,
+    whole_shape: Shape | None = None,
 ) -> float:
     """Return a lower bound of the time that stage construction finds.
 
@@ -233,30 +235,32 @@ def least_seconds(
             If not, it is the stage's work on one device, divided by its number of devices.
         has_bubbles: whether the bubbles count that the objective describes. If not, the step takes
             the time of its slowest stage, after the forward passes of a microbatch on the others.
-        in_one_stage: whether there is one stage, on all devices.
+        whole_shape: shape of the logical mesh of all devices if the step is one program on it; None
+            for pipelines.
 
     Raises:
         NoStagesError: no stages fit in memory.
     """
     problem = stage_problem(costs, cluster, option, schedule)
-    if in_one_stage:
+    if whole_shape is not None:
         whole = tuple(m for m in problem.submeshes if m.num_devices == cluster.num_devices)
         problem = replace(problem, submeshes=whole)
     share = problem.num_micro_batches / num_micro_batches
     in_flight = in_flight_of(schedule, num_micro_batches)
-    estimator = _StageEstimator(costs, cluster, option, in_flight, None)
+    estimator = _StageEstimator(costs, cluster, option, in_flight, None, whole_shape)
     crossing_bytes = [share * num_bytes for num_bytes in costs.ranges.crossing_bytes]
 
     # In the objective, all passes of one microbatch count beside those of the slowest stage. With
     # three times as many microbatches of a third of the size they are forward passes alone.
     parts = 1 if has_bubbles else _PASSES
+    bounds = partial(estimator.least, num_micro_batches, parts)
     least = construct_stages(
         replace(
             problem,
             num_micro_batches=parts * num_micro_batches,
-            costs=partial(estimator.least, num_micro_batches, parts, solves),
+            costs=partial(bounds, solves),
             in_flight=in_flight,
-            lower_bound=None,
+            lower_bound=partial(bounds, False) if solves else None,
             transfer=_TransferCosts(problem.pools, crossing_bytes, costs.links).seconds,
             backward=problem.backward and has_bubbles,
         )
@@ -276,6 +280,7 @@ class _StageEstimator:
         option: logical meshes to choose from, and how much the work of stages may differ.
         in_flight: number of microbatches in flight by position of the stage.
         measure: measures stages; None to predict their time.
+        whole_shape: see `least_seconds`.
     """
 
     costs: ClusterStageCosts
@@ -283,6 +288,7 @@ class _StageEstimator:
     option: AutoStageOption
     in_flight: InFlight
     measure: Measure | None
+    whole_shape: Shape | None = None
 
     @property
     def ranges(self) -> LayerRanges:
@@ -297,7 +303,7 @@ class _StageEstimator:
         if not self._is_balanced(start, stop, mesh):
             return []
         pool_costs = self.costs.pools[mesh.pool]
-        shapes = submesh_shapes(mesh, self.option.submesh_logical_shape_space)
+        shapes = self._shapes(mesh)
         in_flight = _most_in_flight(self.ranges.kinds, start, stop, self.in_flight)
         stages: list[ComposedStage] = []
         while in_flight and not (stages and stages[-1].price == 0):
@@ -340,8 +346,8 @@ class _StageEstimator:
         share = self._num_micro_batches / num_micro_batches
         once_seconds = 0.0
         if solves:
-            shapes = submesh_shapes(mesh, self.option.submesh_logical_shape_space)
-            seconds, step_seconds = self.costs.pools[mesh.pool].least(start, stop, shapes)
+            pool_costs = self.costs.pools[mesh.pool]
+            seconds, step_seconds = pool_costs.least(start, stop, self._shapes(mesh))
             # `step_seconds` bounds all microbatches and the work once per step together. However it
             # is split, all microbatches but the first take at least their share of it.
             rest = step_seconds / num_micro_batches - share * seconds
@@ -363,20 +369,28 @@ class _StageEstimator:
     def _num_micro_batches(self) -> int:
         return self.ranges.partition.step.num_micro_batches
 
+    def _shapes(self, mesh: Submesh) -> tuple[Shape, ...]:
+        """Return the shapes of logical mesh that a stage on `mesh` may have."""
+        if self.whole_shape is not None:
+            return (self.whole_shape,)
+        return submesh_shapes(mesh, self.option.submesh_logical_shape_space)
+
     def _even_bytes(self, start: int, stop: int, mesh: Submesh) -> tuple[float, float]:
         """Return a device's share of a stage's state and of the activations of a microbatch."""
         state: dict[Var, int] = {}
+        saved: dict[Var, int] = {}
         for layer in range(start, stop):
             state.update(self._state_bytes[layer])
-        fixed_bytes = sum(state.values()) / mesh.num_devices
-        return fixed_bytes, self._saved_bytes[start] / mesh.num_devices
+            if self.whole_shape is None:  # one program computes some values again instead
+                saved.update(self._saved_bytes[layer])
+        return sum(state.values()) / mesh.num_devices, sum(saved.values()) / mesh.num_devices
 
     @cached_property
     def _state_bytes(self) -> list[dict[Var, int]]:
         return [_state_bytes(self.ranges, layer) for layer in range(self.ranges.num_layers)]
 
     @cached_property
-    def _saved_bytes(self) -> list[int]:
+    def _saved_bytes(self) -> list[dict[Var, int]]:
         return [_saved_bytes(self.ranges, layer) for layer in range(self.ranges.num_layers)]
 
     @cached_property
@@ -558,8 +572,12 @@ def _state_bytes(ranges: LayerRanges, layer: int) -> dict[Var, int]:
     return {var: value_bytes(var) for var in state}
 
 
-def _saved_bytes(ranges: LayerRanges, layer: int) -> int:
-    """Return the bytes that a layer receives and saves for its backward pass, in any stage."""
+def _saved_bytes(ranges: LayerRanges, layer: int) -> dict[Var, int]:
+    """Return the bytes of each value of examples that a layer saves for its backward pass.
+
+    A stage saves what its layers save.
+    """
     step = ranges.layers[layer].step
-    received = {step.jaxpr.invars[i] for i in step.received_inputs}
-    return sum(value_bytes(var) for var in step.saved_for_backward if var in received)
+    per_example = analyze(step).per_example
+    saved = (var for var in step.saved_for_backward if var in per_example and not is_on_host(var))
+    return {var: value_bytes(var) for var in saved}

@@ -1,19 +1,24 @@
 """Options that are "auto" are replaced by the fastest combination of values."""
 
 import re
+from itertools import pairwise
 
 import jax
 import pytest
 
 import autopar
 from autopar import AutoLayerOption, UniformStageOption
+from autopar.devices import logical_mesh
 from autopar.pipeline.pipeline_schedules import schedule_names
 from autopar.plan import WHOLE_STEP
 from autopar.planning.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.plan_step import MEMORY_MARGIN
+from autopar.sharding.plan_shardings import plan_shardings
 from autopar.testing import assert_allclose
+from autopar.tracing.trace import trace
 from experiments.models import build_model
+from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
 
 CLUSTER = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
@@ -139,14 +144,7 @@ def test_a_step_that_is_fastest_on_one_mesh_has_no_stages():
 
 def test_a_step_that_barely_fits_as_one_program_is_not_ruled_out():
     """Its memory is less than the sum of what its layers save where each is planned alone."""
-    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
-    batch = {"sequence_length": 64, "batch_size": 64}
-    model = build_model("gpt", sizes | batch | {"remat": False})
-    arguments = model.abstract_args()
-
-    def step(state, batch):
-        return model.train_step(state, batch, autopar.value_and_grad)
-
+    step, arguments = step_of_gpt(64)
     whole = autopar.plan_step(step, arguments, cluster=CLUSTER, mesh_shape=(4,))
     method = autopar.PipeshardParallel(
         num_micro_batches=1,
@@ -157,6 +155,51 @@ def test_a_step_that_barely_fits_as_one_program_is_not_ruled_out():
     )
     plan = autopar.plan_step(step, arguments, method=method, cluster=CLUSTER)
     assert plan.predicted_seconds <= whole.predicted_seconds
+
+
+def step_of_gpt(rows: int):
+    """Return a step of a GPT without remat, and its arguments."""
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+    batch = {"sequence_length": 64, "batch_size": rows}
+    model = build_model("gpt", sizes | batch | {"remat": False})
+
+    def step(state, batch):
+        return model.train_step(state, batch, autopar.value_and_grad)
+
+    return step, model.abstract_args()
+
+
+def least_bytes(step, arguments, count: int) -> float:
+    """Return the least bytes of a device on a mesh of all devices."""
+    traced = trace(step, arguments, (1,), count)
+    with pytest.raises(autopar.MemoryBudgetError) as error:
+        plan_shardings(traced, logical_mesh((4,)), ClusterCosts(CLUSTER), memory_budget=1)
+    return error.value.least
+
+
+def test_microbatches_of_half_the_size_need_at_least_half_of_the_memory():
+    step, arguments = step_of_gpt(64)
+    least = [least_bytes(step, arguments, count) for count in (1, 2, 4, 8)]
+    assert all(half >= whole / 2 for whole, half in pairwise(least))
+
+
+def test_one_program_is_not_planned_in_microbatches_that_are_known_not_to_fit():
+    step, arguments = step_of_gpt(64)
+    method = autopar.PipeshardParallel(
+        num_micro_batches="auto",
+        pipeline_schedule="auto",
+        layer_option=AutoLayerOption(2),
+        stage_option="auto",
+        memory_budget=least_bytes(step, arguments, 1) / 2.1 * MEMORY_MARGIN,
+    )
+    autopar.plan_step(step, arguments, method=method, cluster=CLUSTER)
+    reasons = {
+        trial.num_micro_batches: trial.reason
+        for trial in autopar.get_last_search_result()
+        if trial.mesh is not None and trial.mesh.shape == (4,)
+    }
+    assert "every one that is allowed needs at least" in reasons[1]
+    assert "even if all devices share them" in reasons[2]
 
 
 def test_automatic_layers_are_as_many_as_the_loss_has():
