@@ -75,9 +75,10 @@ def cluster_layers(
     if light is not None and num_layers > heavy.sum():
         heavy = heavy | light
     if not 1 <= num_layers <= heavy.sum():
+        most = f"1 to {heavy.sum()} layers, and no more stages than layers"
         raise NoLayersError(
-            f"{num_layers} layers asked of {heavy.sum()} {_KINDS[light is not None]}; use 1 to"
-            f" {heavy.sum()} layers, and no more stages than layers"
+            f"{num_layers} layers asked of {heavy.sum()} {_KINDS[light is not None]}; use"
+            f" {most if heavy.any() else 'a method without a pipeline'}"
         )
     flops = np.asarray(flops, float)
     if eps is not None:

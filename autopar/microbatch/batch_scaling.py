@@ -19,7 +19,7 @@ from jax.lax import tile_p
 
 from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents, units
-from autopar.ir.graph import Atom, Where, aval_of, is_forward, source_line
+from autopar.ir.graph import Atom, Where, aval_of, is_backward, is_forward, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_constants import (
     check_parameters,
@@ -32,6 +32,7 @@ from autopar.microbatch.batch_scaling_rules import (
     LoopOverExamples,
     MinorExamples,
     NotSeparable,
+    SecondGradient,
     result_scalings,
 )
 from autopar.microbatch.example_blocks import common_blocks
@@ -113,6 +114,8 @@ class BatchScalings:
         self.count = count
         self._rules = rules
         self._eqns = micro.eqns
+        backward = (eqn for eqn in micro.eqns if is_backward(eqn))
+        self._gradients = {var for eqn in backward for var in eqn.outvars}
         self._costly = _costly(micro) if rules.totals else set()
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, BatchScaling | NotSeparable] = dict.fromkeys(
@@ -410,7 +413,14 @@ class BatchScalings:
         self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling]
     ) -> list[BatchScaling]:
         """Return the scalings of results whose operands are not quotients by statistics."""
-        results = result_scalings(eqn, whole, operands, self.count)
+        try:
+            results = result_scalings(eqn, whole, operands, self.count)
+        except NotSeparable:
+            if is_backward(eqn) or not any(
+                isinstance(atom, Var) and atom in self._gradients for atom in eqn.invars
+            ):
+                raise
+            raise SecondGradient(f"{Where(eqn)} is not linear in a gradient of the batch") from None
         if eqn.primitive is tile_p and operands[0].form != "rows":
             (kind,) = results
             if kind.form == "rows":

@@ -68,6 +68,16 @@ class NotSeparable(Exception):
     )
 
 
+class SecondGradient(NotSeparable):
+    """A gradient of the batch depends on another one, otherwise than linearly."""
+
+    remedy = (
+        "If a second gradient of the same batch depends on it, as in sharpness-aware steps or in"
+        " the two updates of a GAN, use num_micro_batches=1, which runs in a pipeline, too, or make"
+        " a step of each update"
+    )
+
+
 class AcrossExamples(NotSeparable):
     """An equation reads examples that are in different microbatches."""
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -326,6 +327,43 @@ def test_arguments_that_may_be_batches_are_named_if_a_microbatch_cannot_be_trace
     parallel = autopar.parallelize(step, method=method, batch_argnums=1)
     with pytest.raises(autopar.MicrobatchError, match=r"in batch_argnums: 2 has arrays of 4 rows"):
         parallel(np.ones((5, 3), np.float32), np.ones((4, 5)), np.ones((4, 3)))
+
+
+def sharpness_aware_step(params, batch):
+    def loss_fn(params):
+        return ((jax.nn.relu(batch["x"] @ params["in"]) @ params["out"] - batch["y"]) ** 2).mean()
+
+    grads = jax.grad(loss_fn)(params)
+    norm = optax.tree.norm(grads)
+    ascended = jax.tree.map(lambda p, g: p + 0.05 * g / norm, params, grads)
+    grads = jax.grad(loss_fn)(ascended)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def sharpness_aware_arguments():
+    rng = np.random.default_rng(0)
+    shapes = {"in": (4, 8), "out": (8, 2), "x": (8, 4), "y": (8, 2)}
+    values = {name: rng.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+    return {k: values[k] for k in ("in", "out")}, {k: values[k] for k in ("x", "y")}
+
+
+def test_a_second_gradient_of_the_batch_is_refused_with_what_to_do():
+    step = autopar.parallelize(
+        sharpness_aware_step, method=autopar.ShardParallel(2, num_micro_batches=2)
+    )
+    with pytest.raises(
+        autopar.MicrobatchError, match=r"gradient of the batch.*make a step of each"
+    ):
+        step(*sharpness_aware_arguments())
+
+
+def test_a_pipeline_of_one_microbatch_takes_a_second_gradient_of_the_batch():
+    method = autopar.PipeshardParallel(
+        2, num_micro_batches=1, layer_option=autopar.AutoLayerOption(2)
+    )
+    step = autopar.parallelize(sharpness_aware_step, method=method)
+    expected = sharpness_aware_step(*sharpness_aware_arguments())
+    autopar.testing.assert_allclose(step(*sharpness_aware_arguments()), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("loss", slow(*GROUPED.values()), ids=GROUPED.keys())
