@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from autopar.devices import logical_mesh
 from autopar.pipeline.stage_graph import StageGraph
@@ -74,6 +75,7 @@ class LayerFront:
         )
         self.num_solves = 0
         self.points: list[LayerCost] = []
+        self._least: dict[int, tuple[float, float]] = {}
         self._with_smallest: set[int] = set()
         self._refined: set[tuple[int, int, int]] = set()
 
@@ -85,6 +87,23 @@ class LayerFront:
             InfeasibleError: the options leave no sharding.
         """
         return self.problem.solve(0.0, 1, _ROUGH_GAP).bound
+
+    def least(self, parts: int) -> tuple[float, float]:
+        """Return rough lower bounds of the seconds of a step and of the bytes of one device.
+
+        Both are infinite if the options leave no sharding.
+
+        Args:
+            parts: number of parts into which microbatches are divided further. All of them count
+                for the seconds, one for the bytes.
+        """
+        if parts not in self._least:
+            try:
+                seconds = self.problem.bound(parts, _ROUGH_GAP) if parts > 1 else self.bound
+                self._least[parts] = seconds, self.problem.least_bytes(parts)
+            except InfeasibleError:
+                self._least[parts] = inf, inf
+        return self._least[parts]
 
     @cached_property
     def cheapest(self) -> LayerCost:

@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.evaluate import Numbered
+from autopar.ir.host_memory import is_on_host
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.partition import Partition, Task, Total
@@ -162,8 +163,52 @@ class LayerRanges:
             change[max(producer.stage, *readers) + 1] -= size
         return tuple(sum(change[: layer + 1]) for layer in range(self.num_layers))
 
+    def state_bytes(self, start: int, stop: int) -> int:
+        """Return the bytes of the state of layers `start` to `stop` - 1.
+
+        It consists of carried inputs and accumulated sums.
+        """
+        return sum(_union(self._state[start:stop]).values())
+
+    def saved_bytes(self, start: int, stop: int) -> int:
+        """Return the bytes that layers `start` to `stop` - 1 save for a microbatch's backward pass.
+
+        Only values that the examples determine count. A stage saves what its layers save.
+        """
+        return sum(_union(self._saved[start:stop]).values())
+
+    @cached_property
+    def _state(self) -> list[dict[Var, int]]:
+        """Bytes of each value of each layer's state."""
+        return [_state_bytes(graph.step) for graph in self.layers]
+
+    @cached_property
+    def _saved(self) -> list[dict[Var, int]]:
+        """Bytes of each value that each layer saves for its backward pass."""
+        return [_saved_bytes(graph.step) for graph in self.layers]
+
 
 _layer_ranges = memoized_on_step(LayerRanges)
+
+
+def _union(parts: Iterable[dict[Var, int]]) -> dict[Var, int]:
+    return {var: size for part in parts for var, size in part.items()}
+
+
+def _state_bytes(step: StepGraph) -> dict[Var, int]:
+    assert step.microbatching is not None
+    state = [step.jaxpr.invars[i] for i in step.carried.values()]
+    state += [var for _, mark in step.microbatching.marks for var in mark.outvars]
+    return {var: value_bytes(var) for var in state}
+
+
+def _saved_bytes(step: StepGraph) -> dict[Var, int]:
+    examples = {step.jaxpr.invars[i] for i in (*step.batch, *step.received_inputs)}
+    for eqn in step.jaxpr.eqns:
+        if any(isinstance(atom, Var) and atom in examples for atom in eqn.invars):
+            examples.update(eqn.outvars)
+    saved = (var for var in step.saved_for_backward if var in examples and not is_on_host(var))
+    return {var: value_bytes(var) for var in saved}
 
 
 def _ordered(tasks: Iterable[Task]) -> list[Task]:

@@ -1,11 +1,11 @@
 """Search over the options of a pipeline: number of microbatches, schedule, chunks and remat.
 
 The plan with the least predicted time of all combinations of the open options is chosen. No
-combination is planned whose lower bound rules it out; bounds take the work of layers and the
-bubbles of stages, but no solves of shardings. The step is traced once for each number of
-microbatches and each remat option that is not ruled out before, and all schedules share the costs
-of its layers. Where both schedule and stages are open, the step as one program is a candidate as
-well, on each logical mesh that a single stage could have.
+combination is planned whose lower bound rules it out; bounds take the work and memory of layers,
+the bubbles of stages, and rough solves of the shardings of one layer. The step is traced once for
+each number of microbatches and each remat option that is not ruled out before, and all schedules
+share the costs of its layers. Where both schedule and stages are open, the step as one program is a
+candidate as well, on each logical mesh that a single stage could have.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from autopar.pipeline.stage_options import (
 )
 from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
 from autopar.planning.last_results import OptionTrial
-from autopar.planning.pipeline_planner import PipelinePlanner
+from autopar.planning.pipeline_planner import BOUND_EFFORTS, BoundEffort, PipelinePlanner
 from autopar.planning.stage_problem import NoStagesError
 from autopar.progress import log_progress, progress_part
 from autopar.sharding.pins import ShardingError
@@ -214,10 +214,10 @@ class _Search:
         self.best: tuple[StepGraph, Plan, int] | None = None
         self.planning_seconds = 0.0
         self.errors: dict[int, Exception] = {}
-        self._bounds: dict[tuple[_Combination, int], float] = {}
+        self._bounds: dict[_Combination, float] = {}
         self._whole_step_seconds: dict[int, list[float]] = {}
         self._least_counts: dict[LogicalMesh, float] = {}
-        self._solved: set[tuple[_Combination, int]] = set()
+        self._computed: set[tuple[_Combination, int, BoundEffort]] = set()
         self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | Exception] = {}
 
     @property
@@ -240,7 +240,8 @@ class _Search:
         """Plan the combinations, those with the least lower bounds first, until one is too slow.
 
         The bounds of a step in microbatches take its trace. Until there is one, the bounds are
-        those of the largest number of microbatches below it that is traced.
+        those of the largest number of microbatches below it that is traced. A bound is made closer
+        only where it is the least one of all.
         """
         left = self._combinations()
         if len(left) == 1:
@@ -249,24 +250,17 @@ class _Search:
         for option in self.space.layer_options:
             self._trace(self.space.micro_batch_counts[0], option)
         while left:
-            next_ = min(left, key=lambda entry: (self._bound(entry), entry.number))
+            next_ = self._next(left)
             if self._is_ruled_out(next_):
                 break
-            if not self._is_solved(next_):
-                self._solve_bound(next_)
-            elif next_.mesh is not None or (next_.count, next_.option) in self._planners:
+            if self._raise_bound(next_):
+                continue
+            if next_.mesh is not None or (next_.count, next_.option) in self._planners:
                 self._plan(next_)
                 left.remove(next_)
                 left = [entry for entry in left if not self._is_slower_in_microbatches(entry)]
             else:
-                near = [
-                    other.count
-                    for other in left
-                    if (other.option, other.schedule) == (next_.option, next_.schedule)
-                    and self._anchor(other) == self._anchor(next_)
-                    and not self._is_ruled_out(other)
-                ]
-                self._trace(near[len(near) // 2], next_.option)
+                self._trace(next_.count, next_.option)
         for entry in left:
             reason = f"takes at least {self._bound(entry):.4g} s, by its work and bubbles"
             if self._bound(entry) == inf:
@@ -295,6 +289,16 @@ class _Search:
             for (count, option), (name, chunks) in product(pairs, space.schedules)
         ]
         return [_Combination(number, *entry) for number, entry in enumerate(whole + pipelines)]
+
+    def _next(self, left: Sequence[_Combination]) -> _Combination:
+        """Return the combination with the least lower bound.
+
+        As long as no plan is known, combinations whose step is traced come first.
+        """
+        if self.best is None:
+            traced = [entry for entry in left if (entry.count, entry.option) in self._planners]
+            left = [entry for entry in traced if not self._is_ruled_out(entry)] or left
+        return min(left, key=lambda entry: (self._bound(entry), entry.number))
 
     def _is_ruled_out(self, entry: _Combination) -> bool:
         bound = self._bound(entry)
@@ -340,12 +344,7 @@ class _Search:
         """Return the best known lower bound of the seconds of a combination."""
         if entry.mesh is not None and entry.count < self._least_counts.get(entry.mesh, 1):
             return inf
-        if not self._has_bound(entry):
-            return 0.0
-        anchor = self._anchor(entry)
-        if (entry, anchor) not in self._bounds:
-            self._bounds[entry, anchor] = self._bound_from(anchor, entry, solves=False)
-        return self._bounds[entry, anchor]
+        return self._bounds.get(entry, 0.0)
 
     def _has_bound(self, entry: _Combination) -> bool:
         """Whether the step is traced with the layers of an entry.
@@ -354,23 +353,26 @@ class _Search:
         """
         return any(option == entry.option for _, option in self._planners)
 
-    def _is_solved(self, entry: _Combination) -> bool:
-        return not self._has_bound(entry) or (entry, self._anchor(entry)) in self._solved
-
-    def _solve_bound(self, entry: _Combination) -> None:
-        """Replace a lower bound by one that takes rough solves of layers."""
+    def _raise_bound(self, entry: _Combination) -> bool:
+        """Compute a closer lower bound of a combination; return whether there is one to compute."""
+        if not self._has_bound(entry):
+            return False
         anchor = self._anchor(entry)
-        self._solved.add((entry, anchor))
-        bound = self._bound_from(anchor, entry, solves=True)
-        self._bounds[entry, anchor] = max(self._bound(entry), bound)
+        for effort in BOUND_EFFORTS:
+            if (entry, anchor, effort) not in self._computed:
+                self._computed.add((entry, anchor, effort))
+                bound = self._bound_from(anchor, entry, effort)
+                self._bounds[entry] = max(self._bounds.get(entry, 0.0), bound)
+                return True
+        return False
 
-    def _bound_from(self, anchor: int, entry: _Combination, *, solves: bool) -> float:
+    def _bound_from(self, anchor: int, entry: _Combination, effort: BoundEffort) -> float:
         planner = self._planners[anchor, entry.option]
         if not isinstance(planner, PipelinePlanner):
             return 0.0
         shape = entry.mesh.shape if entry.mesh else None
         option, schedule, count = self.stage_option, entry.schedule, entry.count
-        bound = planner.bound(option, schedule, count, shape, solves=solves)
+        bound = planner.bound(option, schedule, count, shape, effort)
         return bound if anchor == count else _SLACK * bound
 
     def _plan(self, entry: _Combination) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
+from typing import Literal
 
 from jax.extend.core import Var
 
@@ -61,6 +62,14 @@ TOLERANCE = 0.01
 
 Proving the rest takes most of the time.
 """
+
+
+type BoundEffort = Literal["work", "stages", "solves"]
+"""What a lower bound of the seconds of a step takes: the work of its layers on one device, or in
+stages on several devices, or rough solves of the layers of these stages."""
+
+BOUND_EFFORTS: Sequence[BoundEffort] = ("work", "stages", "solves")
+"""From the least effort to the closest bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +220,7 @@ class PipelinePlanner:
         schedule: PipelineSchedule,
         num_micro_batches: int,
         whole_shape: Shape | None = None,
-        *,
-        solves: bool,
+        effort: BoundEffort = "solves",
     ) -> float:
         """Return a lower bound of the predicted seconds of all plans with these options.
 
@@ -222,8 +230,7 @@ class PipelinePlanner:
             num_micro_batches: number of microbatches, at least that of the step. Smaller
                 microbatches are taken to need as much work for an example.
             whole_shape: shape of the logical mesh of one program; None for pipelines.
-            solves: whether layers are solved roughly for it, which makes the bound of automatic
-                stages closer. If not, it follows from the work of layers on one device.
+            effort: how close the bound of automatic stages is.
 
         Returns:
             Seconds; infinite if no stages fit in memory.
@@ -232,6 +239,8 @@ class PipelinePlanner:
             return self.step.num_micro_batches * self._even_seconds
         if stage_option.profile:  # measured times have no bound
             return 0.0
+        if effort == "work":
+            return self.step.num_micro_batches * self._even_seconds
         is_whole = whole_shape is not None
         if is_whole:
             stage_option = replace(stage_option, min_stages=1)
@@ -243,7 +252,7 @@ class PipelinePlanner:
                 stage_option,
                 "1f1b" if is_whole else schedule.name,
                 num_micro_batches,
-                solves=solves,
+                solves=effort == "solves",
                 # Other schedules may have fewer bubbles than the objective counts.
                 has_bubbles=is_whole or schedule.name in _SCHEDULES_OF_OBJECTIVE,
                 whole_shape=whole_shape,
@@ -255,7 +264,7 @@ class PipelinePlanner:
     def _even_seconds(self) -> float:
         """Seconds of a microbatch if all devices share the work of all layers evenly."""
         costs = self._stage_costs(self.options, PipelineSchedule(name="1f1b"))
-        totals = [pool.least(0, self.num_layers, [(1,)])[0] for pool in costs.pools]
+        totals = [pool.least(0, self.num_layers, [(1,)]).seconds for pool in costs.pools]
         if not all(totals):  # nothing costs anything
             return 0.0
         pools = zip(self.cluster.pools, totals, strict=True)

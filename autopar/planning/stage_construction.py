@@ -11,10 +11,6 @@ from functools import cached_property, partial
 from itertools import accumulate, product
 from math import inf, isfinite, isinf
 
-from jax.extend.core import Var
-
-from autopar.ir.array_sizes import value_bytes
-from autopar.ir.host_memory import is_on_host
 from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import (
@@ -38,7 +34,6 @@ from autopar.planning.stage_problem import (
     StageSolution,
     in_flight_of,
 )
-from autopar.sharding.dataflow import analyze
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
@@ -298,18 +293,21 @@ class _StageEstimator:
         """Return costs of the stage of layers `start` to `stop` - 1 on `mesh`.
 
         They are the cheapest shardings that fit with the most microbatches that such a stage may
-        hold, with half as many, and so on, until memory is no constraint.
+        hold, with half as many, and so on, until memory is no constraint or there are as few as
+        such a stage may hold.
         """
         if not self._is_balanced(start, stop, mesh):
             return []
         pool_costs = self.costs.pools[mesh.pool]
         shapes = self._shapes(mesh)
-        in_flight = _most_in_flight(self.ranges.kinds, start, stop, self.in_flight)
+        least, in_flight = _range_in_flight(self.ranges.kinds, start, stop, self.in_flight)
         stages: list[ComposedStage] = []
-        while in_flight and not (stages and stages[-1].price == 0):
+        while True:
             if composed := pool_costs.composed(start, stop, shapes, in_flight):
                 stages.append(composed)
-            in_flight //= 2
+            if in_flight == least or (stages and stages[-1].price == 0):
+                break
+            in_flight = max(in_flight // 2, least)
         if self.measure is None:
             return [stage.cost for stage in stages]
         measured = (_measured(pool_costs, stage, stop, self.measure) for stage in stages)
@@ -331,7 +329,7 @@ class _StageEstimator:
         """Return a cost that no sharding of a stage is below, for any number of microbatches.
 
         Its time is the least time of its layers. Its memory is the stage's state and saved
-        activations, sharded evenly over all devices.
+        activations, sharded evenly over all devices, and the rest that one of its layers needs.
 
         Args:
             num_micro_batches: number of microbatches, at least that of the step.
@@ -344,17 +342,23 @@ class _StageEstimator:
         if not self._is_balanced(start, stop, mesh):
             return []
         share = self._num_micro_batches / num_micro_batches
+        fixed_bytes, saved_bytes = self._even_bytes(start, stop, mesh)
         once_seconds = 0.0
         if solves:
             pool_costs = self.costs.pools[mesh.pool]
-            seconds, step_seconds = pool_costs.least(start, stop, self._shapes(mesh))
+            # Shardings that divide the examples of larger microbatches further do not count.
+            divided = max(1, num_micro_batches // self._num_micro_batches)
+            least = pool_costs.least(start, stop, self._shapes(mesh), divided)
+            seconds = least.seconds
             # `step_seconds` bounds all microbatches and the work once per step together. However it
             # is split, all microbatches but the first take at least their share of it.
-            rest = step_seconds / num_micro_batches - share * seconds
+            rest = least.step_seconds / num_micro_batches - share * seconds
             once_seconds = max(0.0, (num_micro_batches - 1) * rest)
+            if least.layer is not None and self.whole_shape is None:
+                even_bytes = sum(self._even_bytes(least.layer, least.layer + 1, mesh))
+                fixed_bytes += share * max(0.0, least.layer_bytes - even_bytes)
         else:
             seconds = sum(self._layer_work[mesh.pool][start:stop]) / mesh.num_devices
-        fixed_bytes, saved_bytes = self._even_bytes(start, stop, mesh)
         return [
             StageCost(
                 share * seconds,
@@ -377,28 +381,17 @@ class _StageEstimator:
 
     def _even_bytes(self, start: int, stop: int, mesh: Submesh) -> tuple[float, float]:
         """Return a device's share of a stage's state and of the activations of a microbatch."""
-        state: dict[Var, int] = {}
-        saved: dict[Var, int] = {}
-        for layer in range(start, stop):
-            state.update(self._state_bytes[layer])
-            if self.whole_shape is None:  # one program computes some values again instead
-                saved.update(self._saved_bytes[layer])
-        return sum(state.values()) / mesh.num_devices, sum(saved.values()) / mesh.num_devices
-
-    @cached_property
-    def _state_bytes(self) -> list[dict[Var, int]]:
-        return [_state_bytes(self.ranges, layer) for layer in range(self.ranges.num_layers)]
-
-    @cached_property
-    def _saved_bytes(self) -> list[dict[Var, int]]:
-        return [_saved_bytes(self.ranges, layer) for layer in range(self.ranges.num_layers)]
+        state_bytes = self.ranges.state_bytes(start, stop)
+        # One program computes some values again instead of saving them.
+        saved_bytes = 0 if self.whole_shape else self.ranges.saved_bytes(start, stop)
+        return state_bytes / mesh.num_devices, saved_bytes / mesh.num_devices
 
     @cached_property
     def _layer_work(self) -> list[list[float]]:
         """Seconds of a microbatch that each layer takes on one device, for each pool."""
         layers = range(self.ranges.num_layers)
         return [
-            [pool.least(layer, layer + 1, [(1,)])[0] for layer in layers]
+            [pool.least(layer, layer + 1, [(1,)]).seconds for layer in layers]
             for pool in self.costs.pools
         ]
 
@@ -539,8 +532,10 @@ def _measured(
     return replace(composed.cost, seconds=solved.seconds, once_seconds=solved.once_seconds)
 
 
-def _most_in_flight(kinds: Sequence[Hashable], start: int, stop: int, in_flight: InFlight) -> int:
-    """Return the most microbatches that a stage with layers of these kinds holds at any position.
+def _range_in_flight(
+    kinds: Sequence[Hashable], start: int, stop: int, in_flight: InFlight
+) -> tuple[int, int]:
+    """Return the least and most microbatches that a stage with layers of these kinds holds.
 
     Args:
         kinds: kind of each layer of the step.
@@ -554,30 +549,11 @@ def _most_in_flight(kinds: Sequence[Hashable], start: int, stop: int, in_flight:
         for first in range(num_layers - length + 1)
         if kinds[first : first + length] == kinds[start:stop]
     ]
-    return max(
+    held = [
         in_flight(later, earlier + 1 + later)
         for first in starts
         for later in range(num_layers - first - length + 1)
         for earlier in range(first + 1)
         if (later > 0) == (first + length < num_layers) and (earlier > 0) == (first > 0)
-    )
-
-
-def _state_bytes(ranges: LayerRanges, layer: int) -> dict[Var, int]:
-    """Return the bytes of a layer's state: carried inputs and accumulated sums."""
-    step = ranges.layers[layer].step
-    assert step.microbatching is not None
-    state = [step.jaxpr.invars[i] for i in step.carried.values()]
-    state += [var for _, mark in step.microbatching.marks for var in mark.outvars]
-    return {var: value_bytes(var) for var in state}
-
-
-def _saved_bytes(ranges: LayerRanges, layer: int) -> dict[Var, int]:
-    """Return the bytes of each value of examples that a layer saves for its backward pass.
-
-    A stage saves what its layers save.
-    """
-    step = ranges.layers[layer].step
-    per_example = analyze(step).per_example
-    saved = (var for var in step.saved_for_backward if var in per_example and not is_on_host(var))
-    return {var: value_bytes(var) for var in saved}
+    ]
+    return min(held), max(held)

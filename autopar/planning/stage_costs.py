@@ -70,6 +70,23 @@ class SolvedStage:
         return self.fixed_bytes + in_flight * self.micro_batch_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class LeastCost:
+    """Lower bounds of the cost of a stage.
+
+    Attributes:
+        seconds: seconds of a microbatch, the work on one device divided by the number of devices.
+        step_seconds: seconds of a step. Layers of the most common kind are solved roughly.
+        layer: a layer of the most common kind; None if the stage has none.
+        layer_bytes: bytes of one device while this layer runs, without those of other layers.
+    """
+
+    seconds: float
+    step_seconds: float
+    layer: int | None = None
+    layer_bytes: float = 0.0
+
+
 class StageCosts:
     """Costs of the stages that consecutive layers can form, in the memory of one kind of device.
 
@@ -143,16 +160,14 @@ class StageCosts:
     def _front(self, layer: int, choice: MeshChoice) -> LayerFront | None:
         return self.layers.front(self.ranges.layers[layer], choice)
 
-    def least(self, start: int, stop: int, shapes: Sequence[Shape]) -> tuple[float, float]:
-        """Return lower bounds of the seconds of a microbatch and of a step on any of the shapes.
-
-        The first is the work on one device, divided by the number of devices. For the second,
-        layers of the most common kind are solved roughly.
+    def least(self, start: int, stop: int, shapes: Sequence[Shape], parts: int = 1) -> LeastCost:
+        """Return lower bounds of the cost of a stage on any of the shapes.
 
         Args:
             start: first layer.
             stop: the layer after the last one.
             shapes: shapes of logical mesh, all with the same number of devices.
+            parts: number of parts into which microbatches are divided further.
         """
         num_devices = prod(shapes[0])
         fastest = {layer: self._single(layer).cheapest for layer in range(start, stop)}
@@ -160,12 +175,13 @@ class StageCosts:
         common = [layer for layer in fastest if self._kinds[layer] == self._most_common_kind]
         others = [cost.priced.bound for layer, cost in fastest.items() if layer not in common]
         step_seconds = sum(others) / num_devices
-        if common:
-            choices = [choice for shape in shapes for choice in self.mesh_choices(shape)]
-            fronts = (self._front(common[0], choice) for choice in choices)
-            bound = min((front.bound for front in fronts if front), default=inf)
-            step_seconds += len(common) * bound
-        return seconds, step_seconds
+        if not common:
+            return LeastCost(seconds, step_seconds)
+        choices = [choice for shape in shapes for choice in self.mesh_choices(shape)]
+        fronts = [front for choice in choices if (front := self._front(common[0], choice))]
+        least = [front.least(parts) for front in fronts] or [(inf, inf)]
+        step_seconds += len(common) * min(seconds for seconds, _ in least)
+        return LeastCost(seconds, step_seconds, common[0], min(size for _, size in least))
 
     @cached_property
     def _most_common_kind(self) -> int:

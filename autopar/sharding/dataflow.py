@@ -1,7 +1,7 @@
 """Data dependence of a step on its batch: batch dims of values, and the roles of inputs."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal as OneOf
 
@@ -30,7 +30,7 @@ class Dataflow:
         factors: the factors of each equation; None for equations that pass values through or have
             no result.
         batch_factors: the factors of each equation that run over the batch.
-        per_example: the values that have a batch dim.
+        batch_dims: the batch dims of the values that have some.
         batch_statistics: values without a batch dim that are computed from the batch, and that
             values with a batch dim depend on; the mean of a batch normalization.
         roles: role of each input.
@@ -39,10 +39,15 @@ class Dataflow:
 
     factors: tuple[OpFactors | None, ...]
     batch_factors: tuple[frozenset[int], ...]
-    per_example: frozenset[Var]
+    batch_dims: Mapping[Var, frozenset[int]]
     batch_statistics: frozenset[Var]
     roles: tuple[InputRole, ...]
     readers: Counter[Var]
+
+    @property
+    def per_example(self) -> Set[Var]:
+        """The values that have a batch dim."""
+        return self.batch_dims.keys()
 
 
 @memoized_on_step
@@ -54,14 +59,14 @@ def analyze(step: StepGraph) -> Dataflow:
     """
     eqns = step.jaxpr.eqns
     factors = step_factors(step)
-    marked, per_example = find_batch_factors(step, factors)
+    marked, batch_dims = find_batch_factors(step, factors)
     deciding = [eqn for eqn, op in zip(eqns, factors, strict=True) if op is not None and op.decides]
     readers = Counter(atom for eqn in deciding for atom in eqn.invars if isinstance(atom, Var))
     return Dataflow(
         factors=factors,
         batch_factors=tuple(marked),
-        per_example=frozenset(per_example),
-        batch_statistics=_batch_statistics(step, frozenset(per_example)),
+        batch_dims=batch_dims,
+        batch_statistics=_batch_statistics(step, batch_dims.keys()),
         roles=_roles(step, marked),
         readers=readers,
     )
@@ -159,7 +164,7 @@ def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
             return {var for var in step.jaxpr.invars if var in reaching}
 
 
-def _batch_statistics(step: StepGraph, per_example: frozenset[Var]) -> frozenset[Var]:
+def _batch_statistics(step: StepGraph, per_example: Set[Var]) -> frozenset[Var]:
     """Return the values without a batch dim between the batch and values that have one."""
     reached = {step.jaxpr.invars[i] for i in step.batch}
     reaching = set(per_example)

@@ -6,17 +6,21 @@ the stage (Everett 1963).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jax.extend.core import Var
 
+from autopar.ir.graph import aval_of
 from autopar.ir.spec import Spec
 from autopar.ir.step_graph import StepGraph
+from autopar.sharding.dataflow import analyze
+from autopar.sharding.distinct_options import each_once
 from autopar.sharding.heuristic import propagate
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.selection_problem import SelectionProblem
+from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem
 from autopar.sharding.solver import solve
 from autopar.sharding.step_memory import StepMemory
 
@@ -69,6 +73,7 @@ class PricedProblem:
         point: int,
     ) -> None:
         self.step, self.options = step, options
+        self._mesh = costs.mesh
         self.decisions = enumerate_decisions(step, costs, options, deferred)
         self._memory = StepMemory(step, self.decisions, costs.mesh)
         # Values that other layers compute or read count in the layer that saves them, if one does.
@@ -123,6 +128,80 @@ class PricedProblem:
             for pair, use in constraint.pairs.items() if weight else ():
                 edges[pair] = edges[pair] + weight * use
         return SelectionProblem(nodes, edges)
+
+    def bound(self, parts: int, tolerance: float) -> float:
+        """Return a lower bound of the seconds of a step.
+
+        Args:
+            parts: number of parts of a microbatch. Options that a part is too small for do not
+                count.
+            tolerance: relative gap at which the solver may stop.
+
+        Raises:
+            InfeasibleError, TimeoutError: see `solve`.
+        """
+        if self.options.mode != "solve":
+            return self.solve(0.0, 1, tolerance).bound
+        terms = zip(self._allowed(parts), self.decisions.costs, self._repeated_seconds, strict=True)
+        nodes = [
+            np.where(allowed, cost + (parts - 1) * repeated, np.inf)
+            for allowed, cost, repeated in terms
+        ]
+        problem = SelectionProblem(nodes, self.decisions.edges)
+        return solve(problem, self.options.time_limit, tolerance).bound
+
+    def least_bytes(self, parts: int) -> float:
+        """Return a lower bound of the peak bytes of every choice; see `bound`.
+
+        Raises:
+            InfeasibleError: a part is too small for all options of a decision.
+        """
+        allowed = self._allowed(parts)
+        if not all(map(np.any, allowed)):
+            raise InfeasibleError("the parts of a microbatch are too small for the mesh")
+        return self._memory.lower_bound(allowed)
+
+    def _allowed(self, parts: int) -> list[np.ndarray]:
+        """Return for each decision which options divide a part of a microbatch evenly."""
+        return [rows % parts == 0 for rows in self._rows]
+
+    @cached_property
+    def _repeated_seconds(self) -> list[np.ndarray]:
+        """Seconds under each option of each decision that every microbatch takes, however small.
+
+        They are those of the kernels that read no examples, as accumulation does.
+        """
+        batch_dims = analyze(self.step).batch_dims
+        micro = self.step.microbatching
+        repeated = {
+            number
+            for number, eqn in ((*micro.body, *micro.marks) if micro else ())
+            if not any(isinstance(v, Var) and v in batch_dims for v in (*eqn.invars, *eqn.outvars))
+        }
+        seconds = [np.zeros(len(cost)) for cost in self.decisions.costs]
+        for number, (decision, *others), terms in self.decisions.shares:
+            if number in repeated and not others:
+                seconds[decision] = seconds[decision] + terms[0]
+        return seconds
+
+    @cached_property
+    def _rows(self) -> list[np.ndarray]:
+        """Number of rows of a microbatch that one device has under each option of each decision.
+
+        It is the greatest common divisor over the batch dims of all values that a decision places;
+        0 if there are none.
+        """
+        batch_dims = analyze(self.step).batch_dims
+        rows = [np.zeros(len(cost), int) for cost in self.decisions.costs]
+        for var, placement in self.decisions.placements.items():
+            if placement is None:
+                continue
+            for dim in batch_dims.get(var, ()):
+                size = aval_of(var).shape[dim]
+                ways = each_once(lambda spec, dim=dim: self._mesh.ways(spec[dim]), placement.specs)
+                known = rows[placement.decision]
+                rows[placement.decision] = np.gcd(known, size // np.array(ways))
+        return rows
 
     def eqn_seconds(self, solution: Priced) -> tuple[float, ...]:
         """Return the seconds of each equation in a step."""

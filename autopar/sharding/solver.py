@@ -337,6 +337,10 @@ class _SelectionSearch:
                     part.search()
                 except InfeasibleError:
                     continue
+                except TimeoutError:
+                    if self.choice is None:
+                        raise
+                    return
             bound = min(bound, part.bound)
             for choice in (part.choice, part.refused[1]):
                 if choice:

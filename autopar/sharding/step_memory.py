@@ -182,17 +182,23 @@ class StepMemory:
                 pairs[key] = pairs.get(key, 0) + copied
         return CapacityConstraint(uses, budget, pairs)
 
-    def lower_bound(self) -> float:
+    def lower_bound(self, allowed: Sequence[np.ndarray] | None = None) -> float:
         """Return a lower bound of the peak: the smallest option of each decision at each point.
 
         The results of products that may be delayed count from the point to which they may be.
+
+        Args:
+            allowed: for each decision, which of its options count; by default all. At least one of
+                each decision does.
         """
         starts: dict[Var | None, int] = {p.result: p.at for p in self._delayed}
         smallest = (
             (
                 max(life.start, starts.get(life.var, 0)),
                 life.end,
-                0.0 if life.var in self._resharded.divisible else life.sizes.min(),
+                0.0
+                if life.var in self._resharded.divisible
+                else (life.sizes if allowed is None else life.sizes[allowed[life.decision]]).min(),
             )
             for life in self.lifetimes
         )

@@ -84,7 +84,7 @@ def test_the_plan_is_the_fastest_candidate():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [None, 0.8])
+@pytest.mark.parametrize("budget", [None, 0.9])
 def test_combinations_that_bounds_rule_out_are_no_faster(budget):
     """Each of them is planned by itself."""
     options = {"num_micro_batches": "auto", "pipeline_schedule": "auto"}
@@ -200,6 +200,22 @@ def test_one_program_is_not_planned_in_microbatches_that_are_known_not_to_fit():
     }
     assert "every one that is allowed needs at least" in reasons[1]
     assert "even if all devices share them" in reasons[2]
+
+
+def test_traced_combinations_come_first_until_a_plan_is_known(monkeypatch):
+    """More microbatches seem to be faster, and only the least bound is made closer."""
+    efforts: dict[int, list[str]] = {}
+
+    def bound(self, stages, schedule, count, shape, effort):
+        efforts.setdefault(count, []).append(effort)
+        return 1e9 if effort == "work" and count == 2 else 1e-9 / count
+
+    monkeypatch.setattr(PipelinePlanner, "bound", bound)
+    planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
+    counts = [trial.num_micro_batches for trial in autopar.get_last_search_result()]
+    assert counts == [1, 16, 8, 4, 2]
+    assert efforts[2] == ["work"]
+    assert efforts[1] == ["work", "stages", "solves"]
 
 
 def test_automatic_layers_are_as_many_as_the_loss_has():

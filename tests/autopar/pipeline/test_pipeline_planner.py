@@ -17,7 +17,7 @@ from autopar.pipeline.partitioner import partition_step
 from autopar.pipeline.stage_graph import stage_graphs
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import PipelineSchedule, Plan
-from autopar.planning.layer_costs import LayerCosts, MeshChoice, Shape
+from autopar.planning.layer_costs import LayerCosts, LayerFront, MeshChoice, Shape
 from autopar.planning.layer_ranges import LayerRanges, graph_key
 from autopar.planning.pipeline_planner import TOLERANCE, PipelinePlanner
 from autopar.planning.stage_construction import stage_problem
@@ -180,6 +180,77 @@ def test_lower_bounds_of_stage_costs_hold_for_every_stage(gpt):
                     ) * (1 + 1e-9)
                     assert bound.fixed_bytes <= cost.fixed_bytes
                     assert bound.micro_batch_bytes <= cost.micro_batch_bytes
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
+def test_bounds_from_larger_microbatches_hold_for_smaller_ones(shape):
+    """Shardings of examples that small microbatches have too few of do not count."""
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 128}
+    model = build_model("gpt", sizes | {"sequence_length": 32, "batch_size": 16, "remat": False})
+    steps = {
+        count: trace(
+            model_step(model), model.abstract_args(), (1,), count, AutoLayerOption(3), marked=True
+        )
+        for count in (1, 4, 8, 16)
+    }
+    fronts = {count: fronts_of_layer(step, shape) for count, step in steps.items()}
+    whole = [min(column) for column in zip(*(front.least(1) for front in fronts[1]), strict=True)]
+    for count in (4, 8, 16):
+        bounds = [front.least(count) for front in fronts[1]]
+        seconds, num_bytes = (min(column) for column in zip(*bounds, strict=True))
+        exact = [front.cheapest.priced for front in fronts[count]]
+        assert whole[0] <= seconds <= min(priced.seconds for priced in exact)
+        assert (
+            whole[1]
+            <= num_bytes
+            <= count * min(priced.resident_bytes + priced.extra_bytes for priced in exact)
+        )
+    if shape == (4,):  # a microbatch of 16 / 8 examples has too few for four devices
+        assert fronts[1][0].least(8)[0] > whole[0]
+
+
+def fronts_of_layer(step: StepGraph, shape: Shape) -> list[LayerFront]:
+    """Return the fronts of the second of three layers on all mesh choices of a shape."""
+    layers = LayerCosts(ClusterCosts(CLUSTER), replace(AUTO, tolerance=TOLERANCE))
+    costs = StageCosts(LayerRanges(step, 3), layers, layers.options, 1e12)
+    fronts = (layers.front(costs.ranges.layers[1], choice) for choice in costs.mesh_choices(shape))
+    return [front for front in fronts if front is not None]
+
+
+def test_a_single_example_saves_half_of_what_two_examples_save():
+    """It has no batch dim to follow."""
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 128}
+    model = build_model("gpt", sizes | {"sequence_length": 64, "batch_size": 8, "remat": False})
+    one, two = (
+        LayerRanges(
+            trace(
+                model_step(model),
+                model.abstract_args(),
+                (1,),
+                count,
+                AutoLayerOption(2),
+                marked=True,
+            ),
+            2,
+        )
+        for count in (8, 4)
+    )
+    for layer in range(2):
+        assert one.saved_bytes(layer, layer + 1) == pytest.approx(
+            two.saved_bytes(layer, layer + 1) / 2, rel=0.01
+        )
+
+
+@pytest.mark.parametrize(("schedule", "held"), [("gpipe", [8]), ("1f1b", [3, 2])])
+def test_stages_are_composed_for_the_microbatches_that_they_may_hold(gpt, schedule, held):
+    costs = stage_costs(gpt, 1e5)  # no stage fits
+    problem = stage_problem(
+        ClusterStageCosts((costs,), costs.model), CLUSTER, AutoStageOption(), schedule
+    )
+    composed: list[int] = []
+    with patch.object(costs, "composed", lambda *args: composed.append(args[-1])):
+        assert problem.costs(2, 3, Submesh(0, 1, 2)) == []
+    assert composed == held
 
 
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem
-from autopar.sharding.solver import solve
+from autopar.sharding.solver import _SelectionSearch, solve
 from tests.generators import selection_problems
 
 
@@ -83,6 +83,17 @@ def test_branching_stops_at_the_time_limit():
     out_of_time = pytest.raises(TimeoutError, match="no sharding plan was found within the time")
     with patch("autopar.sharding.solver._BRANCHING", 1), out_of_time:
         solve(problem, time_limit=1e-9)
+
+
+def test_a_known_choice_is_returned_if_a_branch_takes_too_long():
+    problem = SelectionProblem([np.ones(2)] * 2, {(0, 1): np.array([[0.0, 2.0], [2.0, 1.0]])})
+    late = patch.object(_SelectionSearch, "search", side_effect=TimeoutError)
+    search = _SelectionSearch(problem, 60.0, 0.0, (1, 1), 0.0, lambda choice: True)
+    with late:
+        search.enough = 0.0
+        search.branch()
+    assert search.choice == (1, 1)
+    assert search.bound == 0.0
 
 
 @pytest.mark.parametrize("branching", [1, 10_000])
