@@ -71,10 +71,41 @@ class ComposedStage:
         if not self.price:
             return sum(front.cheapest.priced.bound for front, _ in self.layers)
         counts = Counter(front for front, _ in self.layers)
-        priced_bound = sum(
-            count * front.at(self.price, in_flight).priced.bound for front, count in counts.items()
-        )
-        return priced_bound - self.price * budget
+        return _priced_bound(counts, self.price, in_flight, budget)
+
+
+def may_be_faster(
+    fronts: Sequence[LayerFront], in_flight: int, budget: float, best: ComposedStage | None
+) -> bool:
+    """Return whether a composition of layers may fit in memory and be faster than the best one.
+
+    Args:
+        fronts: front of each layer.
+        in_flight: number of microbatches in flight.
+        budget: bytes of one device that the stage may use.
+        best: the fastest composition of the same layers so far, perhaps on another mesh.
+    """
+    counts = Counter(fronts)
+    if _least_bytes(counts, in_flight) > budget:
+        return False
+    if best is None or not best.price:
+        return True
+    return _priced_bound(counts, best.price, in_flight, budget) < best.step_seconds
+
+
+def _least_bytes(counts: Counter[LayerFront], in_flight: int) -> float:
+    """Return a lower bound of the memory of layers together while one of them runs."""
+    least = {front: front.least_bytes(in_flight) for front in counts}
+    resident = sum(count * least[front][0] for front, count in counts.items())
+    return resident + max(running - alone for alone, running in least.values())
+
+
+def _priced_bound(
+    counts: Counter[LayerFront], price: float, in_flight: int, budget: float
+) -> float:
+    """Return a lower bound of the seconds of a step of layers that fit, at a price of memory."""
+    priced = sum(n * front.at(price, in_flight).priced.bound for front, n in counts.items())
+    return priced - price * budget
 
 
 def compose(
@@ -102,6 +133,8 @@ def compose(
         hulls = {front: front.hull(hull) for front in counts}
         selected, price = _move(counts, hulls, hull, in_flight, budget)
         if selected is None:
+            if any([front.add_smallest(hull) for front in counts]):
+                continue
             return None
         if not _refine(hulls, selected, hull):
             break

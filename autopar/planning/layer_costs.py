@@ -76,6 +76,7 @@ class LayerFront:
         self.num_solves = 0
         self.points: list[LayerCost] = []
         self._least: dict[int, tuple[float, float]] = {}
+        self._least_bytes: dict[int, tuple[float, float]] = {}
         self._with_smallest: set[int] = set()
         self._refined: set[tuple[int, int, int]] = set()
 
@@ -105,6 +106,19 @@ class LayerFront:
                 self._least[parts] = inf, inf
         return self._least[parts]
 
+    def least_bytes(self, in_flight: int) -> tuple[float, float]:
+        """Return lower bounds of the resident bytes, and of the bytes while the layer runs.
+
+        Args:
+            in_flight: number of microbatches in flight.
+        """
+        if in_flight not in self._least_bytes:
+            problem = self.problem
+            resident = problem.least_resident_bytes(in_flight)
+            running = self.least(1)[1] + (in_flight - 1) * problem.least_saved_bytes
+            self._least_bytes[in_flight] = resident, max(resident, running)
+        return self._least_bytes[in_flight]
+
     @cached_property
     def cheapest(self) -> LayerCost:
         """The fastest sharding, where memory has no price."""
@@ -129,13 +143,13 @@ class LayerFront:
     def hull(self, in_flight: int) -> list[LayerCost]:
         """Return the hull of the points computed so far, from the fastest to the smallest.
 
+        The smallest one may be that for another number of microbatches in flight.
+
         Args:
             in_flight: number of microbatches in flight.
         """
-        fastest = self.cheapest.priced
-        if in_flight not in self._with_smallest:
-            self._with_smallest.add(in_flight)
-            self.at(_HIGH_PRICE * fastest.seconds / fastest.bytes(in_flight), in_flight)
+        if not self._with_smallest:
+            self.add_smallest(in_flight)
         hull: list[LayerCost] = []
         for point in sorted(
             self.points, key=lambda point: (point.priced.seconds, point.priced.bytes(in_flight))
@@ -148,6 +162,19 @@ class LayerFront:
                 hull.pop()
             hull.append(point)
         return hull
+
+    def add_smallest(self, in_flight: int) -> bool:
+        """Compute the smallest point, and return whether it was not computed before.
+
+        Args:
+            in_flight: number of microbatches in flight.
+        """
+        if in_flight in self._with_smallest:
+            return False
+        self._with_smallest.add(in_flight)
+        fastest = self.cheapest.priced
+        self.at(_HIGH_PRICE * fastest.seconds / fastest.bytes(in_flight), in_flight)
+        return True
 
     def refine(self, in_flight: int, a: LayerCost, b: LayerCost) -> bool:
         """Look for a point between two neighbours on the hull, and return whether there is one.

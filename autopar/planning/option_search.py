@@ -10,6 +10,7 @@ candidate as well, on each logical mesh that a single stage could have.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from math import inf
 from typing import Literal, Protocol
@@ -18,8 +19,13 @@ from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import AutoLayerOption, LayerError, LayerOption, ManualLayerOption
-from autopar.pipeline.pipeline_schedules import has_backward, schedule_kind, schedule_names
-from autopar.pipeline.schedule_kinds import ScheduleError
+from autopar.pipeline.pipeline_schedules import (
+    has_backward,
+    schedule_kind,
+    schedule_names,
+    splits_backward,
+)
+from autopar.pipeline.schedule_kinds import Pipeline, ScheduleError
 from autopar.pipeline.stage_options import (
     AutoStageOption,
     StageError,
@@ -29,7 +35,7 @@ from autopar.pipeline.stage_options import (
 from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
 from autopar.planning.last_results import OptionTrial
 from autopar.planning.pipeline_planner import BOUND_EFFORTS, BoundEffort, PipelinePlanner
-from autopar.planning.stage_problem import NoStagesError
+from autopar.planning.stage_problem import NoStagesError, in_flight_of
 from autopar.progress import log_progress, progress_part
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
@@ -217,6 +223,7 @@ class _Search:
         self._bounds: dict[_Combination, float] = {}
         self._whole_step_seconds: dict[int, list[float]] = {}
         self._least_counts: dict[LogicalMesh, float] = {}
+        self._too_large: list[tuple[_Combination, int]] = []
         self._computed: set[tuple[_Combination, int, BoundEffort]] = set()
         self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | Exception] = {}
 
@@ -264,8 +271,9 @@ class _Search:
         for entry in left:
             reason = f"takes at least {self._bound(entry):.4g} s, by its work and bubbles"
             if self._bound(entry) == inf:
-                reason = _NO_MEMORY
-                self.errors[entry.number] = NoStagesError(_NO_MEMORY)
+                smaller = self._smaller_without_plan(entry)
+                reason = _HOLDS_MORE.format(smaller) if smaller else _NO_MEMORY
+                self.errors[entry.number] = NoStagesError(reason)
             self._record(OptionTrial(entry.count, entry.schedule, None, reason, mesh=entry.mesh))
 
     def _combinations(self) -> list[_Combination]:
@@ -293,12 +301,21 @@ class _Search:
     def _next(self, left: Sequence[_Combination]) -> _Combination:
         """Return the combination with the least lower bound.
 
-        As long as no plan is known, combinations whose step is traced come first.
+        As long as no plan is known, combinations whose step is traced come first, and of these the
+        ones whose schedule holds the least.
         """
         if self.best is None:
-            traced = [entry for entry in left if (entry.count, entry.option) in self._planners]
-            left = [entry for entry in traced if not self._is_ruled_out(entry)] or left
-        return min(left, key=lambda entry: (self._bound(entry), entry.number))
+            traced = [
+                entry
+                for entry in left
+                if (entry.count, entry.option) in self._planners and not self._is_ruled_out(entry)
+            ]
+            if traced:
+                return min(traced, key=lambda entry: (*_held(entry), *self._rank(entry)))
+        return min(left, key=self._rank)
+
+    def _rank(self, entry: _Combination) -> tuple[float, int]:
+        return self._bound(entry), entry.number
 
     def _is_ruled_out(self, entry: _Combination) -> bool:
         bound = self._bound(entry)
@@ -344,7 +361,18 @@ class _Search:
         """Return the best known lower bound of the seconds of a combination."""
         if entry.mesh is not None and entry.count < self._least_counts.get(entry.mesh, 1):
             return inf
+        if self._smaller_without_plan(entry):
+            return inf
         return self._bounds.get(entry, 0.0)
+
+    def _smaller_without_plan(self, entry: _Combination) -> str:
+        """Return a schedule that does not fit although it holds no more microbatches, or ""."""
+        for other, num_layers in self._too_large:
+            if (entry.count, entry.option) == (other.count, other.option) and _is_composed(entry):
+                names = entry.schedule.name, other.schedule.name
+                if _holds_as_much(*names, entry.count, num_layers):
+                    return other.schedule.name
+        return ""
 
     def _has_bound(self, entry: _Combination) -> bool:
         """Whether the step is traced with the layers of an entry.
@@ -390,6 +418,14 @@ class _Search:
         except _PLANNING_ERRORS as error:
             self.errors[entry.number] = error
             self._record(OptionTrial(count, schedule, None, str(error), mesh=mesh))
+            planner = self._planners.get((count, entry.option))
+            if (
+                isinstance(error, NoStagesError)
+                and isinstance(planner, PipelinePlanner)
+                and self.best is None
+                and _is_composed(entry)
+            ):
+                self._too_large.append((entry, planner.num_layers))
             if mesh is not None and isinstance(error, MemoryBudgetError):
                 # A part of a microbatch needs at least that part of the memory.
                 least = count * error.least / error.budget
@@ -422,11 +458,50 @@ class _Search:
             log_progress(str(trial), len(self.trials), self.space.num_combinations)
 
 
+def _is_composed(entry: _Combination) -> bool:
+    """Whether stage construction finds stages whose backward pass is in one piece."""
+    schedule = entry.schedule
+    return entry.mesh is None and schedule.num_chunks == 1 and not splits_backward(schedule.name)
+
+
+def _held(entry: _Combination) -> tuple[bool, int]:
+    """Return whether the schedule holds more for a split backward pass, and the most it holds."""
+    if entry.mesh is not None:
+        return False, 0
+    name, chunks = entry.schedule.name, entry.schedule.num_chunks
+    pipeline = Pipeline(_FEW_MESHES, entry.count, chunks)
+    return splits_backward(name), schedule_kind(name).in_flight(0, pipeline)
+
+
+@cache
+def _holds_as_much(schedule: str, other: str, count: int, num_layers: int) -> bool:
+    """Return whether all stages hold at least as many microbatches as in another schedule.
+
+    Args:
+        schedule: name of a schedule with one stage on each mesh.
+        other: name of the other one.
+        count: number of microbatches.
+        num_layers: largest number of stages.
+    """
+    held, least = in_flight_of(schedule, count), in_flight_of(other, count)
+    return all(
+        held(later, stages) >= least(later, stages)
+        for stages in range(1, num_layers + 1)
+        for later in range(stages)
+    )
+
+
+_FEW_MESHES = 4
+"""Number of meshes at which the memory of schedules is compared to order them."""
+
 _NO_MEMORY = (
     "the state and the activations of the step do not fit in memory, even if all devices share them"
     " evenly; use more devices, smaller microbatches or remat"
 )
 """Reason of combinations with an infinite bound."""
+
+_HOLDS_MORE = "{}, which holds no more microbatches, has no stages that fit in memory"
+"""Reason of combinations that another schedule rules out."""
 
 _SLACK = 0.99
 """Least work of an example in smaller microbatches, as a share of that in larger ones.

@@ -14,7 +14,7 @@ from autopar.ir.graph import aval_of
 from autopar.ir.spec import Spec
 from autopar.ir.step_graph import MicrobatchError
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.planning.composition import ComposedStage, compose
+from autopar.planning.composition import ComposedStage, compose, may_be_faster
 from autopar.planning.layer_costs import LayerCosts, LayerFront, MeshChoice, Shape, phase_seconds
 from autopar.planning.layer_ranges import LayerRanges
 from autopar.sharding.deferred_sync import candidates, check_parts
@@ -224,7 +224,7 @@ class StageCosts:
                     bound += count * front.bound - work[solved] / prod(choice.shape)
                     heappush(heap, (bound, solved + 1, n, choice))
                 continue
-            stage = self._compose(start, stop, choice, in_flight)
+            stage = self._compose(start, stop, choice, in_flight, best)
             if stage is not None and (best is None or stage.step_seconds < best.step_seconds):
                 best = stage
         return best
@@ -236,16 +236,23 @@ class StageCosts:
         return [keys.index(key) for key in keys]
 
     def _compose(
-        self, start: int, stop: int, choice: MeshChoice, in_flight: int
+        self,
+        start: int,
+        stop: int,
+        choice: MeshChoice,
+        in_flight: int,
+        best: ComposedStage | None,
     ) -> ComposedStage | None:
+        """Return a composition on one mesh; None if none fits, or none is faster than the best."""
         layers = [self._front(layer, choice) for layer in range(start, stop)]
-        key = tuple(map(id, layers)), in_flight
+        fronts = [front for front in layers if front is not None]
+        if len(fronts) < len(layers):
+            return None
+        key = tuple(map(id, fronts)), in_flight
         if key not in self._composed:
-            fronts = [front for front in layers if front is not None]
-            is_complete = len(fronts) == len(layers)
-            self._composed[key] = (
-                compose(choice, start, fronts, in_flight, self.room) if is_complete else None
-            )
+            if not may_be_faster(fronts, in_flight, self.room, best):
+                return None
+            self._composed[key] = compose(choice, start, fronts, in_flight, self.room)
         stage = self._composed[key]
         if stage is None or stage.start == start:
             return stage

@@ -161,6 +161,18 @@ class PricedProblem:
             raise InfeasibleError("the parts of a microbatch are too small for the mesh")
         return self._memory.lower_bound(allowed)
 
+    def least_resident_bytes(self, in_flight: int) -> float:
+        """Return a lower bound of `Priced.bytes` of every choice."""
+        uses = {i: np.array(use, float) for i, use in self._resident.uses.items()}
+        for i, use in self._saved.uses.items() if in_flight > 1 else ():
+            uses[i] = uses.get(i, 0.0) + (in_flight - 1) * use
+        return sum(float(use.min()) for use in uses.values())
+
+    @cached_property
+    def least_saved_bytes(self) -> float:
+        """Lower bound of the bytes that a microbatch saves for its backward pass."""
+        return sum(float(use.min()) for use in self._saved.uses.values())
+
     def _allowed(self, parts: int) -> list[np.ndarray]:
         """Return for each decision which options divide a part of a microbatch evenly."""
         return [rows % parts == 0 for rows in self._rows]

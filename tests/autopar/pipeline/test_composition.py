@@ -1,11 +1,11 @@
 """Layers are composed from the points of their hulls that fit together in the least time."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from autopar.planning.composition import compose
+from autopar.planning.composition import compose, may_be_faster
 from autopar.planning.layer_costs import LayerCost, MeshChoice
 from autopar.sharding.lagrangian import Priced
 
@@ -32,6 +32,18 @@ class KnownFront:
 
     def hull(self, in_flight: int) -> list[LayerCost]:
         return self.points
+
+    def least_bytes(self, in_flight: int) -> tuple[float, float]:
+        least = min(point.priced.bytes(in_flight) for point in self.points)
+        return least, least
+
+    def at(self, price: float, in_flight: int) -> LayerCost:
+        costs = [p.priced.seconds + price * p.priced.bytes(in_flight) for p in self.points]
+        best = self.points[costs.index(min(costs))]
+        return replace(best, priced=replace(best.priced, bound=min(costs)))
+
+    def add_smallest(self, in_flight: int) -> bool:
+        return False
 
     def refine(self, in_flight: int, a: LayerCost, b: LayerCost) -> bool:
         self.refined.append((a, b))
@@ -67,3 +79,19 @@ def test_a_hull_is_refined_only_in_front_of_the_points_that_layers_take():
         (HULL[0], HULL[1]),
         (HULL[1], HULL[2]),
     ]
+
+
+def test_no_composition_is_tried_that_needs_too_much_memory_or_time():
+    front: Any = KnownFront(list(HULL))
+    assert not may_be_faster([front, front], 1, 1.9, None)
+    assert may_be_faster([front, front], 1, 2.0, None)
+    best = compose(MeshChoice((1,), ()), 0, [front, front], 1, 9.0)
+    assert best is not None
+    assert best.price > 0
+    slower: Any = KnownFront([point(3.1, 4.5), point(9.0, 0.5)])
+    assert not may_be_faster([slower, slower], 1, 9.0, best)
+    faster: Any = KnownFront([point(2.9, 4.5), point(9.0, 0.5)])
+    assert may_be_faster([faster, faster], 1, 9.0, best)
+    other = compose(MeshChoice((2,), ()), 0, [faster, faster], 1, 9.0)
+    assert other is not None
+    assert other.step_seconds < best.step_seconds

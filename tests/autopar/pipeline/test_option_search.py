@@ -11,9 +11,11 @@ from autopar import AutoLayerOption, UniformStageOption
 from autopar.devices import logical_mesh
 from autopar.pipeline.pipeline_schedules import schedule_names
 from autopar.plan import WHOLE_STEP
+from autopar.planning.method_planning import _PipelinePlanning
 from autopar.planning.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.plan_step import MEMORY_MARGIN
+from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.plan_shardings import plan_shardings
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
@@ -216,6 +218,26 @@ def test_traced_combinations_come_first_until_a_plan_is_known(monkeypatch):
     assert counts == [1, 16, 8, 4, 2]
     assert efforts[2] == ["work"]
     assert efforts[1] == ["work", "stages", "solves"]
+
+
+def test_no_schedule_is_planned_that_holds_more_than_one_that_does_not_fit(monkeypatch):
+    names: list[str] = []
+
+    def plan(self, stages, schedule, *_):
+        names.append(schedule.name)
+        raise NoStagesError("no stages fit in memory")
+
+    def plan_whole_step(*_):
+        raise autopar.MemoryBudgetError(1.0, 2.0)
+
+    monkeypatch.setattr(PipelinePlanner, "plan", plan)
+    monkeypatch.setattr(_PipelinePlanning, "plan_whole_step", plan_whole_step)
+    with pytest.raises(ValueError, match="no plan for the step fits"):
+        planned(num_micro_batches=16, pipeline_schedule="auto")
+    assert names == ["1f1b", "zero_bubble_h1"]
+    reasons = {t.schedule.name: t.reason for t in autopar.get_last_search_result()}
+    assert reasons["gpipe"] == reasons["1f1b_overlap_friendly"]
+    assert reasons["gpipe"].startswith("1f1b, which holds no more microbatches, has no stages")
 
 
 def test_automatic_layers_are_as_many_as_the_loss_has():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from math import inf
 from unittest.mock import patch
 
 import jax
@@ -306,6 +307,20 @@ def test_smaller_memory_budgets_cost_more_seconds(gpt):
     assert seconds == sorted(seconds)
     assert bytes_used == sorted(bytes_used, reverse=True)
     assert stage_costs(gpt, 0.1 * most_bytes).composed(0, LAYERS, [(4,)], 4) is None
+
+
+def test_the_best_of_several_meshes_is_as_fast_as_the_best_of_each(gpt):
+    """Bounds leave out only compositions that are slower or do not fit."""
+    shapes = [(4,), (2, 2)]
+    unlimited = stage_costs(gpt).composed(0, 2, [(4,)], 4)
+    assert unlimited is not None
+    most_bytes = unlimited.cost.fixed_bytes + 4 * unlimited.cost.micro_batch_bytes
+    for share in (1.0, 0.9, 0.8):
+        budget = share * most_bytes
+        alone = [stage_costs(gpt, budget).composed(0, 2, [shape], 4) for shape in shapes]
+        best = stage_costs(gpt, budget).composed(0, 2, shapes, 4)
+        seconds = [stage.step_seconds for stage in alone if stage is not None]
+        assert (best.step_seconds if best else inf) == pytest.approx(min(seconds, default=inf))
 
 
 @pytest.mark.parametrize("option", [UniformStageOption(2), AutoStageOption()], ids=str)

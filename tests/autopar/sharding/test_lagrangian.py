@@ -67,3 +67,13 @@ def test_a_solve_starts_from_a_known_solution(problem, solutions):
     """A known optimum ends the solve, which does not look for choices as good within its gap."""
     for price, solution in solutions.items():
         assert problem.solve(price, 1, 1.0, solution).choice == solution.choice
+
+
+def test_no_solution_needs_less_than_the_least_bytes(problem, solutions):
+    for solution in solutions.values():
+        assert problem.least_bytes(1) <= solution.resident_bytes + solution.extra_bytes
+        assert problem.least_saved_bytes <= solution.saved_bytes
+        for in_flight in (1, 3):
+            assert problem.least_resident_bytes(in_flight) <= solution.bytes(in_flight)
+    smallest = solutions[PRICES[-1]].bytes(1)
+    assert problem.least_resident_bytes(1) == pytest.approx(smallest, rel=0.1)
