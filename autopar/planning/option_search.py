@@ -301,17 +301,13 @@ class _Search:
     def _next(self, left: Sequence[_Combination]) -> _Combination:
         """Return the combination with the least lower bound.
 
-        As long as no plan is known, combinations whose step is traced come first, and of these the
-        ones whose schedule holds the least.
+        If combinations have failed and no plan is known, the one that needs the least memory for
+        activations comes first: its plan rules out others.
         """
-        if self.best is None:
-            traced = [
-                entry
-                for entry in left
-                if (entry.count, entry.option) in self._planners and not self._is_ruled_out(entry)
-            ]
-            if traced:
-                return min(traced, key=lambda entry: (*_held(entry), *self._rank(entry)))
+        if self.best is None and self.errors:
+            may_fit = [entry for entry in left if not self._is_ruled_out(entry)]
+            if may_fit:
+                return min(may_fit, key=lambda entry: (*_leanness(entry), *self._rank(entry)))
         return min(left, key=self._rank)
 
     def _rank(self, entry: _Combination) -> tuple[float, int]:
@@ -464,13 +460,18 @@ def _is_composed(entry: _Combination) -> bool:
     return entry.mesh is None and schedule.num_chunks == 1 and not splits_backward(schedule.name)
 
 
-def _held(entry: _Combination) -> tuple[bool, int]:
-    """Return whether the schedule holds more for a split backward pass, and the most it holds."""
+def _leanness(entry: _Combination) -> tuple[bool, bool, float]:
+    """Return a key that is the smaller, the less memory a combination needs for activations.
+
+    Its parts are whether the backward pass is split, whether layers save their values, and the
+    share of the batch in flight.
+    """
     if entry.mesh is not None:
-        return False, 0
-    name, chunks = entry.schedule.name, entry.schedule.num_chunks
-    pipeline = Pipeline(_FEW_MESHES, entry.count, chunks)
-    return splits_backward(name), schedule_kind(name).in_flight(0, pipeline)
+        return False, True, 1.0
+    name, option = entry.schedule.name, entry.option
+    pipeline = Pipeline(_FEW_MESHES, entry.count, entry.schedule.num_chunks)
+    in_flight = schedule_kind(name).in_flight(0, pipeline)
+    return splits_backward(name), not (option and option.remat_layer), in_flight / entry.count
 
 
 @cache
