@@ -24,6 +24,13 @@ from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem
 from autopar.sharding.solver import solve
 from autopar.sharding.step_memory import StepMemory
 
+_BRANCHING_GAP = 0.03
+"""Relative gap up to which a solve with a tolerance ends without branches.
+
+Branches take most of the time, and mostly prove that the choice that sweeps found is as good.
+Stages composed of such choices are solved as a whole, to the tolerance of the plan.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Priced:
@@ -105,7 +112,8 @@ class PricedProblem:
         problem = self._priced(price, in_flight)
         if self.options.mode == "solve":
             choice = start.choice if start else None
-            solution = solve(problem, self.options.time_limit, tolerance, choice)
+            gap = _BRANCHING_GAP if tolerance else 0.0
+            solution = solve(problem, self.options.time_limit, tolerance, choice, branching_gap=gap)
         else:
             solution = propagate(self.decisions.problem())
         choice = solution.choice

@@ -66,6 +66,7 @@ def solve(
     start: Sequence[int] | None = None,
     bound: float = -math.inf,
     allowed: Allowed = lambda choice: True,
+    branching_gap: float = 0.0,
 ) -> Solution:
     """Return the cheapest choice, or one that is proven to be within `tolerance` of it.
 
@@ -81,12 +82,15 @@ def solve(
         bound: known lower bound of all choices, as the cost of one with fewer constraints.
         allowed: a further requirement. If no allowed choice is found near the optimum, the cheapest
             choice found is returned, so that the caller sees which constraint it violates.
+        branching_gap: relative gap up to which a problem is not branched, and not left to HiGHS.
 
     Raises:
         InfeasibleError: every choice has an infinite cost or violates a constraint.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    return _SelectionSearch(problem, time_limit, tolerance, start, bound, allowed).run()
+    search = _SelectionSearch(problem, time_limit, tolerance, start, bound, allowed)
+    search.branching_gap = branching_gap
+    return search.run()
 
 
 class _SelectionSearch:
@@ -115,6 +119,7 @@ class _SelectionSearch:
         limit: float = math.inf,
     ) -> None:
         self.problem, self.tolerance = problem, tolerance
+        self.branching_gap = 0.0
         self.deadline = time.monotonic() + time_limit
         self.work = Reduction(problem)
         self.choice: tuple[int, ...] | None = None
@@ -147,7 +152,11 @@ class _SelectionSearch:
         if not self.work.costs:
             self.offer({})
             self.bound = min(self.best, self.refused[0])  # options that were dropped are no better
-        elif core and not self.within(self.enough) and self.refused[0] >= self.best:
+        elif (
+            core
+            and not self.within(max(self.enough, self.branching_gap))
+            and self.refused[0] >= self.best
+        ):
             self.finish()
         return core
 

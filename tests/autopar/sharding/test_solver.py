@@ -96,6 +96,24 @@ def test_a_known_choice_is_returned_if_a_branch_takes_too_long():
     assert search.bound == 0.0
 
 
+@settings(max_examples=100)
+@given(selection_problems())
+def test_nothing_is_left_to_branches_within_their_gap(problem):
+    problem = replace(problem, limits=())
+    best = brute_force(problem)
+    if np.isfinite(best):
+        start = next(c for c in product(*map(range, map(len, problem.nodes))) if fits(problem, c))
+        finish = patch.object(_SelectionSearch, "finish", side_effect=AssertionError)
+        with finish:
+            solution = solve(problem, tolerance=1e-3, start=start, branching_gap=np.inf)
+        assert solution.bound - 1e-6 <= best <= solution.objective + 1e-6
+        assert solution.objective == problem.cost(solution.choice) <= problem.cost(start)
+
+
+def fits(problem, choice):
+    return np.isfinite(problem.cost(choice))
+
+
 @pytest.mark.parametrize("branching", [1, 10_000])
 @settings(max_examples=100)
 @given(problem=selection_problems())
