@@ -59,6 +59,7 @@ from autopar.tracing.arguments import (
     dynamic_arguments,
     leaves_of,
     positional_arguments,
+    result_shapes,
     static_arguments,
     static_key,
 )
@@ -126,7 +127,8 @@ def parallelize(
             mapping from these numbers to the batch dim, such as {1: 0, 2: 1}. Keyword-only
             parameters are counted after all others. "auto" selects the arguments after the first
             whose arrays all have the same first dim, and no second copy of the model, such as its
-            optimizer state; without any, the last argument with arrays.
+            optimizer state; without any, the last argument with arrays. Where that leaves a choice,
+            arguments that the step returns are not the batch, and the first argument may be.
         method: how to parallelize (see `autopar.methods`); `ShardParallel()` by default.
         check: "first step" compares the first step of each plan with the same step on one device,
             whose memory has to suffice for it.
@@ -329,7 +331,6 @@ class ParallelizedFunction[E: AnyExecutable]:
     @builds_graphs
     def _compile(self, packing: Packing, static: tuple[int, ...]) -> E:
         start, args = time.perf_counter(), packing.args
-        batch = batch_arguments(self._batch_argnums, args[: packing.count])
         dynamic_argnums = [i for i in range(len(args)) if i not in static]
 
         def positions(argnums: Collection[int]) -> tuple[int, ...]:
@@ -337,11 +338,13 @@ class ParallelizedFunction[E: AnyExecutable]:
             return tuple(dynamic_argnums.index(i) for i in argnums if i in dynamic_argnums)
 
         dynamic = [args[i] for i in dynamic_argnums]
+        fun = self._with_static(packing, static)
+        batch = batch_arguments(
+            self._batch_argnums, args[: packing.count], lambda: result_shapes(fun, dynamic)
+        )
         donated = positions(donated_arguments(self._donate_argnums, args[: packing.count]))
         # the overloads of `parallelize` tie E to the method
-        executable: Any = self._executable(
-            self._with_static(packing, static), dynamic, positions(batch), donated, start
-        )
+        executable: Any = self._executable(fun, dynamic, positions(batch), donated, start)
         return executable
 
     def _with_static(self, packing: Packing, static: Sequence[int]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from autopar.tracing.arguments import (
     batch_arguments,
     batch_dims,
     by_position,
+    result_shapes,
 )
 from autopar.tracing.packing import Packing
 from autopar.tracing.shared_traces import shared
@@ -148,9 +149,14 @@ def packed_step(
     batch_argnums = checked("batch_argnums", batch_argnums, BATCH_ARGNUMS)
     dims = batch_dims(batch_argnums, args)
     packing = Packing(args, (), dims)
-    batch = batch_arguments(batch_argnums, packing.args[: packing.count])
     key = packed_step, fun, jax.tree.structure(packing.args), tuple(sorted(dims.items()))
-    return shared(key, lambda: packing.step(by_position(fun))), packing.args, batch
+    step = shared(key, lambda: packing.step(by_position(fun)))
+    batch = batch_arguments(
+        batch_argnums,
+        packing.args[: packing.count],
+        lambda: result_shapes(step, packing.args),
+    )
+    return step, packing.args, batch
 
 
 def _mesh(

@@ -4,7 +4,7 @@ import inspect
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, Literal
@@ -80,44 +80,102 @@ def donated_arguments(argnums: Argnums, args: Sequence[Any]) -> tuple[int, ...]:
     return _as_tuple(argnums, len(args), "donate_argnums")
 
 
-def batch_arguments(argnums: BatchArgnums, args: Sequence[Any]) -> tuple[int, ...]:
+def batch_arguments(
+    argnums: BatchArgnums, args: Sequence[Any], result: Callable[[], Any]
+) -> tuple[int, ...]:
     """Return the numbers of the arguments whose arrays have the batch as a dim.
 
     "auto" selects by shapes. The first argument is the model. Those arguments after it are the
     batch whose arrays all have the same first dim; if it differs between arguments, the first dim
-    that most of them have decides. An argument with several arrays whose shapes the model has, such
+    that most arrays have decides. An argument with several arrays whose shapes the model has, such
     as a second copy of the weights, is only selected if no other can be. If no argument has a
     single first dim, the batch is the last argument with arrays, such as a graph with nodes and
-    edges.
+    edges. Where these rules leave a choice, arguments that the step returns, such as its state, are
+    not the batch, and the first argument may be.
 
     Args:
         argnums: the option.
         args: the arguments of the step; nnx modules in them are packed.
+        result: returns the result of the step, arrays or ShapeDtypeStructs.
 
     Raises:
         OptionError: A number is not that of an argument.
     """
     if argnums == "auto":
-        return _batch_by_shapes(args)
+        return _batch_by_shapes(args, result)
     numbers = tuple(argnums) if isinstance(argnums, Mapping) else argnums
     return _as_tuple(numbers, len(args), "batch_argnums")
 
 
-def _batch_by_shapes(args: Sequence[Any]) -> tuple[int, ...]:
-    shapes = [_array_shapes(arg) for arg in args]
-    possible = {i: arrays for i, arrays in enumerate(shapes) if i and arrays}
-    copies = {i for i, arrays in possible.items() if arrays[1:] and set(arrays) <= set(shapes[0])}
-    if len(copies) < len(possible):
-        possible = {i: arrays for i, arrays in possible.items() if i not in copies}
-    first_dims = {i: {shape[0] for shape, _ in arrays} for i, arrays in possible.items()}
-    rows = Counter(dim for dims in first_dims.values() if len(dims) == 1 for dim in dims)
+def _batch_by_shapes(args: Sequence[Any], result: Callable[[], Any]) -> tuple[int, ...]:
+    shapes = {i: arrays for i, arg in enumerate(args) if (arrays := _array_shapes(arg))}
+    model = set(shapes.get(0, ()))
+    copies = {i for i, arrays in shapes.items() if i and arrays[1:] and set(arrays) <= model}
+    possible = shapes.keys() - {0}
+    possible = possible - copies or possible
+    rows = _arrays_by_first_dim(shapes, possible)
+    if len(rows) != 1 or rows.keys() == _first_dims(shapes.get(0, [])):
+        returned = _returned_arguments(args, result)
+        if returned and (others := shapes.keys() - copies - returned):
+            possible = others
+            rows = _arrays_by_first_dim(shapes, possible)
     if not rows:
-        return tuple(possible)[-1:]
+        return (max(possible),) if possible else ()
     [(examples, _)] = rows.most_common(1)
-    return tuple(i for i, dims in first_dims.items() if dims == {examples})
+    return tuple(i for i in sorted(possible) if _first_dims(shapes[i]) == {examples})
 
 
-def _array_shapes(arg: Any) -> list[tuple[tuple[int, ...], Any]]:
+type _Shapes = Sequence[tuple[tuple[int, ...], Any]]
+
+
+def _first_dims(arrays: _Shapes) -> set[int]:
+    return {shape[0] for shape, _ in arrays}
+
+
+def _arrays_by_first_dim(shapes: Mapping[int, _Shapes], numbers: Set[int]) -> Counter[int]:
+    """Return the number of arrays by first dim, of the arguments that have a single one."""
+    arrays = [shapes[i] for i in sorted(numbers) if len(_first_dims(shapes[i])) == 1]
+    return Counter(shape[0] for each in arrays for shape, _ in each)
+
+
+def _returned_arguments(args: Sequence[Any], result: Callable[[], Any]) -> set[int]:
+    """Return the numbers of the arguments whose arrays stand side by side in the result.
+
+    There are none if the step raises; its trace will say why.
+    """
+    try:
+        returned = _signature(result())
+    except Exception:
+        return set()
+    numbers = set()
+    for i, arg in enumerate(args):
+        arrays = _signature(arg)
+        starts = range(len(returned) - len(arrays) + 1)
+        if arrays and any(returned[k : k + len(arrays)] == arrays for k in starts):
+            numbers.add(i)
+    return numbers
+
+
+def _signature(tree: Any) -> _Shapes:
+    """Return shape and dtype of all arrays in a pytree."""
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree) if isinstance(leaf, ARRAYS)]
+
+
+def result_shapes(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Return the result of a step as ShapeDtypeStructs, without running it."""
+    shapes = [
+        jax.tree.map(
+            lambda leaf: (
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, ARRAYS) else leaf
+            ),
+            arg,
+        )
+        for arg in args
+    ]
+    return jax.eval_shape(fun, *shapes)
+
+
+def _array_shapes(arg: Any) -> _Shapes:
     """Return shape and dtype of the arrays of an argument that have dims; random keys have none."""
     arrays = (leaf for leaf in jax.tree.leaves(arg) if isinstance(leaf, ARRAYS))
     return [

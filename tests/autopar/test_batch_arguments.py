@@ -49,7 +49,31 @@ KEY = jax.random.key(0)
     }.values(),
 )
 def test_the_batch_is_found_by_its_shapes(args, batch):
-    assert batch_arguments("auto", args) == batch
+    assert batch_arguments("auto", args, lambda: None) == batch
+
+
+PRIORITIES = arrays((50,))
+EMBEDDING = arrays((ROWS, IN))
+
+
+@pytest.mark.parametrize(
+    ("args", "returned", "batch"),
+    {
+        "beside other state": ((MODEL, *PRIORITIES, [X]), (0, 1), (2,)),
+        "beside other state, nested": ((MODEL, *PRIORITIES, [X]), ({"a": 0}, [1]), (2,)),
+        "before the state": (([X, Y], {"model": MODEL, "state": STATE}, 1.0), (1,), (0,)),
+        "two arguments before the state": ((X, Y, {"model": MODEL, "state": STATE}), (2,), (0, 1)),
+        "a model with as many rows": ((EMBEDDING, arrays((ROWS, 3)), Y), (0,), (1, 2)),
+        "states of an environment": ((MODEL, STATE, KEY, X), (0, 1, 3), (3,)),
+        "nodes and edges": ((MODEL, STATE, arrays((7, 2), (9, 2))), (0, 1), (2,)),
+        "an evaluation of a model with as many rows": ((EMBEDDING, [X], Y), (), (1, 2)),
+    }.values(),
+)
+def test_what_a_step_returns_decides_where_shapes_do_not(args, returned, batch):
+    def result() -> Any:
+        return jax.tree.map(lambda i: args[i], returned), jax.ShapeDtypeStruct((), "float32")
+
+    assert batch_arguments("auto", args, result) == batch
 
 
 def step(params: Any, state: Any, x: Any, y: Any) -> Any:
@@ -100,6 +124,29 @@ def test_data_parallelism_splits_the_examples_and_copies_the_optimizer_state():
     [stage] = parallel.get_last_executable().plan.stages
     split = {value.path for value in stage.inputs if any(value.spec)}
     assert split == {"2", "3"}
+
+
+def prioritized_step(batch: Any, state: Any, priorities: Any) -> Any:
+    params, opt_state = state
+    params, opt_state, loss = step(params, opt_state, batch["x"], batch["y"])
+    errors = jnp.abs(batch["x"] @ params["in"]).sum(1)
+    return (params, opt_state), priorities.at[batch["rows"]].set(errors), loss
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.ShardParallel(4, num_micro_batches=2),
+        autopar.PipeshardParallel(4, num_micro_batches=2, layer_option=autopar.AutoLayerOption(2)),
+    ],
+    ids=["microbatches", "pipeline"],
+)
+def test_a_step_with_its_batch_before_several_states_equals_one_device(method):
+    params, opt_state, x, y = values()
+    batch = {"x": x, "y": y, "rows": jnp.arange(ROWS) * 3}
+    args = batch, (params, opt_state), jnp.zeros(50)
+    parallel = autopar.parallelize(prioritized_step, method=method)
+    assert_allclose(parallel(*args), serial(prioritized_step, *args), rtol=2e-3, atol=2e-3)
 
 
 def test_a_step_without_a_batch_is_not_cut_into_microbatches():
