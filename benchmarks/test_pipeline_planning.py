@@ -13,7 +13,7 @@ from autopar.lowering.cross_mesh_resharding import reshard
 from autopar.pipeline.pipeline_schedules import make_schedule, schedule_kind, schedule_names
 from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes
-from autopar.planning.stage_dp import construct_stages
+from autopar.planning.stage_dp import solve_stages
 from autopar.planning.stage_problem import StageCost, StageProblem, in_flight_of
 from experiments.validation.planning_seconds import PLANNINGS
 
@@ -83,7 +83,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_stage_construction(benchmark, name):
     benchmark.extra_info["costs"] = benchmark.pedantic(
-        lambda: construct_stages(PROBLEMS[name]())
+        lambda: solve_stages(PROBLEMS[name]())
     ).num_costs
 
 

@@ -191,14 +191,29 @@ def test_one_match_dispatches_over_methods_and_none_over_executables():
     assert set(tests) == {f"autopar/api.py:{case.pattern.lineno}" for case in cases}
 
 
-def test_the_layout_page_has_every_package_and_only_files_that_exist():
+def test_the_layout_page_has_every_package():
     page = (ROOT / "docs" / "developing" / "layout.md").read_text()
     parents = {path.parent for path in FILES if path.relative_to(ROOT).parts[0] != "experiments"}
     packages = {path.name for path in parents if path.parent.parent == ROOT}
     assert {name for name in packages if f"`{name}`" not in page} == set()
-    files = [path.as_posix() for path in (*FILES, Path(__file__))]
-    names = re.findall(r"`([\w/]+\.py)`", page)
-    assert [name for name in names if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs" / "developing").glob("*.md")),
+        *sorted((ROOT / "docs" / "concepts").glob("*.md")),
+    ],
+    ids=lambda path: path.name,
+)
+def test_a_file_of_the_code_that_a_page_names_exists(page):
+    text = page.read_text()
+    files = [path.as_posix() for path in (*FILES, *ROOT.glob("*/*.py"))]
+    modules = re.findall(r"`([\w/]+\.py)`", text)
+    assert [name for name in modules if not any(file.endswith(f"/{name}") for file in files)] == []
+    paths = re.findall(rf"`((?:{'|'.join(FORBIDDEN)}|docs|benchmarks)/[^`]*)`", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 PUBLIC = {

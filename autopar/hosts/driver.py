@@ -20,7 +20,7 @@ from autopar.hosts.clocks import offset
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError
 from autopar.hosts.reservation import Reservation
 from autopar.hosts.timelines import ExecutedInstruction, aligned
-from autopar.hosts.workers import Workers, reason
+from autopar.hosts.worker_processes import Workers, reason
 from autopar.lowering.cross_mesh_resharding import tiles
 from autopar.lowering.job import Array, Job, Place, worker_groups
 

@@ -276,7 +276,9 @@ class Worker:
         given: Sequence[int],
         *arrays: np.ndarray,
     ) -> None:
-        """Run a step.
+        """Run a step: the instructions of this worker's meshes, in the order of the job.
+
+        `LoadedJob.execute` (`autopar.runtime.loaded_job`) executes each of them.
 
         Args:
             number: number of the job.

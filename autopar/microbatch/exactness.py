@@ -1,4 +1,9 @@
-"""How the microbatches of a step differ from the whole batch, by the user's choice."""
+"""Whether microbatches compute what the whole batch does: the record in the plan, and warnings.
+
+Microbatches may differ from the whole batch only where the user allows it, by `rng="fold_in"` or
+`batch_statistics="microbatch"`. This module reports which of the two a traced step needs.
+`created_rows` and `own_statistics` implement them.
+"""
 
 from collections.abc import Sequence
 

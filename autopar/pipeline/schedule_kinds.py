@@ -53,7 +53,7 @@ class ScheduleKind:
     in_flight: Callable[[int, Pipeline], int]
     summary: str
     num_chunks: int | None = 1
-    forward: str = "inference"
+    forward: str = ""
 
 
 class ScheduleError(ValueError):

@@ -227,18 +227,21 @@ SHIPPED_SCHEDULES = {
         _gpipe,
         lambda mesh, pipeline: pipeline.num_micro_batches,
         "all forwards, then all backwards (Huang et al., NeurIPS'19)",
+        forward="inference",
     ),
     "1f1b": ScheduleKind(
         lambda mesh, pipeline: _alternating(mesh, pipeline, _depth_1f1b(mesh, pipeline)),
         _depth_1f1b,
         "a backward as soon as there is one, so that few activations are alive (PipeDream-flush,"
         " Narayanan et al., ICML'21)",
+        forward="inference",
     ),
     "1f1b_overlap_friendly": ScheduleKind(
         lambda mesh, pipeline: _alternating(mesh, pipeline, _depth_overlap(mesh, pipeline)),
         _depth_overlap,
         "1f1b with about twice the warm-up, so that transfers hide behind tasks (Zhuang et al.,"
         " MLSys'23)",
+        forward="inference",
     ),
     "interleaved_1f1b": ScheduleKind(
         _interleaved_1f1b,
@@ -246,12 +249,14 @@ SHIPPED_SCHEDULES = {
         "1f1b with several stages on each mesh: a smaller bubble, more transfers (Narayanan et"
         " al., SC'21)",
         None,
+        "inference",
     ),
     "zero_bubble_h1": ScheduleKind(
         _zero_bubble_h1,
         lambda mesh, pipeline: min(pipeline.num_micro_batches, pipeline.num_meshes),
         "backward split in two; weight gradients fill the bubble of 1f1b in its memory (Qi et"
         " al., ICLR'24)",
+        forward="inference",
     ),
     "zero_bubble_v": ScheduleKind(
         _zero_bubble_v,
@@ -269,7 +274,9 @@ SHIPPED_SCHEDULES = {
         2,
         "inference_v",
     ),
-    "inference": ScheduleKind(_inference, lambda mesh, pipeline: 1, "forwards only", None),
+    "inference": ScheduleKind(
+        _inference, lambda mesh, pipeline: 1, "forwards only", None, "inference"
+    ),
     "inference_v": ScheduleKind(
         _inference_v,
         lambda mesh, pipeline: 1,

@@ -25,7 +25,7 @@ from autopar.planning.composition import ComposedStage
 from autopar.planning.layer_costs import Shape
 from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
-from autopar.planning.stage_dp import construct_stages
+from autopar.planning.stage_dp import solve_stages
 from autopar.planning.stage_problem import (
     InFlight,
     NoStagesError,
@@ -123,7 +123,7 @@ def find_stages(
         NoStagesError: no stages fit in memory, or none are faster than the limit.
     """
     problem = stage_problem(costs, cluster, option, schedule, measure)
-    best = construct_stages(problem, _ESTIMATE_MARGIN * limit)
+    best = solve_stages(problem, _ESTIMATE_MARGIN * limit)
     yield _constructed(best, problem, costs.num_solves)
     used = {stage.submesh for stage in best.stages}
     if len(used) == 1:
@@ -133,7 +133,7 @@ def find_stages(
             continue  # the optimum over all submeshes
         known = _ESTIMATE_MARGIN * min([*solved_seconds, limit])
         with suppress(NoStagesError):
-            even = construct_stages(replace(problem, submeshes=submeshes), known)
+            even = solve_stages(replace(problem, submeshes=submeshes), known)
             yield _constructed(even, problem, costs.num_solves)
 
 
@@ -166,7 +166,7 @@ def stage_problem(
     schedule: str,
     measure: Measure | None = None,
 ) -> StageProblem:
-    """Return the problem that `construct_stages` solves, for the layers of a step on a cluster.
+    """Return the problem that `solve_stages` solves, for the layers of a step on a cluster.
 
     Args:
         costs: costs of stages, of the schedule's kind.
@@ -249,7 +249,7 @@ def least_seconds(
     # three times as many microbatches of a third of the size they are forward passes alone.
     parts = 1 if has_bubbles else _PASSES
     bounds = partial(estimator.least, num_micro_batches, parts)
-    least = construct_stages(
+    least = solve_stages(
         replace(
             problem,
             num_micro_batches=parts * num_micro_batches,

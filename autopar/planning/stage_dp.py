@@ -31,7 +31,7 @@ _SAME = 1 + 1e-12
 """Factor within which sums of the same numbers in another order are equal."""
 
 
-def construct_stages(problem: StageProblem, limit: float = np.inf) -> StageSolution:
+def solve_stages(problem: StageProblem, limit: float = np.inf) -> StageSolution:
     """Return the stages with the least predicted time of a step.
 
     Args:

@@ -20,7 +20,7 @@ Two more terms of the first maximum come from the microbatches in flight:
 - Two neighbours that hold k and l < k microbatches wait for each other in the same way: every
   k - l + 1 microbatches take them at least both of their times and the transfer between them.
 
-`autopar.planning.stage_dp.construct_stages` finds the exact optimum.
+`autopar.planning.stage_dp.solve_stages` finds the exact optimum.
 """
 
 from collections.abc import Callable, Hashable, Sequence

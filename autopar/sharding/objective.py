@@ -1,4 +1,4 @@
-"""The selection problem of a step: decisions with their options, and the objective in seconds.
+"""The objective of a step's selection problem: decisions, their options, and costs in seconds.
 
 The objective is the sum of kernels, collectives that complete partial results, and resharding. Each
 value is placed by one decision: that of an input, or of an equation that decides. An equation that
@@ -7,7 +7,8 @@ and adds no variable. Values computed from constants alone are *free*: each devi
 needs.
 
 `equation_candidates` lists the options of an equation, `equation_seconds` prices them, and
-`step_decisions` has the result as data.
+`step_decisions` has the result as data. `solver` minimizes the objective: `presolve` and
+`message_passing` reduce the problem, and `ilp` states what is left as an integer program.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.hosts import environment, reservation, session, workers
+from autopar.hosts import environment, reservation, session, worker_processes
 from autopar.hosts.driver import RayHosts
 from autopar.hosts.environment import (
     check_versions,
@@ -21,7 +21,7 @@ from autopar.hosts.environment import (
 )
 from autopar.hosts.errors import HostsError, PortTakenError
 from autopar.hosts.worker import ProcessGroup, Worker
-from autopar.hosts.workers import start_process_groups
+from autopar.hosts.worker_processes import start_process_groups
 
 DRIVER_VERSIONS = {
     "Python": "3.12",
@@ -205,7 +205,7 @@ def test_xla_flags_are_set_on_workers(hosts):
 @pytest.mark.slow
 @pytest.mark.usefixtures("raylets")
 def test_hosts_with_other_versions_are_refused(monkeypatch):
-    monkeypatch.setattr(workers, "versions", lambda: versions() | {"flax": "0.0.1"})
+    monkeypatch.setattr(worker_processes, "versions", lambda: versions() | {"flax": "0.0.1"})
     with pytest.raises(
         HostsError,
         match=r"host 0 \(.*\) has flax .* \(the driver: 0\.0\.1\); pip install flax==0\.0\.1",

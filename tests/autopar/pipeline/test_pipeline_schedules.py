@@ -19,7 +19,7 @@ from autopar.pipeline.pipeline_schedules import (
     schedule_names,
     splits_backward,
 )
-from autopar.pipeline.schedule_kinds import Pipeline, ScheduleError
+from autopar.pipeline.schedule_kinds import Pipeline, ScheduleError, ScheduleKind
 from simulator.program import DeadlockError, Free, Phase, Recv, Run, Send, walk
 from tests.autopar.pipeline.stack_steps import (
     assert_as_serial,
@@ -305,6 +305,22 @@ def last_batch_first(mesh, pipeline):
     yield from (Run(mesh, "F", batch) for batch in range(pipeline.num_micro_batches))
     yield from (Run(mesh, "B", batch) for batch in reversed(range(pipeline.num_micro_batches)))
     yield Run(mesh, "U")
+
+
+def test_forwards_only_of_a_shipped_schedule_have_its_stages_on_the_same_meshes():
+    for name in schedule_names():
+        pipeline = Pipeline(2, 4, schedule_kind(name).num_chunks or 2)
+        schedule = make_schedule(name, pipeline)
+        forward = make_schedule(schedule_kind(name).forward, pipeline)
+        assert forward.phases == {"F"}
+        for stage in range(pipeline.num_stages):
+            assert forward.mesh_of(stage) == schedule.mesh_of(stage), name
+
+
+def test_no_step_follows_a_schedule_that_names_no_forwards_only(monkeypatch):
+    monkeypatch.setattr(pipeline_schedules, "_KINDS", dict(pipeline_schedules._KINDS))
+    autopar.register_schedule("alone", last_batch_first)
+    assert schedule_kind("alone").forward == ScheduleKind(last_batch_first, len, "").forward == ""
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autopar.pipeline.pipeline_schedules import make_schedule
 from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, fits, place
-from autopar.planning.stage_dp import construct_stages
+from autopar.planning.stage_dp import solve_stages
 from autopar.planning.stage_problem import (
     NoStagesError,
     PlacedStage,
@@ -46,7 +46,7 @@ def test_stage_construction_finds_the_recorded_optimum(golden):
         ]
 
     problem = StageProblem(golden["layers"], (pool,), meshes, golden["micro_batches"], costs)
-    plan = construct_stages(problem)
+    plan = solve_stages(problem)
     assert plan.seconds == pytest.approx(golden["objective"], rel=1e-6)
     assert step_seconds(problem, plan.stages) == pytest.approx(plan.seconds)
 
@@ -171,14 +171,14 @@ def test_stage_construction_finds_the_optimum_of_brute_force(problem):
     best = min((step_seconds(problem, stages) for stages in feasible_plans(problem)), default=None)
     if best is None:
         with pytest.raises(NoStagesError):
-            construct_stages(problem)
+            solve_stages(problem)
         return
-    plan = construct_stages(problem)
+    plan = solve_stages(problem)
     assert plan.seconds == pytest.approx(best)
     assert step_seconds(problem, plan.stages) == pytest.approx(best)
     assert plan.stages in feasible_plans(problem)
     place(problem.pools, [stage.submesh for stage in plan.stages])
-    assert construct_stages(problem) == plan
+    assert solve_stages(problem) == plan
 
 
 def test_exact_costs_are_computed_only_near_the_optimum():
@@ -194,7 +194,7 @@ def test_exact_costs_are_computed_only_near_the_optimum():
 
     meshes = enumerate_submeshes([pool])
     problem = StageProblem(16, (pool,), meshes, 64, costs, lower_bound=bounds, layer_kinds=[0] * 16)
-    assert construct_stages(problem).num_costs == len(requests) <= 16 * len(meshes) / 4
+    assert solve_stages(problem).num_costs == len(requests) <= 16 * len(meshes) / 4
     assert len(set(requests)) == len(requests)
 
 
@@ -204,7 +204,7 @@ def test_faster_devices_get_more_layers():
     def costs(start, stop, mesh):
         return [StageCost((stop - start) / (mesh.num_devices * (1 if mesh.pool else 3)))]
 
-    plan = construct_stages(StageProblem(8, pools, enumerate_submeshes(pools), 100, costs))
+    plan = solve_stages(StageProblem(8, pools, enumerate_submeshes(pools), 100, costs))
     layers = {
         pool: sum(s.stop - s.start for s in plan.stages if s.submesh.pool == pool)
         for pool in (0, 1)
@@ -218,7 +218,7 @@ def test_devices_with_less_memory_get_fewer_layers():
     def costs(start, stop, mesh):
         return [StageCost(stop - start, fixed_bytes=stop - start)]
 
-    plan = construct_stages(StageProblem(8, pools, enumerate_submeshes(pools), 100, costs))
+    plan = solve_stages(StageProblem(8, pools, enumerate_submeshes(pools), 100, costs))
     layers = {stage.submesh.pool: stage.stop - stage.start for stage in plan.stages}
     assert layers == {0: 3, 1: 5}  # 4 and 4 would be faster, but do not fit
 
@@ -231,7 +231,7 @@ def test_the_error_of_too_little_memory_lists_layers_devices_and_submeshes():
     with pytest.raises(
         NoStagesError, match=r"2 layers into stages for 1 x 2 devices with submeshes 1x1, 1x2"
     ):
-        construct_stages(problem)
+        solve_stages(problem)
 
 
 def test_a_number_of_kinds_other_than_that_of_layers_is_refused():
@@ -251,7 +251,7 @@ def test_transfers_depend_on_both_neighboring_stages():
     def costs(start, stop, mesh):
         return [StageCost(1.0)] if stop == start + 1 and mesh.num_devices < 4 else []
 
-    plan = construct_stages(
+    plan = solve_stages(
         StageProblem(3, (pool,), enumerate_submeshes([pool]), 1, costs, transfer=transfer)
     )
     # The last two stages on 1x2 and 1x1 have a free transfer between them, instead of one of 3 s,
@@ -332,7 +332,7 @@ def test_stages_that_do_not_fit_into_hosts_are_not_planned():
     def costs(start, stop, mesh):
         return [StageCost(1.0 if mesh.num_devices == 4 else 10.0)]
 
-    plan = construct_stages(StageProblem(3, (pool,), meshes, 1, costs))
+    plan = solve_stages(StageProblem(3, (pool,), meshes, 1, costs))
     # three stages of 4 devices would take 3 s, but a host of 6 devices has room for only one
     assert plan.seconds == 20.0
     assert place([pool], [stage.submesh for stage in plan.stages])
