@@ -1,4 +1,4 @@
-"""Changes of the method or the cluster after which a step needs less memory."""
+"""Changes of a method or a cluster that save memory, such as recomputation or another host."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace

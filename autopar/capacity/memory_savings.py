@@ -1,4 +1,4 @@
-"""What a step that does not fit could do to fit: each change with the bytes that it saves."""
+"""`savings`: the changes that make a step fit, each with the bytes that it saves."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

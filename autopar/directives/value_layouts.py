@@ -1,9 +1,9 @@
 """Layouts of the values of a scheduled model, and their propagation through equations.
 
 A layout says whether a value is split, whole, or a partial sum on each device. The planner's rules
-(`autopar.primitives`) say how the dims of an equation correspond. Here no sharding is chosen:
-layouts propagate from operands to results. No value is resharded either: where an equation would
-need that, propagation fails, and a directive has to resolve it.
+(`autopar.primitives`) say how the dims of an equation correspond. Layouts propagate from operands
+to results; no sharding is chosen, and no value is resharded. Where an equation would need a
+resharding, propagation fails, and a directive has to resolve it.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Execution of plans on the hosts of a Ray cluster: a driver without accelerators, workers with."""
+"""Execution of plans on the hosts of a Ray cluster, by a driver and a worker on each host."""

@@ -1,4 +1,4 @@
-"""The hosts of a Ray cluster as a backend: steps are exported here, compiled and run there."""
+"""A backend for the hosts of a Ray cluster: workers compile and run what the driver exports."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

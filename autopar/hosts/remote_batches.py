@@ -1,4 +1,4 @@
-"""Batches on other hosts: sent there by the driver, or read there by threads of the workers."""
+"""Batches on other hosts: sent by the driver, or read by threads of the workers."""
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence

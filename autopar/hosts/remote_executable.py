@@ -1,4 +1,4 @@
-"""A planned step on other hosts."""
+"""The executable of a planned step on the hosts of a Ray cluster."""
 
 import time
 from collections.abc import Mapping, Sequence

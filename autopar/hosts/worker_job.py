@@ -1,4 +1,4 @@
-"""A job on a worker: exported programs compiled, and deliveries between workers."""
+"""A job loaded on a worker: `LoadedJob` with exported programs and transfers between workers."""
 
 from collections.abc import Mapping
 from functools import partial

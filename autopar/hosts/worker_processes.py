@@ -1,4 +1,4 @@
-"""The worker processes as the driver sees them: started, called, monitored and ended together."""
+"""The worker processes of a session: the driver starts, calls, monitors and ends them together."""
 
 import time
 from collections import deque

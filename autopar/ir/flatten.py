@@ -1,10 +1,11 @@
 """Flattening: one list of equations in which every value has one name.
 
-Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined: when a whole step is traced its
-derivatives have been taken. A differentiated `jax.checkpoint` becomes an `optimization_barrier` on
-its inputs followed by its body, as JAX lowers it, so that the recomputation stays. The bodies of
-`scan`, `while_loop` and `cond` stand between markers (`autopar.ir.control_flow`). A `psum` over an
-axis of `jax.vmap` becomes a sum, and a `device_put` between memories `to_host` or `to_device`.
+Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined, because JAX has taken the
+derivatives by the time a whole step is traced. A differentiated `jax.checkpoint` becomes an
+`optimization_barrier` on its inputs followed by its body, as JAX lowers it, so that the
+recomputation stays. The bodies of `scan`, `while_loop` and `cond` stand between markers
+(`autopar.ir.control_flow`). A `psum` over an axis of `jax.vmap` becomes a sum, and a `device_put`
+between memories `to_host` or `to_device`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

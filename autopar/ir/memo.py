@@ -1,4 +1,4 @@
-"""Memoization of analyses of a traced step: a stage is planned on many meshes."""
+"""Memoization of analyses of a traced step, because a stage is planned on many meshes."""
 
 from collections.abc import Callable
 from functools import lru_cache

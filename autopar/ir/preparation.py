@@ -1,4 +1,4 @@
-"""Inputs of a step that are no arguments: they are computed from the arguments before the step."""
+"""Prepared inputs: values that are computed from the arguments of a step before it runs."""
 
 from dataclasses import dataclass, field
 from typing import Any

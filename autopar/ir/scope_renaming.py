@@ -1,4 +1,4 @@
-"""Name stacks in which scopes are renamed: equal functions share a jaxpr, but keep their names.
+"""Renamed scopes in name stacks, so that equal functions share a jaxpr but keep their names.
 
 A renaming is a scope of its own. It says how the scopes that follow it are called, and is left out
 of the stack that results.

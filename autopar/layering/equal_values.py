@@ -1,6 +1,6 @@
 """Values that are equal, and scans that compute equal carries.
 
-Used to find the scan of a forward pass that the backward pass runs again for `jax.checkpoint`.
+They identify the scan of a forward pass that the backward pass runs again for `jax.checkpoint`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

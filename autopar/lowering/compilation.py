@@ -1,4 +1,4 @@
-"""Lowering of all tasks of a plan, and compilation for clusters that are not here."""
+"""Lowering of all tasks of a plan, and their compilation for clusters without their devices."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""From a planned step to its job: the name, place and shape of every value."""
+"""Describe a planned step as a job: the name, place and shape of every value."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

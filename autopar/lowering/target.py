@@ -1,4 +1,4 @@
-"""Compilation of a step for GPUs that are not here: XLA:GPU runs on this machine for a `Cluster`.
+"""Compilation of a step for absent GPUs: XLA:GPU compiles on this machine for a `Cluster`.
 
 The executable cannot run, but its scheduled HLO and its memory are those of the real cluster.
 """

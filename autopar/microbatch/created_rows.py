@@ -1,4 +1,4 @@
-"""Arrays with a row per example that a step creates: the rows that a microbatch has of them.
+"""The rows of a microbatch in arrays that a step creates, such as random bits for each example.
 
 A counter of examples, or random bits for them, is not computed from the batch. So the rows of a
 microbatch follow from their positions in the whole batch. `iota_rows`, `random_bits_rows` and

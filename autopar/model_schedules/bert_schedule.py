@@ -1,4 +1,7 @@
-"""BERT (Devlin et al., 2019): tied logits of masked tokens with a bias, norms after sums."""
+"""Directives for BERT (Devlin et al., 2019).
+
+The logits of masked tokens are tied and have a bias; norms follow the sums of residuals.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,7 @@
-"""GPT (Radford et al., 2019): tied logits, and one product for queries, keys and values."""
+"""Directives for GPT (Radford et al., 2019).
+
+The logits are tied, and one product computes queries, keys and values.
+"""
 
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import causal_attention, causal_flash_attention

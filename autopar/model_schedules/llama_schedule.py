@@ -1,4 +1,4 @@
-"""LLaMA (Touvron et al., 2023): no biases, gated feed-forward layers, and untied logits."""
+"""Directives for LLaMA (Touvron et al., 2023): no biases, gated MLPs, and untied logits."""
 
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.model_schedules.attention import causal_attention, causal_flash_attention

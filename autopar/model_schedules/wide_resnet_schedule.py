@@ -1,4 +1,4 @@
-"""Wide-ResNet (Zagoruyko and Komodakis, 2016) and other bottleneck ResNets with batch norm."""
+"""Directives for Wide-ResNet (Zagoruyko and Komodakis, 2016) and other bottleneck ResNets."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a step as one program keeps in host memory: state, values of its forward pass, or both."""
+"""Selection of what a step as one program keeps in host memory: state, forward values, or both."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What planning knows of JAX's primitives, and the questions that it asks about an equation.
+"""What planning knows of JAX's primitives, and the functions that look it up for an equation.
 
 `autopar.primitives.registry` documents the records and how to add one. Each family of primitives
 has a module with its records.

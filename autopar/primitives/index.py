@@ -1,4 +1,4 @@
-"""Primitives that read or write at indices known only when they run.
+"""Gathers and scatters, which read or write at indices known only at run time.
 
 A dim that is indexed one element at a time may be sharded: each device reads or writes the elements
 of its own shard.

@@ -1,4 +1,4 @@
-"""The forward and backward pass of a step: who computes and reads what, in which kernel."""
+"""The forward and backward pass of a step: the kernel that computes each value, and its readers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Execution of jobs: in this process, and what this process shares with workers of other hosts."""
+"""Execution of jobs in this process; workers on other hosts use the same jobs and data loaders."""

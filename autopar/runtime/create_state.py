@@ -1,4 +1,4 @@
-"""Creation of a state on the devices where a training step wants it, as a job."""
+"""Creation of a state on the devices where a training step reads it, as a job."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

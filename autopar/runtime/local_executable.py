@@ -1,4 +1,4 @@
-"""A planned step on the devices of this process."""
+"""The executable of a planned step on the devices of this process."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Compute the inputs of a step that are no arguments, on the devices of this process."""
+"""Compute prepared inputs (`autopar.ir.preparation`) on the devices of this process."""
 
 from collections.abc import Sequence
 

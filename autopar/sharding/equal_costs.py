@@ -1,4 +1,4 @@
-"""Changes of a selection problem that keep the cost of every choice, around message passing."""
+"""Transformations of a selection problem that preserve costs, before and after message passing."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Solving choice problems: reductions, lower bounds and branching, and HiGHS for what is left."""
+"""Solver of selection problems: reductions, lower bounds, branching, and HiGHS for what is left."""
 
 import math
 import time

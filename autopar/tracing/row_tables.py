@@ -1,4 +1,4 @@
-"""Integer arrays as tables: what each element is, as a function of a number that its row has.
+"""Integer arrays as tables: each element as a function of a number that its row has.
 
 An index such as `order // 2` is computed by a dozen equations: the quotient is corrected for
 negative numbers, and a negative index counts from the end. As a table over all numbers that `order`

@@ -1,4 +1,4 @@
-"""Write what sorts tokens by expert as if the tokens stayed in their order.
+"""Rewrite a mixture of experts that sorts tokens, so that the tokens keep their order.
 
 A mixture of experts without a capacity sorts the rows of its tokens by expert, multiplies groups of
 rows with `jax.lax.ragged_dot`, and puts the rows back. Only the products depend on the order. So

@@ -1,4 +1,4 @@
-"""Fits the description of a cluster of one host to measurements of its devices, robust to outliers.
+"""Fit the description of a cluster of one host to measurements of its devices, robust to outliers.
 
 A fifth of the products and convolutions, by a hash of their sizes, is held out, and a fifth of the
 collectives.

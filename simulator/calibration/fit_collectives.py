@@ -1,4 +1,4 @@
-"""Fits size curves of collectives within a host to measured times, robust to outliers.
+"""Fit size curves of collectives within a host to measured times, robust to outliers.
 
 A fifth of the rows is held out.
 """

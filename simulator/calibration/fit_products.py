@@ -1,4 +1,4 @@
-"""Fits the GEMM model to measured products by least squares of the log error, robust to outliers.
+"""Fit the GEMM model to measured products by least squares of the log error, robust to outliers.
 
 A fifth of the shapes, by a hash of their sizes, is held out of the fit; errors are those on that
 fifth.

@@ -1,4 +1,4 @@
-"""Fits a profile of collectives to a table of measurements."""
+"""Fit a profile of collectives to a table of measurements."""
 
 from typing import Any, get_args
 

@@ -1,4 +1,4 @@
-"""Fits a cluster whose hosts are processes of one machine to measured transfers and steps."""
+"""Fit a cluster whose hosts are processes of one machine to measured transfers and steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

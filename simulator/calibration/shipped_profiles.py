@@ -1,4 +1,4 @@
-"""Fits the shipped profiles to the measurements that ship with them.
+"""Fit the shipped profiles to the measurements that ship with them.
 
 The command is `autopar fit-profiles`.
 """

@@ -1,4 +1,4 @@
-"""Predictions of programs: the breakdown of a timeline's seconds."""
+"""Prediction of a program: simulate it, and break the seconds of the timeline down by part."""
 
 from collections import defaultdict
 from collections.abc import Mapping

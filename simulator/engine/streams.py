@@ -1,7 +1,7 @@
 """The streams of one mesh in the event engine: `stream_rules` over seconds, with a record of spans.
 
-Adds what only a timeline needs: the host that launches instructions, the spans of each stream, the
-levels of memory, and loops whose iterations are skipped once they repeat each other.
+It adds what only a timeline needs: the host that launches instructions, the spans of each stream,
+the levels of memory, and loops whose iterations are skipped once they repeat each other.
 """
 
 from collections import defaultdict

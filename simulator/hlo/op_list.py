@@ -1,4 +1,4 @@
-"""Lowers a scheduled HLO module to the op list that one device launches.
+"""Lower a scheduled HLO module to the op list that one device launches.
 
 It follows the schedule through loops, branches and asynchronous collectives.
 """

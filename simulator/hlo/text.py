@@ -1,4 +1,4 @@
-"""Reads HLO text into computations of instructions: names, shapes, operands and attributes.
+"""Read HLO text into computations of instructions: names, shapes, operands and attributes.
 
 The text is that of `compiled.as_text()` of JAX 0.11 (grammar: openxla.org/xla, "HLO text", and
 xla/hlo/parser/hlo_parser.cc).

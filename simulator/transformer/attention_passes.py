@@ -1,4 +1,4 @@
-"""Passes over attention: its projections, its core, and the exchange of long sequences.
+"""Costs of the passes over attention: projections, core, and the exchange of long sequences.
 
 Elementwise traffic is that of Megatron-LM's fused kernels. In formulas `w` is the bytes of an
 element; a mask of dropout is a byte.

@@ -1,4 +1,4 @@
-"""Passes over experts: router, permutation, dispatch, grouped products, shared experts.
+"""Costs of the passes over experts: router, permutation, dispatch, grouped and shared experts.
 
 The devices of an expert group have tokens of their own. `dispatch` sends each token to the devices
 of its experts and back. Expert-tensor parallelism divides an expert's inner width; its devices

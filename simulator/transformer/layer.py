@@ -1,4 +1,4 @@
-"""Passes over a layer, the embedding and the loss."""
+"""Costs of the forward and backward passes over a layer, the embedding and the loss."""
 
 from typing import NamedTuple, assert_never
 

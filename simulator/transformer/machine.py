@@ -1,4 +1,4 @@
-"""What work costs on a cluster that a backend drives."""
+"""The costs of work on a cluster that a backend drives."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

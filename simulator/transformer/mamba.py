@@ -1,4 +1,4 @@
-"""Passes over a Mamba-2 layer."""
+"""Costs of the passes over a Mamba-2 layer."""
 
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (

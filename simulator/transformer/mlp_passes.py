@@ -1,4 +1,4 @@
-"""Passes over a dense MLP."""
+"""Costs of the passes over a dense MLP."""
 
 from simulator.transformer.composed_kernels import composed_norm, composed_passes
 from simulator.transformer.machine import Machine

@@ -1,4 +1,4 @@
-"""Seconds of a training step, and their breakdown."""
+"""The closed-form prediction of a training step: its seconds by part, and its memory."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil, inf

@@ -1,4 +1,4 @@
-"""Fits the host's times of a backend, per kernel and per step, to measured training steps.
+"""Fit the host's times of a backend, per kernel and per step, to measured training steps.
 
 `python -m simulator.validation.fit_backends` prints the fit of `EAGER`.
 """
