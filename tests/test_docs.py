@@ -153,6 +153,13 @@ def test_the_table_of_measured_steps_is_predicted_and_a_bad_row_is_named(tmp_pat
     assert missing(claims(page, "csv"), [words(line) for line in result.stdout.splitlines()]) == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
+def test_prose_has_at_most_100_columns(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "{{"))]
+    assert [line for line in lines if len(line) > 100 and "options: {" not in line] == []
+
+
 def test_a_link_to_a_page_exists() -> None:
     """README.md links to files of the repository; MkDocs checks the links of the other pages."""
     links = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", (ROOT / "README.md").read_text())

@@ -1,1 +1,4 @@
-"""Inter-operator planning: stages, pipeline schedules and the partition of a step into tasks."""
+"""Pipelines: stages, schedules, and the partition of a step into tasks.
+
+`autopar.planning.stage_construction` searches the stages.
+"""
