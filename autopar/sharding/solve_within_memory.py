@@ -21,6 +21,12 @@ from autopar.sharding.solver import solve
 from autopar.sharding.step_decisions import Decisions
 from autopar.sharding.step_memory import StepMemory
 
+_LOOSENED = 3
+"""Number of times that a capacity is enlarged because nothing is within it."""
+
+_CLOSE = 0.005
+"""Share of the budget: capacities that differ by less are taken as the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -68,8 +74,10 @@ def solve_within_memory(
 
     Capacity constraints are generated lazily: one is added at the program point where a solution
     exceeds the budget most, until none does. Few points ever need one. Resharded copies that stay
-    alive across a point, and gaps between values, are not variables of its constraint; their bytes
-    are subtracted from its bound. Nothing is solved if even the smallest options exceed the budget.
+    alive across a point, and gaps between values, are not variables of its constraint. Half of
+    their bytes in the solution that exceeds the budget are subtracted from its bound, as other
+    solutions may have fewer; if nothing is within the bound, a larger one is tried, `_LOOSENED`
+    times in total. Nothing is solved if even the smallest options exceed the budget.
 
     Raises:
         MemoryBudgetError: no choice is within `budget`.
@@ -88,7 +96,9 @@ def solve_within_memory(
             gap = max(0.0, 1 - start.bound / first.objective) if first.objective else 0.0
             return replace(first, gap=gap), peak
     constraints: dict[int, CapacityConstraint] = {}
+    too_small: dict[int, float] = {}
     bound = start.bound if start else -math.inf
+    point, most, loosened = 0, budget, 0
     while True:
         constrained = replace(problem, limits=tuple(constraints.values()))
         try:
@@ -103,15 +113,23 @@ def solve_within_memory(
         except InfeasibleError as error:
             if not constraints:
                 raise
-            raise MemoryBudgetError(budget, least, memory.step.name) from error
+            too_small[point] = constraints[point].bound
+            loosened += 1
+            if loosened > _LOOSENED or most - too_small[point] < _CLOSE * budget:
+                raise MemoryBudgetError(budget, least, memory.step.name) from error
+            constraints[point] = memory.capacity_constraint(point, (too_small[point] + most) / 2)
+            continue
         reserved = memory.reserved_bytes(solution.choice)
         if reserved <= budget:
             return solution, reserved
         point = int(memory.live_bytes(solution.choice).argmax())
         bound = max(bound, solution.bound)
         modelled = memory.capacity_constraint(point, budget).used(solution.choice)
+        most = min(modelled, budget)
         tightened = 0.98 * constraints[point].bound if point in constraints else budget
-        capacity = min(tightened, budget - (reserved - modelled))
+        capacity = min(tightened, most - (reserved - modelled) / 2)
+        if capacity <= too_small.get(point, -math.inf) < most:
+            capacity = (too_small[point] + most) / 2
         constraints[point] = memory.capacity_constraint(point, capacity)
 
 

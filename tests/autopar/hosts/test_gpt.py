@@ -69,7 +69,10 @@ SMALL = ["--dim", "32", "--batch-size", "32", "--cluster", "ray"]
 def test_the_pipeline_tutorial_runs_as_a_program_on_two_hosts(raylets):
     nodes = ["--num-nodes", "2", "--num-devices-per-node", "4"]
     command = [sys.executable, "-m", "experiments.tutorials.pipeshard", *SMALL, *nodes]
-    environment = {**os.environ, "RAY_ADDRESS": raylets.address}
+    # Both raylets are on this machine: they would unpack an uploaded project into one folder, which
+    # the workers of the first read while the second writes it.
+    own = {"RAY_ADDRESS": raylets.address, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    environment = {**os.environ, **own}
     run = subprocess.run(command, text=True, capture_output=True, timeout=240, env=environment)
     assert run.returncode == 0, run.stderr
     assert "Manual assignment: equal to the single device" in run.stdout

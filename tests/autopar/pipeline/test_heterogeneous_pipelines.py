@@ -222,9 +222,9 @@ def test_a_plan_survives_json():
 def test_each_stage_is_compiled_for_the_devices_of_its_pool(monkeypatch):
     compiled_for = []
 
-    def record(jitted, avals, cluster):
+    def record(jitted, avals, cluster, *options):
         compiled_for.append(cluster.device.name)
-        return compile_for(jitted, avals, cluster)
+        return compile_for(jitted, avals, cluster, *options)
 
     monkeypatch.setattr("autopar.lowering.compilation.compile_for", record)
     timeline = autopar.simulate(gpt_step, gpt().abstract_args(), gpt_plan(), MIXED)

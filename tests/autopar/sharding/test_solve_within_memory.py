@@ -1,0 +1,56 @@
+"""Capacities are tightened by what one solution needs besides, and loosened if nothing is left."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from autopar.sharding.options import ShardingOptions
+from autopar.sharding.selection_problem import CapacityConstraint, SelectionProblem
+from autopar.sharding.solve_within_memory import MemoryBudgetError, solve_within_memory
+from autopar.sharding.step_memory import StepMemory
+
+LIVE = np.array([100.0, 96.0])
+"""Bytes that are live at the only program point, by option."""
+
+PROBLEM = SelectionProblem([np.array([1.0, 2.0])], {})
+"""The more bytes an option needs, the fewer seconds it takes."""
+
+
+class GappedMemory:
+    """A memory whose heap has other gaps for each option."""
+
+    step = SimpleNamespace(name="step")
+
+    def __init__(self, gaps: Sequence[float]) -> None:
+        self.gaps = gaps
+
+    def lower_bound(self) -> float:
+        return LIVE.min()
+
+    def live_bytes(self, choice: Sequence[int]) -> np.ndarray:
+        return LIVE[choice[0], None]
+
+    def reserved_bytes(self, choice: Sequence[int]) -> float:
+        return LIVE[choice[0]] + self.gaps[choice[0]]
+
+    def capacity_constraint(self, point: int, budget: float) -> CapacityConstraint:
+        return CapacityConstraint({0: LIVE}, budget)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "chosen"), [([0, 0], 0), ([10, 0], 0), ([11, 0], 1), ([30, 5], 1)], ids=str
+)
+def test_the_option_that_fits_with_its_gaps_is_found(gaps, chosen):
+    memory = cast(StepMemory, GappedMemory(gaps))
+    solution, reserved = solve_within_memory(memory, PROBLEM, 110.0, ShardingOptions(), None)
+    assert list(solution.choice) == [chosen]
+    assert reserved == LIVE[chosen] + gaps[chosen]
+
+
+def test_nothing_fits_if_no_option_does_with_its_gaps():
+    memory = cast(StepMemory, GappedMemory([30, 20]))
+    with pytest.raises(MemoryBudgetError, match="more than that"):
+        solve_within_memory(memory, PROBLEM, 110.0, ShardingOptions(), None)
