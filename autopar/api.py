@@ -127,8 +127,9 @@ def parallelize(
             mapping from these numbers to the batch dim, such as {1: 0, 2: 1}. Keyword-only
             parameters are counted after all others. "auto" selects the arguments after the first
             whose arrays all have the same first dim, and no second copy of the model, such as its
-            optimizer state; without any, the last argument with arrays. Where that leaves a choice,
-            arguments that the step returns are not the batch, and the first argument may be.
+            optimizer state; without any, the last argument with arrays. Where that leaves a choice
+            and the step returns a state of several arrays, arguments that it returns are not the
+            batch, and the first argument may be.
         method: how to parallelize (see `autopar.methods`); `ShardParallel()` by default.
         check: "first step" compares the first step of each plan with the same step on one device,
             whose memory has to suffice for it.

@@ -90,8 +90,8 @@ def batch_arguments(
     that most arrays have decides. An argument with several arrays whose shapes the model has, such
     as a second copy of the weights, is only selected if no other can be. If no argument has a
     single first dim, the batch is the last argument with arrays, such as a graph with nodes and
-    edges. Where these rules leave a choice, arguments that the step returns, such as its state, are
-    not the batch, and the first argument may be.
+    edges. Where these rules leave a choice and the step returns a state of several arrays,
+    arguments that it returns are not the batch, and the first argument may be.
 
     Args:
         argnums: the option.
@@ -116,7 +116,9 @@ def _batch_by_shapes(args: Sequence[Any], result: Callable[[], Any]) -> tuple[in
     rows = _arrays_by_first_dim(shapes, possible)
     if len(rows) != 1 or rows.keys() == _first_dims(shapes.get(0, [])):
         returned = _returned_arguments(args, result)
-        if returned and (others := shapes.keys() - copies - returned):
+        others = shapes.keys() - copies - returned
+        # without a state of several arrays, what is returned may be a prediction for the batch
+        if others and any(arrays[1:] for i, arrays in shapes.items() if i in returned):
             possible = others
             rows = _arrays_by_first_dim(shapes, possible)
     if not rows:

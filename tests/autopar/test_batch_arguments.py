@@ -67,6 +67,8 @@ EMBEDDING = arrays((ROWS, IN))
         "states of an environment": ((MODEL, STATE, KEY, X), (0, 1, 3), (3,)),
         "nodes and edges": ((MODEL, STATE, arrays((7, 2), (9, 2))), (0, 1), (2,)),
         "an evaluation of a model with as many rows": ((EMBEDDING, [X], Y), (), (1, 2)),
+        "a prediction for examples": ((arrays((ROWS, IN), (ROWS, 3)), X), (1,), (1,)),
+        "a prediction beside a key": ((MODEL, X, jax.random.PRNGKey(0)), (1,), (1,)),
     }.values(),
 )
 def test_what_a_step_returns_decides_where_shapes_do_not(args, returned, batch):
