@@ -5,7 +5,7 @@ A value that is not written stays in the registers of a fusion. The model is of 
 values that shardings make XLA compute twice.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 
 import numpy as np
@@ -26,8 +26,8 @@ from autopar.xla_fusion.views import is_view
 def stored_values(step: StepGraph) -> frozenset[Var]:
     """Return the values that are written to device memory.
 
-    These are inputs, outputs, values that cross tasks of a stage, and the operands and results of
-    kernels that are no fusions.
+    These are inputs, outputs, values that cross tasks of a stage, the operands and results of
+    kernels that are no fusions, and costly values that more than one kernel reads.
     """
     eqns, outputs = step.jaxpr.eqns, {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
     outputs.update(step.cross_task_values)
@@ -35,14 +35,15 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
     readers = Counter(atom for eqn in eqns for atom in _operands(eqn))
     makers = {var: eqn for eqn in eqns for var in eqn.outvars}
     stored, in_place = {*step.jaxpr.invars, *step.jaxpr.constvars, *outputs}, set()
-    for eqn in reversed(eqns):
+    kernels: dict[Var, set[int]] = defaultdict(set)  # those that read or compute each value
+    for number, eqn in reversed(list(enumerate(eqns))):
         record, operands = record_of(eqn), _operands(eqn)
         if eqn.primitive in control_flow.MARKERS or _is_offload(eqn, inputs, outputs):
             stored.update((*eqn.outvars, *operands))
         elif is_view(eqn):
             stored.update(operands if not stored.isdisjoint(eqn.outvars) else ())
         elif not record.is_recomputed:
-            stored.update(var for var in eqn.outvars if readers[var] > 1)
+            stored.update(var for var in eqn.outvars if len(kernels[var]) > 1)
         elif record_of(eqn).is_addition and (
             scattered := {a for a in operands if _is_sum(makers.get(a), readers)}
         ):
@@ -52,6 +53,11 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
             stored.update(eqn.outvars)
             if record.fusion not in ("input", "reduction"):
                 stored.update(operands)
+        inside = {number}
+        if is_view(eqn) or (record.is_inlined and stored.isdisjoint(eqn.outvars)):
+            inside = set[int]().union(*(kernels[var] for var in eqn.outvars))
+        for var in operands:
+            kernels[var] |= inside
     return frozenset(stored - (in_place - outputs))
 
 

@@ -63,6 +63,22 @@ def test_the_estimate_with_residuals_is_near_the_compiled_memory(activation):
     assert 0.97 * compiled <= estimate <= 1.15 * compiled
 
 
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.silu, jax.nn.gelu, jnp.exp])
+def test_an_activation_that_one_kernel_reads_twice_is_not_stored(activation):
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = activation(x @ w)
+        return ((x - batch["y"]) ** 2).mean()
+
+    array = jax.ShapeDtypeStruct
+    batch = {name: array((524288, 256), "float32") for name in ("x", "y")}
+    estimate, compiled = estimated_and_compiled(
+        descent(loss), ([array((256, 256), "float32")] * 3, batch)
+    )
+    assert estimate == pytest.approx(compiled, rel=0.01)
+
+
 def test_the_estimate_of_a_loop_has_the_residuals_of_all_layers():
     def loss(params, x):
         y, _ = lax.scan(lambda h, w: (jax.nn.relu(h @ w), None), x, params)
