@@ -193,7 +193,9 @@ def test_as_little_state_as_needed_is_offloaded():
     between = plan("auto", (kept + least) / 2)
     assert 0 < len(between.offloaded) < len(MOMENTS)
     assert between.predicted_bytes <= (kept + least) / 2
-    assert len(plan("auto", least).offloaded) == len(MOMENTS)
+    most = plan("auto", least)  # one moment may be offloaded in vain: the peak is elsewhere
+    assert len(between.offloaded) < len(most.offloaded) <= len(MOMENTS)
+    assert most.predicted_bytes <= least
     with pytest.raises(MemoryBudgetError):
         plan("auto", least - 1)
 
