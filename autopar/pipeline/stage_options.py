@@ -131,7 +131,7 @@ class UniformStageOption:
                 f" {num_meshes} submesh(es) has {num_devices_each}; give"
                 " submesh_physical_shape=(hosts, devices per host) too, or a shape of as many"
             )
-        bounds = [num_layers * s // stages for s in range(stages + 1)]
+        bounds = even_bounds(num_layers, stages)
         assignments = []
         for stage, mesh in enumerate(placement(num_meshes)):
             layers = tuple(range(bounds[stage], bounds[stage + 1]))
@@ -343,6 +343,11 @@ class AutoStageOption:
 
 
 type StageOption = UniformStageOption | ManualStageOption | AutoStageOption
+
+
+def even_bounds(num_layers: int, num_stages: int) -> list[int]:
+    """Return the first layer of each of as even stages as possible, and the number of layers."""
+    return [num_layers * stage // num_stages for stage in range(num_stages + 1)]
 
 
 def logical_shapes(num_devices: int) -> tuple[tuple[int, ...], ...]:

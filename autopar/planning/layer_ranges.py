@@ -12,13 +12,16 @@ from functools import cached_property
 from jax.extend.core import JaxprEqn, Var
 
 from autopar.ir.array_sizes import value_bytes
+from autopar.ir.control_flow import MARKERS
 from autopar.ir.evaluate import Numbered
+from autopar.ir.graph import aval_of
 from autopar.ir.host_memory import is_on_host
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.partition import Partition, Task, Total
 from autopar.pipeline.partitioner import partition_step
 from autopar.pipeline.stage_graph import StageGraph, stage_graph
+from autopar.primitives import record_of
 
 _PHASES = "FBIWU"
 """Phases in the order in which a stage runs them for one microbatch."""
@@ -177,6 +180,19 @@ class LayerRanges:
         """
         return sum(_union(self._saved[start:stop]).values())
 
+    def saved_product_bytes(self, start: int, stop: int) -> int:
+        """Return the least bytes that `saved_bytes` is if a kernel may compute values again.
+
+        XLA computes matrix products and convolutions once. So where a value is saved that follows
+        from the result of one, either of them is stored, or a value between them.
+        """
+        return sum(_union(self._saved_products[start:stop]).values())
+
+    @cached_property
+    def _saved_products(self) -> list[dict[Var, int]]:
+        """Least bytes stored for each result of a product or convolution of each layer."""
+        return [_saved_product_bytes(graph.step) for graph in self.layers]
+
     @cached_property
     def _state(self) -> list[dict[Var, int]]:
         """Bytes of each value of each layer's state."""
@@ -209,6 +225,44 @@ def _saved_bytes(step: StepGraph) -> dict[Var, int]:
             examples.update(eqn.outvars)
     saved = (var for var in step.saved_for_backward if var in examples and not is_on_host(var))
     return {var: value_bytes(var) for var in saved}
+
+
+def _saved_product_bytes(step: StepGraph) -> dict[Var, int]:
+    """Return the least bytes stored for each result of a product from which a value is saved."""
+    # What follows element by element from one product and smaller values: that product, and the
+    # least bytes of any value on the way.
+    sources: dict[Var, tuple[Var, int]] = {}
+    broadcast: set[Var] = set()
+    for eqn in step.jaxpr.eqns:
+        if len(eqn.outvars) != 1 or eqn.primitive in MARKERS:
+            continue
+        result, record = eqn.outvars[0], record_of(eqn)
+        num_bytes = value_bytes(result)
+        if record.is_contraction:
+            sources[result] = result, num_bytes
+        elif record.is_inlined or record.is_view:
+            alike = {
+                v
+                for v in eqn.invars
+                if isinstance(v, Var) and _size(v) >= _size(result) and v not in broadcast
+            }
+            if not alike:
+                broadcast.add(result)
+            elif alike <= sources.keys() and {_size(v) for v in alike} == {_size(result)}:
+                found = [sources[v] for v in alike]
+                if len({source for source, _ in found}) == 1:
+                    least = min(least for _, least in found)
+                    sources[result] = found[0][0], min(least, num_bytes)
+    stored: dict[Var, int] = {}
+    for var in _saved_bytes(step):
+        if var in sources:
+            source, least = sources[var]
+            stored[source] = max(least, stored.get(source, 0))
+    return stored
+
+
+def _size(var: Var) -> int:
+    return aval_of(var).size
 
 
 def _ordered(tasks: Iterable[Task]) -> list[Task]:

@@ -33,6 +33,7 @@ from autopar.pipeline.stage_options import (
     UniformStageOption,
 )
 from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
+from autopar.planning.chunked_stages import even_mesh_counts
 from autopar.planning.last_results import OptionTrial
 from autopar.planning.pipeline_planner import BOUND_EFFORTS, BoundEffort, PipelinePlanner
 from autopar.planning.stage_problem import NoStagesError, in_flight_of
@@ -267,7 +268,7 @@ class _Search:
                 left.remove(next_)
                 left = [entry for entry in left if not self._is_slower_in_microbatches(entry)]
             else:
-                self._trace(next_.count, next_.option)
+                self._trace(self._count_to_trace(next_), next_.option)
         for entry in left:
             reason = f"takes at least {self._bound(entry):.4g} s, by its work and bubbles"
             if self._bound(entry) == inf:
@@ -301,14 +302,25 @@ class _Search:
     def _next(self, left: Sequence[_Combination]) -> _Combination:
         """Return the combination with the least lower bound.
 
-        If combinations have failed and no plan is known, the one that needs the least memory for
-        activations comes first: its plan rules out others.
+        While no plan is known, a combination is preferred that needs less memory for activations:
+        its plan rules out others. It is one of those with the same microbatches and layers whose
+        bounds are near the least; if combinations have failed, it is one of all.
         """
-        if self.best is None and self.errors:
-            may_fit = [entry for entry in left if not self._is_ruled_out(entry)]
-            if may_fit:
-                return min(may_fit, key=lambda entry: (*_leanness(entry), *self._rank(entry)))
-        return min(left, key=self._rank)
+        least = min(left, key=self._rank)
+        if self.best is not None or self._is_ruled_out(least):
+            return least
+        if self.errors:
+            near = [entry for entry in left if not self._is_ruled_out(entry)]
+        elif least.mesh is None:
+            near = [
+                entry
+                for entry in left
+                if (entry.count, entry.option, entry.mesh) == (least.count, least.option, None)
+                and self._bound(entry) <= _NEAR * self._bound(least)
+            ]
+        else:
+            return least
+        return min(near, key=lambda entry: (*_leanness(entry), *self._rank(entry)))
 
     def _rank(self, entry: _Combination) -> tuple[float, int]:
         return self._bound(entry), entry.number
@@ -344,6 +356,16 @@ class _Search:
                 self._planners[count, option] = self.planning.planner(step)
         except _PLANNING_ERRORS as error:
             self._planners[count, option] = error
+
+    def _count_to_trace(self, entry: _Combination) -> int:
+        """Return the number of microbatches to trace next for the bound of an entry, or its plan.
+
+        Bounds from one microbatch leave out the accumulation of gradients. So the least number with
+        accumulation is traced before any other one: its bounds may rule out many of them.
+        """
+        if self._anchor(entry) > 1:
+            return entry.count
+        return min(count for count in self.space.micro_batch_counts if count > 1)
 
     def _anchor(self, entry: _Combination) -> int:
         """Return the largest traced number of microbatches that is not above that of an entry."""
@@ -492,6 +514,9 @@ def _holds_as_much(schedule: str, other: str, count: int, num_layers: int) -> bo
     )
 
 
+_NEAR = 1.05
+"""Largest ratio of bounds at which the combination that needs less memory comes first."""
+
 _FEW_MESHES = 4
 """Number of meshes at which the memory of schedules is compared to order them."""
 
@@ -533,9 +558,7 @@ def _plans(
     chunks = schedule.num_chunks
     plans: list[Plan] = []
     errors: list[Exception] = []
-    for num_meshes in range(2, num_devices + 1):
-        if num_devices % num_meshes or num_layers < num_meshes * chunks:
-            continue
+    for num_meshes in even_mesh_counts(num_layers, num_devices, chunks):
         uniform = UniformStageOption(num_meshes * chunks)
         try:
             plans.append(planner.plan(uniform, schedule, method))

@@ -33,6 +33,7 @@ from autopar.pipeline.stage_options import (
     StageOption,
 )
 from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit
+from autopar.planning.chunked_stages import least_chunked_seconds
 from autopar.planning.last_results import record_stages
 from autopar.planning.layer_costs import LayerCosts, Shape
 from autopar.planning.layer_ranges import LayerRanges
@@ -235,13 +236,22 @@ class PipelinePlanner:
         Returns:
             Seconds; infinite if no stages fit in memory.
         """
-        if not isinstance(stage_option, AutoStageOption) or schedule.num_chunks > 1:
-            return self.step.num_micro_batches * self._even_seconds
-        if stage_option.profile:  # measured times have no bound
-            return 0.0
-        if effort == "work":
+        is_auto = isinstance(stage_option, AutoStageOption)
+        if is_auto and stage_option.profile and schedule.num_chunks == 1:
+            return 0.0  # measured times have no bound
+        if not is_auto or effort == "work":
             return self.step.num_micro_batches * self._even_seconds
         is_whole = whole_shape is not None
+        memory = self._layer_ranges(not is_whole and splits_backward(schedule.name))
+        if schedule.num_chunks > 1:
+            return least_chunked_seconds(
+                self._stage_costs(self.options, PipelineSchedule(name="1f1b")),
+                self.cluster.num_devices,
+                schedule,
+                num_micro_batches,
+                memory,
+                solves=effort == "solves",
+            )
         if is_whole:
             stage_option = replace(stage_option, min_stages=1)
         options = _limited(self.options, stage_option.submesh_logical_shape_space)
@@ -253,6 +263,7 @@ class PipelinePlanner:
                 "1f1b" if is_whole else schedule.name,
                 num_micro_batches,
                 solves=effort == "solves",
+                memory=memory,
                 # Other schedules may have fewer bubbles than the objective counts.
                 has_bubbles=is_whole or schedule.name in _SCHEDULES_OF_OBJECTIVE,
                 whole_shape=whole_shape,
@@ -378,20 +389,25 @@ class PipelinePlanner:
         options = replace(options, tolerance=max(options.tolerance, TOLERANCE))
         is_split = splits_backward(schedule.name)
         layers_key = is_split, repr(options)
-        if is_split not in self._ranges:
-            self._ranges[is_split] = LayerRanges(self.step, self.num_layers, is_split)
         if layers_key not in self._layer_costs:
             self._layer_costs[layers_key] = [
                 LayerCosts(costs, options) for costs in self.pool_costs
             ]
         key = schedule.num_chunks, layers_key
         if key not in self._cluster_costs:
+            ranges = self._layer_ranges(is_split)
             pools = tuple(
-                StageCosts(self._ranges[is_split], layers, options, budget / schedule.num_chunks)
+                StageCosts(ranges, layers, options, budget / schedule.num_chunks)
                 for layers, budget in zip(self._layer_costs[layers_key], self.budgets, strict=True)
             )
             self._cluster_costs[key] = ClusterStageCosts(pools, self.costs)
         return self._cluster_costs[key]
+
+    def _layer_ranges(self, is_split: bool) -> LayerRanges:
+        """Return the layers, with their backward pass in one piece or split."""
+        if is_split not in self._ranges:
+            self._ranges[is_split] = LayerRanges(self.step, self.num_layers, is_split)
+        return self._ranges[is_split]
 
 
 _SCHEDULES_OF_OBJECTIVE = ("gpipe", "1f1b", "1f1b_overlap_friendly")

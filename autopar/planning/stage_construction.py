@@ -187,7 +187,7 @@ def stage_problem(
     if option.min_stages > 1 and not option.leave_idle:
         submeshes = tuple(mesh for mesh in submeshes if mesh.num_devices < cluster.num_devices)
     in_flight = in_flight_of(schedule, num_micro_batches)
-    estimator = _StageEstimator(costs, cluster, option, in_flight, measure)
+    estimator = _StageEstimator(costs, cluster, option, in_flight, measure, ranges)
     return StageProblem(
         num_layers=ranges.num_layers,
         pools=pools,
@@ -212,6 +212,7 @@ def least_seconds(
     num_micro_batches: int,
     *,
     solves: bool,
+    memory: LayerRanges,
     has_bubbles: bool = True,
     whole_shape: Shape | None = None,
 ) -> float:
@@ -228,6 +229,8 @@ def least_seconds(
         num_micro_batches: number of microbatches, at least that of the step.
         solves: whether the bound of a stage takes rough solves of its layers (`StageCosts.least`).
             If not, it is the stage's work on one device, divided by its number of devices.
+        memory: the layers with the backward pass as the schedule has it; it decides which values
+            are saved.
         has_bubbles: whether the bubbles count that the objective describes. If not, the step takes
             the time of its slowest stage, after the forward passes of a microbatch on the others.
         whole_shape: shape of the logical mesh of all devices if the step is one program on it; None
@@ -242,7 +245,7 @@ def least_seconds(
         problem = replace(problem, submeshes=whole)
     share = problem.num_micro_batches / num_micro_batches
     in_flight = in_flight_of(schedule, num_micro_batches)
-    estimator = _StageEstimator(costs, cluster, option, in_flight, None, whole_shape)
+    estimator = _StageEstimator(costs, cluster, option, in_flight, None, memory, whole_shape)
     crossing_bytes = [share * num_bytes for num_bytes in costs.ranges.crossing_bytes]
 
     # In the objective, all passes of one microbatch count beside those of the slowest stage. With
@@ -275,6 +278,7 @@ class _StageEstimator:
         option: logical meshes to choose from, and how much the work of stages may differ.
         in_flight: number of microbatches in flight by position of the stage.
         measure: measures stages; None to predict their time.
+        memory: see `least_seconds`.
         whole_shape: see `least_seconds`.
     """
 
@@ -283,6 +287,7 @@ class _StageEstimator:
     option: AutoStageOption
     in_flight: InFlight
     measure: Measure | None
+    memory: LayerRanges
     whole_shape: Shape | None = None
 
     @property
@@ -381,9 +386,11 @@ class _StageEstimator:
 
     def _even_bytes(self, start: int, stop: int, mesh: Submesh) -> tuple[float, float]:
         """Return a device's share of a stage's state and of the activations of a microbatch."""
-        state_bytes = self.ranges.state_bytes(start, stop)
-        # One program computes some values again instead of saving them.
-        saved_bytes = 0 if self.whole_shape else self.ranges.saved_bytes(start, stop)
+        state_bytes = self.memory.state_bytes(start, stop)
+        if self.whole_shape is None:
+            saved_bytes = self.memory.saved_bytes(start, stop)
+        else:  # one program computes other values again instead of saving them
+            saved_bytes = self.memory.saved_product_bytes(start, stop)
         return state_bytes / mesh.num_devices, saved_bytes / mesh.num_devices
 
     @cached_property

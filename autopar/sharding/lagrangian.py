@@ -150,12 +150,17 @@ class PricedProblem:
         """
         if self.options.mode != "solve":
             return self.solve(0.0, 1, tolerance).bound
-        terms = zip(self._allowed(parts), self.decisions.costs, self._repeated_seconds, strict=True)
+        repeated = self._repeated_seconds
         nodes = [
-            np.where(allowed, cost + (parts - 1) * repeated, np.inf)
-            for allowed, cost, repeated in terms
+            np.where(allowed, cost + (parts - 1) * again, np.inf)
+            for allowed, cost, again in zip(
+                self._allowed(parts), self.decisions.costs, repeated.nodes, strict=True
+            )
         ]
-        problem = SelectionProblem(nodes, self.decisions.edges)
+        edges = dict(self.decisions.edges)
+        for pair, again in repeated.edges.items():
+            edges[pair] = edges[pair] + (parts - 1) * again
+        problem = SelectionProblem(nodes, edges)
         return solve(problem, self.options.time_limit, tolerance).bound
 
     def least_bytes(self, parts: int) -> float:
@@ -186,23 +191,37 @@ class PricedProblem:
         return [rows % parts == 0 for rows in self._rows]
 
     @cached_property
-    def _repeated_seconds(self) -> list[np.ndarray]:
-        """Seconds under each option of each decision that every microbatch takes, however small.
+    def _repeated_seconds(self) -> SelectionProblem:
+        """Seconds of the choice that every microbatch takes, however small.
 
-        They are those of the kernels that read no examples, as accumulation does.
+        They are those of the kernels that read no examples, as accumulation does, and of resharding
+        values without a batch dim, such as weights.
         """
         batch_dims = analyze(self.step).batch_dims
         micro = self.step.microbatching
+        body = dict((*micro.body, *micro.marks)) if micro else {}
         repeated = {
             number
-            for number, eqn in ((*micro.body, *micro.marks) if micro else ())
+            for number, eqn in body.items()
             if not any(isinstance(v, Var) and v in batch_dims for v in (*eqn.invars, *eqn.outvars))
         }
-        seconds = [np.zeros(len(cost)) for cost in self.decisions.costs]
+        nodes = [np.zeros(len(cost)) for cost in self.decisions.costs]
         for number, (decision, *others), terms in self.decisions.shares:
             if number in repeated and not others:
-                seconds[decision] = seconds[decision] + terms[0]
-        return seconds
+                nodes[decision] = nodes[decision] + terms[0]
+        edges: dict[tuple[int, int], np.ndarray] = {}
+        for use in self.decisions.uses:
+            if use.eqn not in body or use.seconds is None:
+                continue
+            if body[use.eqn].invars[use.operand] in batch_dims:
+                continue
+            i, j, seconds = use.value.decision, use.decision, use.seconds
+            if i == j:
+                nodes[i] = nodes[i] + np.diagonal(seconds)
+                continue
+            pair, seconds = ((i, j), seconds) if i < j else ((j, i), seconds.T)
+            edges[pair] = edges.get(pair, 0.0) + seconds
+        return SelectionProblem(nodes, edges)
 
     @cached_property
     def _rows(self) -> list[np.ndarray]:

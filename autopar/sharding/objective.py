@@ -336,9 +336,9 @@ class _ProblemBuilder:
             return
         if placement.decision == decision and placement.specs == required:
             return
-        self.decisions.uses.append(Use(eqn, operand, placement, decision, required))
         assert isinstance(atom, Var)
         matrix = self.seconds.resharding(eqn, atom, placement.specs, required)
+        self.decisions.uses.append(Use(eqn, operand, placement, decision, required, matrix))
         if matrix is None:
             return
         i, j = placement.decision, decision

@@ -31,6 +31,8 @@ class Use:
         value: placement of the value.
         decision: the decision on which the needed spec depends.
         required: the needed spec under each option of `decision`.
+        seconds: seconds of resharding for each option of the value's decision and each option of
+            `decision`; None if there is nothing to reshard.
     """
 
     eqn: int | None
@@ -38,6 +40,7 @@ class Use:
     value: Placement
     decision: int
     required: Specs
+    seconds: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,6 +210,68 @@ def test_bounds_from_larger_microbatches_hold_for_smaller_ones(shape):
         assert fronts[1][0].least(8)[0] > whole[0]
 
 
+def test_weights_that_are_gathered_in_each_microbatch_count_in_bounds_for_more_of_them():
+    """ZeRO-3 gathers weights for each microbatch; smaller microbatches don't make that faster."""
+    params = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2
+
+    def step(params, x):
+        @autopar.manual_layer_construction
+        def loss(params):
+            first = jnp.tanh(x @ params[0])
+            autopar.mark_pipeline_boundary()
+            return jnp.mean((first @ params[1]) ** 2)
+
+        return jax.tree.map(jnp.subtract, params, autopar.grad(loss)(params))
+
+    args = params, jax.ShapeDtypeStruct((2**14, 512), jnp.float32)
+    options = replace(AUTO, pins={"0/*": P("x")}, batch_axis="x", tolerance=TOLERANCE)
+    costs = LayerCosts(ClusterCosts(CLUSTER), options)
+    layer = LayerRanges(trace(step, args, (1,), 1, marked=True), 2).layers[1]
+    front = costs.front(layer, MeshChoice((4,), ()))
+    assert front is not None
+    gather = costs.mesh_costs((4,)).collective("all_gather", 512 * 512 * 4, ("x",))
+    # Three equations read the gathered weights; the bound leaves out what two of them share.
+    assert front.least(8)[0] >= front.least(1)[0] + 7 * gather / 4
+
+
+def test_one_program_stores_one_value_for_each_product_that_the_backward_pass_needs():
+    def step(params, x):
+        @autopar.manual_layer_construction
+        def loss(params):
+            hidden = x
+            for number, kernel in enumerate(params):
+                if number:
+                    autopar.mark_pipeline_boundary()
+                product = hidden @ kernel
+                hidden = jnp.tanh(product) * jax.nn.sigmoid(product + 1)  # saves several values
+            return jnp.mean(hidden**2)
+
+        return jax.tree.map(jnp.subtract, params, autopar.grad(loss)(params))
+
+    args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
+    graph = trace(step, (args, jax.ShapeDtypeStruct((32, 64), jnp.float32)), (1,), 1, marked=True)
+    ranges = LayerRanges(graph, 3)
+    assert ranges.saved_product_bytes(0, 3) == 3 * 32 * 64 * 4
+    assert ranges.saved_bytes(0, 3) > 2 * ranges.saved_product_bytes(0, 3)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_v", "zero_bubble_h1"])
+def test_bounds_of_other_schedules_are_no_more_than_their_plans(gpt, schedule):
+    """Memory rules out no plan that fits."""
+    chunks = 1 if schedule == "zero_bubble_h1" else 2
+    option = AutoStageOption(min_stages=2) if chunks == 1 else UniformStageOption(4)
+    plan = planned(gpt, option, schedule, chunks)
+    kind = PipelineSchedule(name=schedule, num_chunks=chunks)
+    for budget, fits in ((plan.predicted_bytes, True), (0.02 * plan.predicted_bytes, False)):
+        planner = PipelinePlanner(gpt, CLUSTER, memory_budget=budget)
+        for effort in ("work", "stages", "solves"):
+            bound = planner.bound(AutoStageOption(min_stages=2), kind, BATCHES, effort=effort)
+            if fits or effort == "work":
+                assert 0 < bound <= plan.predicted_seconds
+            else:
+                assert bound == inf
+
+
 def fronts_of_layer(step: StepGraph, shape: Shape) -> list[LayerFront]:
     """Return the fronts of the second of three layers on all mesh choices of a shape."""
     layers = LayerCosts(ClusterCosts(CLUSTER), replace(AUTO, tolerance=TOLERANCE))
