@@ -492,8 +492,11 @@ def _leanness(entry: _Combination) -> tuple[bool, bool, float]:
         return False, True, 1.0
     name, option = entry.schedule.name, entry.option
     pipeline = Pipeline(_FEW_MESHES, entry.count, entry.schedule.num_chunks)
-    in_flight = schedule_kind(name).in_flight(0, pipeline)
-    return splits_backward(name), not (option and option.remat_layer), in_flight / entry.count
+    try:
+        held = schedule_kind(name).in_flight(0, pipeline) / (entry.count * pipeline.num_chunks)
+    except ScheduleError:  # the schedule needs more microbatches
+        held = inf
+    return splits_backward(name), not (option and option.remat_layer), held
 
 
 @cache
