@@ -49,10 +49,15 @@ def solve_stages(problem: StageProblem, limit: float = np.inf) -> StageSolution:
         pools = ", ".join(
             f"{pool.hosts} x {pool.devices_per_host} devices" for pool in problem.pools
         )
+        submeshes = ", ".join(map(str, problem.submeshes))
+        ways = f"cut {problem.num_layers} layers into stages for {pools} with submeshes {submeshes}"
+        if limit < np.inf:
+            raise NoStagesError(
+                f"no way to {ways} fits in memory and takes less than {limit:.4g} s"
+            )
         raise NoStagesError(
-            f"no way to cut {problem.num_layers} layers into stages for {pools} with submeshes "
-            f"{', '.join(map(str, problem.submeshes))} fits in memory and uses all devices; "
-            "use more layers, more devices, smaller microbatches, remat or leave_idle"
+            f"no way to {ways} fits in memory and uses all devices; use more layers, more devices,"
+            " smaller microbatches, remat or leave_idle"
         )
     return StageSolution(tuple(best.stages()), best.seconds, table.num_costs)
 

@@ -234,6 +234,16 @@ def test_the_error_of_too_little_memory_lists_layers_devices_and_submeshes():
         solve_stages(problem)
 
 
+def test_the_error_of_stages_that_are_too_slow_names_the_limit():
+    """Advice about memory would be wrong: faster stages are what is asked for."""
+    pool = HostPool(1, 2)
+    problem = StageProblem(2, (pool,), enumerate_submeshes([pool]), 4, lambda *_: [StageCost(1.0)])
+    fastest = solve_stages(problem).seconds
+    with pytest.raises(NoStagesError, match=r"fits in memory and takes less than \S+ s$"):
+        solve_stages(problem, 0.5 * fastest)
+    assert solve_stages(problem, 1.5 * fastest).seconds == fastest
+
+
 def test_a_number_of_kinds_other_than_that_of_layers_is_refused():
     pool = HostPool(1, 1)
     with pytest.raises(ValueError, match="1 layer kinds for 2 layers"):
