@@ -18,6 +18,11 @@ LIBRARIES = {
     "flax": "flax_models",
     "optax": "optax_optimizers",
     "recipes": "training_recipes",
+    "generative": "generative_recipes",
+    "reinforcement": "reinforcement_recipes",
+    "sequence": "sequence_recipes",
+    "vision": "vision_recipes",
+    "science": "science_recipes",
 }
 """Modules of models by library."""
 
