@@ -3,7 +3,8 @@
 Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined, because JAX has taken the
 derivatives by the time a whole step is traced. A differentiated `jax.checkpoint` becomes an
 `optimization_barrier` on its inputs followed by its body, as JAX lowers it, so that the
-recomputation stays. The bodies of `scan`, `while_loop` and `cond` stand between markers
+recomputation stays. A `reshape` that reads its operand in another order of dims becomes a transpose
+and a reshape. The bodies of `scan`, `while_loop` and `cond` stand between markers
 (`autopar.ir.control_flow`). A `psum` over an axis of `jax.vmap` becomes a sum, and a `device_put`
 between memories `to_host` or `to_device`.
 """
@@ -28,7 +29,9 @@ from jax.extend.core.primitives import (
     reduce_min_p,
     reduce_sum_p,
     remat_p,
+    reshape_p,
     scan_p,
+    transpose_p,
     while_p,
 )
 
@@ -114,6 +117,8 @@ class _FlatJaxprBuilder:
                 outvars = self._control[eqn.primitive](_at(eqn, stack), invars, stack)
             elif self._is_undone(_at(eqn, stack), invars):
                 outvars = invars
+            elif eqn.primitive is reshape_p and eqn.params["dimensions"] is not None:
+                outvars = self._transposed_reshape(_at(eqn, stack).replace(invars=invars))
             else:
                 known = _host_move(_reduction(_at(eqn, stack)))
                 outvars = self._apply(known.replace(invars=invars))
@@ -148,6 +153,20 @@ class _FlatJaxprBuilder:
         if key not in self._known:
             self._known[key] = self._append(eqn)
         return self._known[key]
+
+    def _transposed_reshape(self, eqn: JaxprEqn) -> list[Var]:
+        """Append a reshape with an order of dims, such as `order="F"`, as transpose and reshape."""
+        (operand,), order = eqn.invars, tuple(eqn.params["dimensions"])
+        shape = tuple(operand.aval.shape[dim] for dim in order)
+        transposed = self._apply(
+            eqn.replace(
+                primitive=transpose_p,
+                outvars=[Var(operand.aval.update(shape=shape))],
+                params={"permutation": order},
+            )
+        )
+        params = eqn.params | {"dimensions": None}
+        return self._apply(eqn.replace(invars=transposed, params=params))
 
     def _constant(self, value: Any, var: Var) -> Var:
         if id(value) not in self._constant_of:

@@ -119,6 +119,10 @@ FITTING |= {
     "Fourier transform": lambda p, b: (
         jnp.fft.irfft(jnp.fft.rfft(outputs(p, b)) * 0.5, 4) ** 2
     ).mean(),
+    "columns first": lambda p, b: (
+        (jnp.ravel(outputs(p, b), order="F").reshape(3, -1) * p["b"][:, None]) ** 2
+    ).mean(),
+    "product of outputs": lambda p, b: (1 + outputs(p, b)).prod(-1).mean(),
     "tiled token": lambda p, b: (
         (jnp.tile(p["b"][None], (len(b["x"]), 1)) + outputs(p, b)) ** 2
     ).mean(),
@@ -201,6 +205,12 @@ REFUSED = {
         per_example(p, b) * np.arange(len(b["x"]), dtype=np.float32)
     ).mean(),
     "rows of another number": lambda p, b: (outputs(p, b).reshape(2, -1).max(1) ** 2).mean(),
+    "rows in another order": lambda p, b: (
+        jnp.reshape(outputs(p, b), (3, -1), order="F").T * p["b"]
+    ).mean(),
+    "columns read as rows": lambda p, b: (
+        jax.lax.reshape(outputs(p, b), outputs(p, b).shape, (1, 0)) * p["b"]
+    ).mean(),
 }
 
 
