@@ -37,7 +37,7 @@ from jax.extend.core.primitives import (
 
 from autopar.ir import control_flow
 from autopar.ir.calls import called_jaxpr
-from autopar.ir.graph import Atom, eqns_of_call, is_differentiated, needed
+from autopar.ir.graph import Atom, aval_of, eqns_of_call, is_differentiated, needed
 from autopar.ir.host_memory import is_on_host, to_device_p, to_host_p
 from autopar.ir.scope_renaming import with_renamed_scopes
 
@@ -157,16 +157,16 @@ class _FlatJaxprBuilder:
     def _transposed_reshape(self, eqn: JaxprEqn) -> list[Var]:
         """Append a reshape with an order of dims, such as `order="F"`, as transpose and reshape."""
         (operand,), order = eqn.invars, tuple(eqn.params["dimensions"])
-        shape = tuple(operand.aval.shape[dim] for dim in order)
+        aval = aval_of(operand)
         transposed = self._apply(
             eqn.replace(
                 primitive=transpose_p,
-                outvars=[Var(operand.aval.update(shape=shape))],
+                outvars=[Var(aval.update(shape=tuple(aval.shape[dim] for dim in order)))],
                 params={"permutation": order},
             )
         )
         params = eqn.params | {"dimensions": None}
-        return self._apply(eqn.replace(invars=transposed, params=params))
+        return self._apply(eqn.replace(invars=[*transposed], params=params))
 
     def _constant(self, value: Any, var: Var) -> Var:
         if id(value) not in self._constant_of:

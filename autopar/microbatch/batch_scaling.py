@@ -560,15 +560,21 @@ class BatchScalings:
         return gcd(*sizes)
 
 
-def _different_steps(micro: Jaxpr, full: Jaxpr) -> MicrobatchError:
+class DifferentStepsError(MicrobatchError):
+    """The equations of a step depend on the size of its batch."""
+
+
+def _different_steps(micro: Jaxpr, full: Jaxpr) -> DifferentStepsError:
     """Return the error for a step whose equations depend on the size of the batch."""
     both = zip(micro.eqns, full.eqns, strict=False)
     different = next((pair for pair in both if pair[0].primitive is not pair[1].primitive), None)
     where = f" at {source_line(different[0])}" if different else ""
     names = " and ".join(eqn.primitive.name for eqn in different) if different else "more or less"
-    return MicrobatchError(
+    return DifferentStepsError(
         f"the step does different things for batches of different size{where}: {names}; that can't"
-        " run in microbatches"
+        " run in microbatches. Instead of a loop that accumulates gradients over parts of the"
+        " batch, write one gradient of the whole batch: num_micro_batches accumulates it. Otherwise"
+        " make it compute the same for batches of any size, or use num_micro_batches=1"
     )
 
 

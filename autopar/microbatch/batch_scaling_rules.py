@@ -84,7 +84,8 @@ class AcrossExamples(NotSeparable):
     remedy = (
         "A microbatch has no other examples than its own: combine neighbours only, as in"
         " scores.reshape(-1, 2), or use num_micro_batches=1, with which a loss over pairs of"
-        " examples runs in a pipeline, too"
+        " examples runs in a pipeline, too. Instead of a loop that accumulates gradients over parts"
+        " of the batch, write one gradient of the whole batch: num_micro_batches accumulates it"
     )
 
 
@@ -95,6 +96,16 @@ class PositionOfExamples(NotSeparable):
         "A loss over pairs of examples, such as a contrastive one, needs all of them: use"
         " num_micro_batches=1, which runs in a pipeline, too. Otherwise compute the value in each"
         " example, or pass it as a part of the batch"
+    )
+
+
+class PartsOfBatch(NotSeparable):
+    """A value has another number of rows per example in a larger batch, as `x.reshape(2, -1)`."""
+
+    remedy = (
+        "Instead of a loop that accumulates gradients over parts of the batch, write one gradient"
+        " of the whole batch: num_micro_batches accumulates it. Otherwise keep the rows of an"
+        " example together, as in x.reshape(-1, 2), or use num_micro_batches=1"
     )
 
 
@@ -282,9 +293,9 @@ def _of_rows(
 def _check_rows(
     dim: int, micro: tuple[int, ...], whole: tuple[int, ...], count: int, where: Where
 ) -> None:
-    """Raise NotSeparable unless only `dim` is larger in `whole`, by the factor `count`."""
+    """Raise PartsOfBatch unless only `dim` is larger in `whole`, by the factor `count`."""
     if (*micro[:dim], count * micro[dim], *micro[dim + 1 :]) != whole:
-        raise NotSeparable(
+        raise PartsOfBatch(
             f"{where} has a result of shape {micro} for a microbatch and of shape {whole} for"
             " the batch: the dims that grow with the batch don't have a fixed number of rows"
             " per example"

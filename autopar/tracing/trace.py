@@ -29,6 +29,7 @@ from autopar.layering.layers import (
     num_layers,
 )
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
+from autopar.microbatch.batch_scaling import DifferentStepsError
 from autopar.microbatch.gradients import tracing_whole_arrays
 from autopar.microbatch.prepared_inputs import (
     PREPARED,
@@ -367,8 +368,11 @@ class _StepTracer:
         except MicrobatchError as refused:
             try:
                 return self._split_like(2, traced, count)
-            except (MicrobatchError, TypeError, ValueError):
-                raise MicrobatchError(f"{refused}{self._unlike_rows()}") from None
+            except (MicrobatchError, TypeError, ValueError) as other:
+                # Dims of size one may hide the reason from the smaller trace.
+                is_hidden = isinstance(refused, DifferentStepsError)
+                reason = other if is_hidden and isinstance(other, MicrobatchError) else refused
+                raise MicrobatchError(f"{reason}{self._unlike_rows()}") from None
 
     def _unlike_rows(self) -> str:
         """Return what to do if inputs have different numbers of rows, such as those of graphs."""

@@ -46,6 +46,8 @@ class PublicStep:
         uses_batch_statistics: whether the model normalizes by statistics of the batch. Its
             microbatches use their own. The step then has to be linear in the gradients, and its
             first argument has no examples, the others consist of examples.
+        computes_in: the narrowest type of numbers that the step computes in. Rounding to it is what
+            results are compared up to.
     """
 
     step: Callable[..., Any]
@@ -55,6 +57,7 @@ class PublicStep:
     observed: Callable[[Any, Any], Any] = only_result
     options: dict[str, Any] = field(default_factory=dict)
     uses_batch_statistics: bool = False
+    computes_in: Any = jnp.float32
 
     def mean_over_microbatches(self, step: Callable[..., Any], args: Any, count: int) -> Any:
         """Return the means of what a step returns for each of `count` microbatches.

@@ -164,7 +164,10 @@ class ReachRun:
                 return named_arrays(public.mean_over_microbatches(step, args, parts))
             return named_arrays(public.observed(args, step(*args)))
 
-        noisy = (public.with_arrays(public.args, Perturbation(seed)) for seed in range(NOISY_RUNS))
+        noisy = (
+            public.with_arrays(public.args, Perturbation(seed, public.computes_in))
+            for seed in range(NOISY_RUNS)
+        )
         self._expected[parts] = [run(args) for args in (self._args(), *noisy)]
         # the state before the step, by the paths of the results that it becomes
         given = dict(named_arrays(public.observed(self._args(), self._args())))
@@ -181,9 +184,11 @@ class Perturbation:
 
     Attributes:
         seed: seed of the random numbers.
+        dtype: the narrowest type that arrays are rounded to, which the last digits are those of.
     """
 
     seed: int
+    dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
@@ -193,7 +198,8 @@ class Perturbation:
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             return jnp.copy(array)
         units = self._random.integers(-2, 3, array.shape)
-        factor = 1 + units * float(jnp.finfo(array.dtype).eps)
+        epsilon = max(float(jnp.finfo(dtype).eps) for dtype in (array.dtype, self.dtype))
+        factor = 1 + units * epsilon
         return jnp.asarray(np.asarray(array) * factor, array.dtype)
 
 

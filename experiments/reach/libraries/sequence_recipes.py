@@ -592,4 +592,4 @@ def dynamic_loss_scale() -> PublicStep:
     ids = tokens()
     params = model.init(jax.random.key(0), ids, *_causal(ids))
     args = (params, tx.init(params), jnp.float32(2.0**12), jnp.int32(0))
-    return PublicStep(train_step, (_ScaledState(*args), ids))
+    return PublicStep(train_step, (_ScaledState(*args), ids), computes_in=jnp.bfloat16)

@@ -387,6 +387,34 @@ def test_what_is_neither_is_refused(loss):
         trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=2)
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_loop_that_accumulates_gradients_is_refused_with_what_to_write(parts):
+    def step(params, batch):
+        gradients = jax.tree.map(jnp.zeros_like, params)
+        size = len(batch["x"]) // parts
+        for k in range(parts):
+            part = jax.tree.map(lambda rows, k=k: rows[k * size : (k + 1) * size], batch)
+            new = jax.grad(mean_loss)(params, part)
+            gradients = jax.tree.map(lambda a, b: a + b / parts, gradients, new)
+        return gradients
+
+    with pytest.raises(autopar.MicrobatchError, match=r"write one gradient of the whole batch"):
+        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
+
+
+def test_a_scan_that_accumulates_gradients_is_refused_at_its_reshape():
+    def step(params, batch):
+        def add(gradients, part):
+            return jax.tree.map(jnp.add, gradients, jax.grad(mean_loss)(params, part)), None
+
+        parts = jax.tree.map(lambda rows: rows.reshape(2, -1, *rows.shape[1:]), batch)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)[0]
+
+    words = r"reshape at .*test_splitting.py.*write one gradient of the whole batch"
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=4)
+
+
 @settings(max_examples=5)
 @given(
     rows=st.sampled_from([2, 4, 6, 12]),
