@@ -23,7 +23,7 @@ class _Mlp(nn.Module):
         return nn.Dense(self.sizes[-1])(x)
 
 
-class _ActorCritic(nn.Module):
+class _Agent(nn.Module):
     actions: int = 4
 
     @nn.compact
@@ -48,7 +48,7 @@ class _Transition(NamedTuple):
 
 def ppo() -> PublicStep:
     """PPO's minibatch update: clipped values and ratios, standardized advantages, entropy."""
-    network = _ActorCritic()
+    network = _Agent()
 
     def update_minibatch(state: TrainState, batch: _Transition):
         def loss_fn(params):
@@ -203,7 +203,7 @@ def sac() -> PublicStep:
 
 def impala() -> PublicStep:
     """IMPALA: importance-weighted returns (V-trace) by a reversed scan over time."""
-    network = _ActorCritic()
+    network = _Agent()
     tx = optax.chain(optax.clip_by_global_norm(40.0), optax.rmsprop(6e-4, decay=0.99, eps=1e-7))
 
     def vtrace(ratios, values, bootstrap, rewards, discounts):

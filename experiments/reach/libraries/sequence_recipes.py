@@ -44,7 +44,7 @@ class _GroupedQueryAttention(nn.Module):
         return dense(x.shape[-1], axis=(-2, -1), name="o")(out.reshape(b, t, self.heads, d))
 
 
-class _Block(nn.Module):
+class _RopeBlock(nn.Module):
     dropout: float = 0.0
 
     @nn.compact
@@ -57,14 +57,14 @@ class _Block(nn.Module):
         return x + nn.Dropout(self.dropout)(h, deterministic)
 
 
-class _Decoder(nn.Module):
+class _RopeDecoder(nn.Module):
     layers: int = 2
 
     @nn.compact
     def __call__(self, ids, positions, mask):
         x = nn.Embed(VOCABULARY, _WIDTH)(ids)
         for _ in range(self.layers):
-            x = _Block()(x, positions, mask)
+            x = _RopeBlock()(x, positions, mask)
         return nn.Dense(VOCABULARY, use_bias=False)(nn.RMSNorm()(x))
 
 
@@ -75,7 +75,7 @@ def _causal(ids):
 
 def packed_llama() -> PublicStep:
     """Packed documents: segments mask the attention, positions restart, padding has no loss."""
-    model = _Decoder()
+    model = _RopeDecoder()
     schedule = optax.cosine_decay_schedule(1e-3, 1000)
     tx = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
@@ -125,7 +125,7 @@ def packed_llama() -> PublicStep:
 
 def accumulation_scan() -> PublicStep:
     """The user's own accumulation of gradients: a scan over parts of the batch."""
-    model = _Decoder()
+    model = _RopeDecoder()
     tx = optax.adamw(1e-3)
     parts = 2
 
@@ -153,7 +153,7 @@ def accumulation_scan() -> PublicStep:
 
 def accumulation_loop() -> PublicStep:
     """The user's own accumulation of gradients: a Python loop over slices of the batch."""
-    model = _Decoder()
+    model = _RopeDecoder()
     tx = optax.adamw(1e-3)
     steps = 4
 
@@ -295,7 +295,7 @@ def switch_moe() -> PublicStep:
 def ctc_speech() -> PublicStep:
     """Speech recognition by CTC: convolutions over spectrograms, LSTMs both ways, SpecAugment."""
 
-    class Model(nn.Module):
+    class SpeechModel(nn.Module):
         @nn.compact
         def __call__(self, spectrogram, lengths):
             x = nn.relu(nn.Conv(16, (3,), strides=(2,))(spectrogram))
@@ -309,7 +309,7 @@ def ctc_speech() -> PublicStep:
             padding = jnp.arange(x.shape[1])[None] >= lengths[:, None]
             return nn.Dense(12)(x), padding.astype(jnp.float32)
 
-    model = Model()
+    model = SpeechModel()
     tx = optax.chain(optax.clip_by_global_norm(5.0), optax.adam(1e-3))
 
     def mask_spectrogram(key, x):
@@ -351,7 +351,7 @@ def ctc_speech() -> PublicStep:
 def perceiver() -> PublicStep:
     """A Perceiver: learned latents read a long input by cross attention, and repeat that."""
 
-    class Model(nn.Module):
+    class Perceiver(nn.Module):
         @nn.compact
         def __call__(self, x, mask):
             b, n, _ = x.shape
@@ -368,7 +368,7 @@ def perceiver() -> PublicStep:
                 z = z + mlp(z)
             return nn.Dense(5)(z.mean(axis=1))
 
-    model = Model()
+    model = Perceiver()
     tx = optax.lamb(1e-3)
 
     def train_step(params, opt_state, x, mask, y):
@@ -453,19 +453,19 @@ def seq2seq_forecast() -> PublicStep:
 def scanned_gpt() -> PublicStep:
     """Layers in `nn.scan` with remat and dropout; weight decay only for matrices."""
 
-    class Layer(nn.Module):
+    class ScannedLayer(nn.Module):
         @nn.compact
         def __call__(self, x, inputs):
             positions, mask = inputs
-            return _Block(dropout=0.1)(x, positions, mask, False), None
+            return _RopeBlock(dropout=0.1)(x, positions, mask, False), None
 
-    class Model(nn.Module):
+    class ScannedGpt(nn.Module):
         @nn.compact
         def __call__(self, ids):
             embed = nn.Embed(VOCABULARY, _WIDTH)
             x = nn.Dropout(0.1)(embed(ids), deterministic=False)
             layers = nn.scan(
-                nn.remat(Layer, prevent_cse=False),
+                nn.remat(ScannedLayer, prevent_cse=False),
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
                 in_axes=nn.broadcast,
@@ -474,7 +474,7 @@ def scanned_gpt() -> PublicStep:
             x, _ = layers()(x, _causal(ids))
             return embed.attend(nn.RMSNorm()(x))
 
-    model, ids = Model(), tokens()
+    model, ids = ScannedGpt(), tokens()
     params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, ids)
     decayed = jax.tree.map(lambda x: x.ndim > 1, params)
     tx = optax.inject_hyperparams(optax.adamw, static_args="mask")(1e-3, mask=decayed)
@@ -501,7 +501,7 @@ def scanned_gpt() -> PublicStep:
 def masked_lm() -> PublicStep:
     """BERT's pretraining: the step draws which tokens are masked; a mean over these."""
 
-    class Encoder(nn.Module):
+    class MaskedEncoder(nn.Module):
         @nn.compact
         def __call__(self, ids, attention_mask):
             positions = jnp.arange(ids.shape[1])[None, :]
@@ -515,7 +515,7 @@ def masked_lm() -> PublicStep:
                 x = nn.LayerNorm()(x + nn.Dropout(0.1, deterministic=False)(h))
             return nn.Dense(VOCABULARY)(x)
 
-    model, ids = Encoder(), tokens()
+    model, ids = MaskedEncoder(), tokens()
     tx = optax.adamw(optax.linear_schedule(1e-3, 0.0, 100))
 
     def corrupt(rng, ids, attention_mask):
@@ -559,7 +559,7 @@ class _ScaledState(NamedTuple):
 
 def dynamic_loss_scale() -> PublicStep:
     """Mixed precision: a dynamic scale of the loss, and no update if gradients overflow."""
-    model = _Decoder()
+    model = _RopeDecoder()
     tx = optax.adamw(1e-3)
 
     def train_step(state, ids):
