@@ -62,6 +62,9 @@ class StatisticRules:
         repaired: numbers of the equations whose operands may be replaced (`Repair`).
         totals: whether operands may be replaced by statistics of the whole batch, which an earlier
             loop accumulates.
+        costly: whether these may be arrays, such as a first gradient that a second one follows
+            from, or may need the model. Two loops then compute the model; such a statistic does not
+            follow from another one.
         functions: whether scalars may be functions of statistics, computed when these are complete.
         own: numbers of the equations that may use a statistic of each microbatch in place of that
             of the batch.
@@ -71,6 +74,7 @@ class StatisticRules:
 
     repaired: Set[int] = frozenset()
     totals: bool = False
+    costly: bool = False
     functions: bool = True
     own: Set[int] = frozenset()
     never_completed: Set[Var] = frozenset()
@@ -117,6 +121,8 @@ class BatchScalings:
         backward = (eqn for eqn in micro.eqns if is_backward(eqn))
         self._gradients = {var for eqn in backward for var in eqn.outvars}
         self._costly = _costly(micro) if rules.totals else set()
+        self._complete: set[Var] = set()
+        self._later: set[Var] = set()
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, BatchScaling | NotSeparable] = dict.fromkeys(
             (*micro.constvars, *micro.invars), BatchScaling("same")
@@ -165,6 +171,8 @@ class BatchScalings:
             except NotSeparable as unfit:
                 results = [unfit] * len(eqn.outvars)
             self.kinds.update(zip(eqn.outvars, results, strict=True))
+            if any(isinstance(atom, Var) and atom in self._later for atom in eqn.invars):
+                self._later.update(eqn.outvars)
             if eqn.primitive is control_flow.loop_result_p:
                 carry = eqn.invars[0]
                 assert isinstance(carry, Var)
@@ -437,20 +445,17 @@ class BatchScalings:
         operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
         if any(kind.per or kind.form == "function" for kind in operands):
             return None
-        with suppress(NotSeparable):
-            return self._plain(eqn, whole, operands)
-        early = tuple(
-            k
+        linear = {
+            k: atom
             for k, (atom, kind) in enumerate(zip(eqn.invars, operands, strict=True))
-            if self._rules.totals
-            and isinstance(atom, Var)
-            and kind.form == "linear"
-            and not aval_of(atom).shape
-            and atom not in self._inside
-            and atom not in self._costly
-            and atom not in self._rules.never_completed
-        )
-        for chosen in ((), early):
+            if isinstance(atom, Var) and kind.form == "linear"
+        }
+        complete = tuple(k for k, var in linear.items() if var in self._complete)
+        if not complete:
+            with suppress(NotSeparable):
+                return self._plain(eqn, whole, operands)
+        early = tuple(k for k, var in linear.items() if self._is_completed_early(var))
+        for chosen in (complete, early):
             kinds = list(operands)
             for k in chosen:
                 kinds[k] = BatchScaling("same", None if kinds[k].power is None else 0)
@@ -458,8 +463,22 @@ class BatchScalings:
             with suppress(NotSeparable):
                 found = self._plain(eqn, whole, kinds)
                 self.repairs[eqn.outvars[0]] = Repair(chosen, scaled)
+                costly = {linear[k] for k in chosen if self._is_costly(linear[k])}
+                if costly:
+                    self._complete |= costly
+                    self._later.update(eqn.outvars)
                 return found
         return None
+
+    def _is_completed_early(self, var: Var) -> bool:
+        """Return whether an earlier loop may accumulate a statistic that a later one reads."""
+        if not self._rules.totals or var in self._inside or var in self._rules.never_completed:
+            return False
+        return not self._is_costly(var) or (self._rules.costly and var not in self._later)
+
+    def _is_costly(self, var: Var) -> bool:
+        """Return whether a statistic is an array, or takes long to compute."""
+        return bool(aval_of(var).shape) or var in self._costly
 
     def _scaled(self, eqn: JaxprEqn, kinds: list[BatchScaling]) -> dict[int, int]:
         """Return the powers of `count` by which to divide operands; update `kinds`.

@@ -7,8 +7,10 @@ Microbatches may differ from the whole batch only where the user allows it, by `
 
 from collections.abc import Sequence
 
+from autopar.ir.graph import source_line
 from autopar.ir.step_graph import Exactness, StepGraph
 from autopar.microbatch.created_rows import folds_position
+from autopar.primitives import record_of
 
 _MOST_LINES = 6
 
@@ -26,7 +28,10 @@ def exactness_of(step: StepGraph) -> Exactness:
 
 
 def exactness_warnings(step: StepGraph) -> list[str]:
-    """Return a warning for each way in which microbatches differ from the whole batch."""
+    """Return a warning for each way in which microbatches differ from the whole batch.
+
+    Another pass over the model is one of them.
+    """
     exactness = exactness_of(step)
     warnings = []
     if step.preparation is not None:
@@ -34,6 +39,18 @@ def exactness_warnings(step: StepGraph) -> list[str]:
             "computed for the whole batch before the step, and not in its predicted time: "
             + _listed(step.preparation.lines)
         )
+    if step.microbatching is not None:
+        passes = [
+            loop
+            for loop in step.microbatching.loops
+            if any(record_of(eqn).is_contraction for _, eqn in loop.body)
+        ]
+        if len(passes) > 1:
+            early = [source_line(eqn) for loop in passes[:-1] for _, eqn in loop.marks]
+            warnings.append(
+                f"{len(passes)} loops over the microbatches compute the model, because a later one"
+                f" needs what is complete after an earlier one: {_listed([*dict.fromkeys(early)])}"
+            )
     if exactness.rng == "fold_in":
         warnings.append(
             "rng='fold_in': each microbatch draws random bits from a key of its own, so they are"

@@ -21,17 +21,22 @@ from autopar.microbatch.batch_scaling import StatisticRules
 from autopar.microbatch.body_boundary import before_update
 
 
-def exact_rules(jaxpr: Jaxpr, batch: Collection[int], stages: bool) -> Iterator[StatisticRules]:
+def exact_rules(
+    jaxpr: Jaxpr, batch: Collection[int], stages: bool, costly: bool
+) -> Iterator[StatisticRules]:
     """Yield rules with which microbatches have the numbers of the whole batch, simplest first.
 
     Args:
         jaxpr: flat jaxpr of a step.
         batch: inputs whose first dim is the batch, without the positions of the examples.
         stages: whether the step is cut into pipeline stages, which run each microbatch only once.
+        costly: whether two loops may compute the model, if there are no stages.
     """
     yield StatisticRules(functions=True)
     repaired = before_update(jaxpr, batch)
     yield StatisticRules(repaired, totals=not stages, functions=True)
+    if costly and not stages:
+        yield StatisticRules(repaired, totals=True, costly=True, functions=True)
 
 
 def own_statistic_rules(
@@ -50,9 +55,11 @@ def own_statistic_rules(
     others = (var for i, var in enumerate(jaxpr.invars) if i not in batch)
     of_model = dependents(enumerate(jaxpr.eqns), others)
     if not _differentiates_examples(jaxpr, larger):
-        yield StatisticRules(repaired, not stages, not stages, own, of_model)
+        yield StatisticRules(
+            repaired, totals=not stages, functions=not stages, own=own, never_completed=of_model
+        )
     values = {*jaxpr.constvars, *jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)}
-    yield StatisticRules(repaired, False, False, own, values)
+    yield StatisticRules(repaired, functions=False, own=own, never_completed=values)
 
 
 def _of_differentiated_functions(jaxpr: Jaxpr, batch: Collection[int]) -> Set[int]:

@@ -21,7 +21,12 @@ from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, aval_of, needed, source_line
 from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
-from autopar.microbatch.batch_scaling import BatchScalings, Repair, StatisticRules
+from autopar.microbatch.batch_scaling import (
+    BatchScalings,
+    DifferentStepsError,
+    Repair,
+    StatisticRules,
+)
 from autopar.microbatch.batch_scaling_constants import power_of_constant
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.body_boundary import (
@@ -50,6 +55,7 @@ def split(
     stages: bool = False,
     positions: int | None = None,
     own_statistics: bool = False,
+    costly: bool = False,
 ) -> tuple[Jaxpr, Microbatching]:
     """Split a flat jaxpr into what runs for each microbatch and what runs once.
 
@@ -68,6 +74,7 @@ def split(
             (`autopar.microbatch.row_positions`); None if the step needs none.
         own_statistics: whether microbatches may use statistics of their own
             (`autopar.microbatch.own_statistics`).
+        costly: whether two loops may compute the model.
 
     Returns:
         The jaxpr to run, with the equations after the accumulated values from `whole`, and the
@@ -77,7 +84,7 @@ def split(
         MicrobatchError: the step takes no gradient, or an accumulated value is not separable.
     """
     _check_gradient(micro, gradient_free)
-    scaled = _scalings(sizes, batch, positions, count, stages, own_statistics)
+    scaled = _scalings(sizes, batch, positions, count, stages, own_statistics, costly)
     found = scaled.found
     micro, whole, sizes = _marked(micro, whole, sizes, part, batch, scaled.boundary)
     (_, traced), (_, complete) = _mark(sizes[0]), _mark(whole)
@@ -188,6 +195,7 @@ def _scalings(
     count: int,
     stages: bool,
     own_statistics: bool,
+    costly: bool,
 ) -> _Scaled:
     """Return the scalings by the first rules with which all accumulated values are separable.
 
@@ -213,7 +221,7 @@ def _scalings(
                 refused = reason
         return None
 
-    result = separable(exact_rules(sizes[0], examples, stages))
+    result = separable(exact_rules(sizes[0], examples, stages, costly))
     if result is not None:
         return result
     exact = refused
@@ -421,7 +429,7 @@ def _check_computation(micro: Jaxpr, larger: Jaxpr, batch: frozenset[int]) -> No
             min(len(names), len(other_names)) - 1,
         )
         rows, more = (aval_of(each.invars[min(batch)]).shape[0] for each in (micro, larger))
-        raise MicrobatchError(
+        raise DifferentStepsError(
             f"the step computes something else for a microbatch of {rows} than for {more} examples"
             f" at {source_line(others[first])}; make it compute the same for batches of any size,"
             " or use another num_micro_batches"

@@ -1,7 +1,7 @@
 """Tracing of a Python training step to a `StepGraph`, at the batch sizes of its microbatches."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -371,7 +371,9 @@ class _StepTracer:
             except (MicrobatchError, TypeError, ValueError) as other:
                 # Dims of size one may hide the reason from the smaller trace.
                 is_hidden = isinstance(refused, DifferentStepsError)
-                reason = other if is_hidden and isinstance(other, MicrobatchError) else refused
+                same_steps = not isinstance(other, DifferentStepsError)
+                is_told = isinstance(other, MicrobatchError) and same_steps
+                reason = other if is_hidden and is_told else refused
                 raise MicrobatchError(f"{reason}{self._unlike_rows()}") from None
 
     def _unlike_rows(self) -> str:
@@ -413,9 +415,12 @@ class _StepTracer:
             except MicrobatchError as error:
                 refused = refused or error
                 more = more_prepared(traces, numbered.pairs[-1], numbered.batch, count)
-                if not more:
-                    raise refused from None
-                places += more
+            if not more:
+                break
+            places += more
+        with suppress(MicrobatchError):
+            return self._split_numbered(numbered, traces, places, count, costly=True)
+        raise refused from None
 
     def _numbered(
         self, traces: Sequence[Jaxpr], batch: frozenset[int], places: Sequence[Place], count: int
@@ -431,7 +436,12 @@ class _StepTracer:
         return _Numbered(numbered, batch | {num_inputs}, num_inputs)
 
     def _split_numbered(
-        self, numbered: _Numbered, traces: Sequence[Jaxpr], places: Sequence[Place], count: int
+        self,
+        numbered: _Numbered,
+        traces: Sequence[Jaxpr],
+        places: Sequence[Place],
+        count: int,
+        costly: bool = False,
     ) -> _Split:
         """Return the step as it runs in microbatches; `traces` are those without more inputs."""
         (micro, whole), (part, _), (small, large) = numbered.pairs
@@ -446,6 +456,7 @@ class _StepTracer:
             stages=self.marked,
             positions=numbered.positions,
             own_statistics=self.exactness.batch_statistics == "microbatch",
+            costly=costly,
         )
         jaxpr = without_unread_positions(jaxpr, numbered.positions)
         if not places:

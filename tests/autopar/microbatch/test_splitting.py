@@ -157,6 +157,19 @@ REPAIRED = {
     "gradients limited per example": lambda p, b: limited(per_example(p, b)).mean(),
 }
 
+COMPUTED_TWICE = {
+    "perplexity": lambda p, b: jnp.exp(mean_loss(p, b)),
+    "square of the mean": lambda p, b: mean_loss(p, b) ** 2,
+    "square of a masked mean": lambda p, b: masked_mean(p, b) ** 2,
+    "weights that are learned": lambda p, b: (
+        (outputs(p, b)[:, 0]).sum() / (outputs(p, b)[:, 1] ** 2).sum()
+    ),
+    "balance of outputs": lambda p, b: (
+        3 * (jax.nn.one_hot(outputs(p, b).argmax(1), 3).mean(0) * outputs(p, b).mean(0)).sum()
+    ),
+}
+"""Losses with a statistic of the model, which a loop before that of the gradient completes."""
+
 GROUPED = {
     "preferences of pairs": lambda p, b: preferences(outputs(p, b).sum(1), 2),
     "best of four": lambda p, b: outputs(p, b).sum(1).reshape(-1, 4).max(1).mean(),
@@ -190,13 +203,7 @@ def normalized(weights):
 
 
 REFUSED = {
-    "square of a masked mean": lambda p, b: masked_mean(p, b) ** 2,
-    "weights that are learned": lambda p, b: (
-        (outputs(p, b)[:, 0]).sum() / (outputs(p, b)[:, 1] ** 2).sum()
-    ),
     "masked means in a loop": lambda p, b: masked_in_a_loop(p, b),
-    "perplexity": lambda p, b: jnp.exp(mean_loss(p, b)),
-    "square of the mean": lambda p, b: mean_loss(p, b) ** 2,
     "largest": lambda p, b: per_example(p, b).max(),
     "batch normalization": lambda p, b: ((outputs(p, b) - outputs(p, b).mean(0)) ** 2).mean(),
     "contrastive": lambda p, b: jax.nn.logsumexp(outputs(p, b) @ outputs(p, b).T, axis=1).mean(),
@@ -256,9 +263,10 @@ def step_of_all(losses):
         (FITTING, autopar.DataParallel(1, 2)),
         (REPAIRED, autopar.DataParallel(2, 2)),
         (REPAIRED, autopar.ShardParallel(1, 4)),
+        (COMPUTED_TWICE, autopar.ShardParallel(2, 2)),
         (GROUPED, autopar.DataParallel(1, 2)),
     ],
-    ids=["sums and means", "statistics", "statistics, 4", "neighbours"],
+    ids=["sums and means", "statistics", "statistics, 4", "computed twice", "neighbours"],
 )
 def test_losses_over_the_batch_are_exact(losses, method):
     assert_equals_the_batch(step_of_all(losses), method)
@@ -357,9 +365,30 @@ def sharpness_aware_arguments():
     return {k: values[k] for k in ("in", "out")}, {k: values[k] for k in ("x", "y")}
 
 
-def test_a_second_gradient_of_the_batch_is_refused_with_what_to_do():
+@pytest.mark.parametrize("loss", COMPUTED_TWICE.values(), ids=COMPUTED_TWICE.keys())
+def test_a_pipeline_does_not_compute_the_model_twice(loss):
+    with pytest.raises(autopar.MicrobatchError):
+        trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=2, marked=True)
+
+
+def test_a_second_gradient_of_the_batch_follows_the_first_in_another_loop():
+    """Sharpness-aware steps move the parameters by the first gradient of the whole batch."""
     step = autopar.parallelize(
         sharpness_aware_step, method=autopar.ShardParallel(2, num_micro_batches=2)
+    )
+    expected = sharpness_aware_step(*sharpness_aware_arguments())
+    autopar.testing.assert_allclose(step(*sharpness_aware_arguments()), expected, rtol=1e-4)
+    executable = step.get_last_executable()
+    assert executable is not None
+    assert "2 loops over the microbatches compute the model" in executable.plan.warnings[0]
+    graph = trace(sharpness_aware_step, sharpness_aware_arguments(), (1,), num_micro_batches=2)
+    assert graph.microbatching is not None
+    assert len(graph.microbatching.loops) == 2
+
+
+def test_a_second_gradient_of_the_batch_is_refused_in_a_pipeline_with_what_to_do():
+    step = autopar.parallelize(
+        sharpness_aware_step, method=autopar.PipeshardParallel(2, num_micro_batches=2)
     )
     with pytest.raises(
         autopar.MicrobatchError, match=r"gradient of the batch.*make a step of each"
@@ -466,7 +495,7 @@ def test_several_masked_means_are_accumulated_each_with_its_weights():
 
 
 def test_other_losses_are_made_of_sums_by_the_user_as_the_refusal_says():
-    """A weight that depends on all outputs needs a second pass over the model."""
+    """A weight that depends on all outputs needs a second pass, which a pipeline does not make."""
 
     def refused(params, batch):
         def loss(p):
@@ -488,7 +517,7 @@ def test_other_losses_are_made_of_sums_by_the_user_as_the_refusal_says():
         r"\(total, weights\), gradients = autopar.value_and_grad\(sums"
     )
     with pytest.raises(autopar.MicrobatchError, match=advice):
-        autopar.parallelize(refused, method=method)(PARAMS, BATCH)
+        trace(refused, (PARAMS, BATCH), (1,), num_micro_batches=4, marked=True)
     assert_allclose(
         autopar.parallelize(allowed, method=method)(PARAMS, BATCH),
         refused(PARAMS, BATCH),
