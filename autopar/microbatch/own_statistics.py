@@ -21,22 +21,24 @@ from autopar.microbatch.batch_scaling import StatisticRules
 from autopar.microbatch.body_boundary import before_update
 
 
-def exact_rules(
-    jaxpr: Jaxpr, batch: Collection[int], stages: bool, costly: bool
-) -> Iterator[StatisticRules]:
+def exact_rules(jaxpr: Jaxpr, batch: Collection[int], stages: bool) -> Iterator[StatisticRules]:
     """Yield rules with which microbatches have the numbers of the whole batch, simplest first.
 
     Args:
         jaxpr: flat jaxpr of a step.
         batch: inputs whose first dim is the batch, without the positions of the examples.
         stages: whether the step is cut into pipeline stages, which run each microbatch only once.
-        costly: whether two loops may compute the model, if there are no stages.
     """
-    yield StatisticRules(functions=True)
-    repaired = before_update(jaxpr, batch)
-    yield StatisticRules(repaired, totals=not stages, functions=True)
-    if costly and not stages:
-        yield StatisticRules(repaired, totals=True, costly=True, functions=True)
+    yield StatisticRules()
+    yield StatisticRules(before_update(jaxpr, batch), totals=not stages)
+
+
+def costly_rules(jaxpr: Jaxpr, batch: Collection[int]) -> StatisticRules:
+    """Return rules with which two loops over the microbatches may compute the model.
+
+    See `exact_rules` for the arguments.
+    """
+    return StatisticRules(before_update(jaxpr, batch), totals=True, costly=True)
 
 
 def own_statistic_rules(

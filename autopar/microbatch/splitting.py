@@ -38,7 +38,7 @@ from autopar.microbatch.body_boundary import (
 )
 from autopar.microbatch.deferred_division import defer_divisions, equations, statistics
 from autopar.microbatch.gradients import accumulate_p
-from autopar.microbatch.own_statistics import exact_rules, own_statistic_rules
+from autopar.microbatch.own_statistics import costly_rules, exact_rules, own_statistic_rules
 from autopar.microbatch.row_positions import without_positions
 from autopar.microbatch.whole_batch import join_traces
 from autopar.primitives import record_of
@@ -74,7 +74,8 @@ def split(
             (`autopar.microbatch.row_positions`); None if the step needs none.
         own_statistics: whether microbatches may use statistics of their own
             (`autopar.microbatch.own_statistics`).
-        costly: whether two loops may compute the model.
+        costly: whether two loops compute the model, where one will not do
+            (`autopar.microbatch.own_statistics.costly_rules`); not with `stages`.
 
     Returns:
         The jaxpr to run, with the equations after the accumulated values from `whole`, and the
@@ -221,11 +222,17 @@ def _scalings(
                 refused = reason
         return None
 
-    result = separable(exact_rules(sizes[0], examples, stages, costly))
+    if costly:
+        attempts: Iterable[StatisticRules] = [costly_rules(sizes[0], examples)]
+    else:
+        attempts = exact_rules(sizes[0], examples, stages)
+    result = separable(attempts)
     if result is not None:
         return result
     exact = refused
     assert exact is not None
+    if costly:
+        raise exact
     result = separable(own_statistic_rules(*sizes, examples, stages))
     if result is None:
         raise refused if own_statistics and refused else exact

@@ -370,10 +370,9 @@ class _StepTracer:
                 return self._split_like(2, traced, count)
             except (MicrobatchError, TypeError, ValueError) as other:
                 # Dims of size one may hide the reason from the smaller trace.
-                is_hidden = isinstance(refused, DifferentStepsError)
-                same_steps = not isinstance(other, DifferentStepsError)
-                is_told = isinstance(other, MicrobatchError) and same_steps
-                reason = other if is_hidden and is_told else refused
+                kinds = [isinstance(e, DifferentStepsError) for e in (refused, other)]
+                is_told = isinstance(other, MicrobatchError) and kinds == [True, False]
+                reason = other if is_told else refused
                 raise MicrobatchError(f"{reason}{self._unlike_rows()}") from None
 
     def _unlike_rows(self) -> str:
@@ -418,8 +417,9 @@ class _StepTracer:
             if not more:
                 break
             places += more
-        with suppress(MicrobatchError):
-            return self._split_numbered(numbered, traces, places, count, costly=True)
+        if not self.marked:
+            with suppress(MicrobatchError):
+                return self._split_numbered(numbered, traces, places, count, costly=True)
         raise refused from None
 
     def _numbered(
