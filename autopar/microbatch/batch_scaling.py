@@ -27,6 +27,7 @@ from autopar.microbatch.batch_scaling_constants import (
     own_constant_scaling,
 )
 from autopar.microbatch.batch_scaling_rules import (
+    ONE_GRADIENT,
     BatchScaling,
     ConstantDiffers,
     LoopOverExamples,
@@ -591,9 +592,8 @@ def _different_steps(micro: Jaxpr, full: Jaxpr) -> DifferentStepsError:
     names = " and ".join(eqn.primitive.name for eqn in different) if different else "more or less"
     return DifferentStepsError(
         f"the step does different things for batches of different size{where}: {names}; that can't"
-        " run in microbatches. Instead of a loop that accumulates gradients over parts of the"
-        " batch, write one gradient of the whole batch: num_micro_batches accumulates it. Otherwise"
-        " make it compute the same for batches of any size, or use num_micro_batches=1"
+        f" run in microbatches. {ONE_GRADIENT}. Otherwise make it compute the same for batches of"
+        " any size, or use num_micro_batches=1"
     )
 
 

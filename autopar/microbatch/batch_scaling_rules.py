@@ -28,6 +28,12 @@ from autopar.primitives import op_factors
 from autopar.primitives.index import indexed_dims, is_scatter
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_linear
 
+ONE_GRADIENT = (
+    "Instead of a loop that accumulates gradients over parts of the batch, write one gradient of"
+    " the whole batch: num_micro_batches accumulates it"
+)
+"""What to write in place of the user's own microbatches."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchScaling:
@@ -84,8 +90,7 @@ class AcrossExamples(NotSeparable):
     remedy = (
         "A microbatch has no other examples than its own: combine neighbours only, as in"
         " scores.reshape(-1, 2), or use num_micro_batches=1, with which a loss over pairs of"
-        " examples runs in a pipeline, too. Instead of a loop that accumulates gradients over parts"
-        " of the batch, write one gradient of the whole batch: num_micro_batches accumulates it"
+        f" examples runs in a pipeline, too. {ONE_GRADIENT}"
     )
 
 
@@ -103,9 +108,8 @@ class PartsOfBatch(NotSeparable):
     """A value has another number of rows per example in a larger batch, as `x.reshape(2, -1)`."""
 
     remedy = (
-        "Instead of a loop that accumulates gradients over parts of the batch, write one gradient"
-        " of the whole batch: num_micro_batches accumulates it. Otherwise keep the rows of an"
-        " example together, as in x.reshape(-1, 2), or use num_micro_batches=1"
+        f"{ONE_GRADIENT}. Otherwise keep the rows of an example together, as in x.reshape(-1, 2),"
+        " or use num_micro_batches=1"
     )
 
 
