@@ -184,7 +184,7 @@ class Perturbation:
 
     Attributes:
         seed: seed of the random numbers.
-        dtype: the narrowest type that arrays are rounded to, which the last digits are those of.
+        dtype: the type whose last digits change, in arrays that are not narrower themselves.
     """
 
     seed: int

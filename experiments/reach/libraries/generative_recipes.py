@@ -344,8 +344,7 @@ def energy_langevin() -> PublicStep:
     tx = optax.chain(optax.clip(0.1), optax.adam(1e-4))
 
     def langevin(params, x, rng, steps=5):
-        def body(carry, rng):
-            x = carry
+        def body(x, rng):
             slope = jax.grad(lambda x: energy.apply(params, x).sum())(x)
             noise = jax.random.normal(rng, x.shape)
             x = x - 0.1 * jnp.clip(slope, -0.03, 0.03) + 0.005 * noise
@@ -353,7 +352,7 @@ def energy_langevin() -> PublicStep:
 
         return jax.lax.scan(body, x, jax.random.split(rng, steps))[0]
 
-    @partial(jax.jit, donate_argnums=())
+    @jax.jit
     def train_step(params, opt_state, real, buffer, rng):
         noise_rng, chain_rng = jax.random.split(rng)
         fake = jax.lax.stop_gradient(langevin(params, buffer, chain_rng))

@@ -338,7 +338,7 @@ def grpo() -> PublicStep:
 
 def reward_model() -> PublicStep:
     """A reward model on pairs of answers, read at the last token of each that is no padding."""
-    backbone, head = _CausalLm(vocabulary=64), nn.Dense(1)
+    backbone, head = _CausalLm(), nn.Dense(1)
     tx = optax.adamw(1e-3)
 
     def score(params, ids, mask):

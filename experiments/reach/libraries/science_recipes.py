@@ -341,15 +341,12 @@ def meta_learning() -> PublicStep:
 
 
 def ragged_pooling() -> PublicStep:
-    """Sets of different sizes, read by a `fori_loop` of as many steps as each has members."""
+    """Sets of different sizes: a scan skips what pads them, and a loop counts members."""
 
     def encode(params, members, size):
-        def add(i, state):
-            return jnp.tanh(members[i] @ params["in"] + state @ params["core"])
-
-        def body(carry, i):
-            new = add(i, carry)
-            return jnp.where(i < size, new, carry), None
+        def body(state, i):
+            new = jnp.tanh(members[i] @ params["in"] + state @ params["core"])
+            return jnp.where(i < size, new, state), None
 
         state, _ = jax.lax.scan(body, jnp.zeros(16), jnp.arange(members.shape[0]))
         return state

@@ -73,6 +73,11 @@ def _causal(ids):
     return positions, jnp.tril(jnp.ones((ids.shape[1],) * 2, bool))[None]
 
 
+def _next_token_loss(model, params, ids):
+    logits = model.apply(params, ids, *_causal(ids)).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
+
+
 def packed_llama() -> PublicStep:
     """Packed documents: segments mask the attention, positions restart, padding has no loss."""
     model = _RopeDecoder()
@@ -126,12 +131,9 @@ def packed_llama() -> PublicStep:
 def accumulation_scan() -> PublicStep:
     """The user's own accumulation of gradients: a scan over parts of the batch."""
     model = _RopeDecoder()
+    loss_fn = partial(_next_token_loss, model)
     tx = optax.adamw(1e-3)
     parts = 2
-
-    def loss_fn(params, ids):
-        logits = model.apply(params, ids, *_causal(ids))
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
 
     def train_step(params, opt_state, ids):
         def accumulate(carry, micro):
@@ -154,12 +156,9 @@ def accumulation_scan() -> PublicStep:
 def accumulation_loop() -> PublicStep:
     """The user's own accumulation of gradients: a Python loop over slices of the batch."""
     model = _RopeDecoder()
+    loss_fn = partial(_next_token_loss, model)
     tx = optax.adamw(1e-3)
     steps = 4
-
-    def loss_fn(params, ids):
-        logits = model.apply(params, ids, *_causal(ids))
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
 
     def train_step(params, opt_state, ids):
         size = ids.shape[0] // steps
@@ -197,7 +196,7 @@ class _LoraModel(nn.Module):
         _, mask = _causal(ids)
         for _ in range(2):
             h = nn.LayerNorm()(x)
-            q, k, v = (_LoraDense(_WIDTH, name=None)(h) for _ in range(3))
+            q, k, v = (_LoraDense(_WIDTH)(h) for _ in range(3))
             scores = jnp.where(mask, q @ k.mT / 4.0, -1e9)
             x = x + _LoraDense(_WIDTH)(jax.nn.softmax(scores) @ v)
             x = x + _LoraDense(_WIDTH)(nn.gelu(_LoraDense(32)(nn.LayerNorm()(x))))
@@ -508,9 +507,8 @@ def masked_lm() -> PublicStep:
             x = nn.Embed(VOCABULARY, _WIDTH)(ids) + nn.Embed(LENGTH, _WIDTH)(positions)
             mask = nn.make_attention_mask(attention_mask, attention_mask)
             for _ in range(2):
-                x = nn.LayerNorm()(x + nn.SelfAttention(2, dropout_rate=0.1)(
-                    x, mask=mask, deterministic=False
-                ))  # fmt: skip
+                attention = nn.SelfAttention(2, dropout_rate=0.1, deterministic=False)
+                x = nn.LayerNorm()(x + attention(x, mask=mask))
                 h = nn.Dense(_WIDTH)(nn.gelu(nn.Dense(32)(x)))
                 x = nn.LayerNorm()(x + nn.Dropout(0.1, deterministic=False)(h))
             return nn.Dense(VOCABULARY)(x)
@@ -565,10 +563,7 @@ def dynamic_loss_scale() -> PublicStep:
     def train_step(state, ids):
         def loss_fn(params):
             half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-            logits = model.apply(half, ids, *_causal(ids)).astype(jnp.float32)
-            loss = optax.softmax_cross_entropy_with_integer_labels(
-                logits[:, :-1], ids[:, 1:]
-            ).mean()
+            loss = _next_token_loss(model, half, ids)
             return loss * state.loss_scale, loss
 
         (_, loss), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
