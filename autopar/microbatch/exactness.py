@@ -30,7 +30,7 @@ def exactness_of(step: StepGraph) -> Exactness:
 def exactness_warnings(step: StepGraph) -> list[str]:
     """Return a warning for each way in which microbatches differ from the whole batch.
 
-    Another pass over the model is one of them.
+    More work counts: what is computed before the step, and a second pass over the model.
     """
     exactness = exactness_of(step)
     warnings = []
