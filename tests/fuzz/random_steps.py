@@ -562,9 +562,16 @@ def _half(params):
     return jax.tree.map(lambda a: a.astype(jnp.float16).astype(jnp.float32), params)
 
 
+_WAYS = (
+    *("plain", "plain", "scaled", "half", "several", "separate", "per example"),
+    *("nonlinear", "sharpness-aware", "alternating"),
+)
+"""Ways of taking gradients; for the last ones, another loop completes what the gradients need."""
+
+
 def _gradients(draw, losses, value_and_grad, params, inputs):
     """((value, rows), gradients) of a loss, in one of the ways that people take gradients."""
-    way = draw.choice(("plain", "plain", "scaled", "half", "several", "separate", "per example"))
+    way = draw.choice(_WAYS)
 
     def loss(params, inputs, number=0):
         return losses[number](inputs._replace(params=params))
@@ -590,6 +597,27 @@ def _gradients(draw, losses, value_and_grad, params, inputs):
                 for k in (0, 1)
             )
             return first[0], jax.tree.map(jnp.add, first[1], second[1])
+        case "nonlinear":
+            function = draw.choice((jnp.exp, jnp.square, jnp.tanh))
+            return value_and_grad(
+                lambda p: (lambda v, r: (function(v / 8), r))(*loss(p, inputs)), has_aux=True
+            )(params)
+        case "sharpness-aware":
+            (value, _), first = value_and_grad(lambda p: loss(p, inputs), has_aux=True)(params)
+            scale = 0.05 / (_norm(first) + 1e-6)
+            moved = jax.tree.map(lambda p, g: p + scale * g, params, first)
+            (other, rows), second = value_and_grad(lambda p: loss(p, inputs), has_aux=True)(moved)
+            return (other - value, rows), second
+        case "alternating":
+            # As in a GAN: the second loss sees some parameters as the first one has updated them.
+            names = {"w", draw.choice(("bias", "table"))}
+            first = value_and_grad(lambda p: loss(p, inputs), has_aux=True)(params)[1]
+            updated = {k: v - 0.1 * first[k] for k, v in params.items() if k not in names}
+            frozen = {k: params[k] for k in names}
+            (value, rows), second = value_and_grad(
+                lambda p: loss({**updated, **p}, inputs, 1), has_aux=True
+            )(frozen)
+            return (value, rows), {**{k: first[k] for k in updated}, **second}
         case "per example":
 
             def one(params, x, frames):
