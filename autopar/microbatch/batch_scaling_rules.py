@@ -79,8 +79,9 @@ class SecondGradient(NotSeparable):
 
     remedy = (
         "If a second gradient of the same batch depends on it, as in sharpness-aware steps or in"
-        " the two updates of a GAN, use num_micro_batches=1, which runs in a pipeline, too, or make"
-        " a step of each update"
+        " the two updates of a GAN, use a method without a pipeline, such as ShardParallel, which"
+        " runs two loops over the microbatches; or num_micro_batches=1, which runs in a pipeline,"
+        " too; or make a step of each update"
     )
 
 

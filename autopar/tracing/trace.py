@@ -20,6 +20,7 @@ from autopar.ir.preparation import Place, Preparation
 from autopar.ir.step_graph import EXACT, Exactness, MicrobatchError, Microbatching, StepGraph
 from autopar.layering.gradient_layers import gradient_layers
 from autopar.layering.gradient_scans import cut_gradient_scans
+from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import (
     Assignments,
     AutoLayerOption,
@@ -327,7 +328,10 @@ class _StepTracer:
         if isinstance(self.layers, AutoLayerOption) and (
             self._scan_assignments or not num_layers(jaxpr)
         ):
-            jaxpr = gradient_layers(jaxpr, self.layers)
+            try:
+                jaxpr = gradient_layers(jaxpr, self.layers)
+            except NoLayersError as error:
+                raise NoLayersError(f"{error}{self._why_not_split(traced, count)}") from None
             traced = traced._replace(jaxpr=jaxpr)
         out_paths = traced.result.piece_paths
         step = _Split(jaxpr, None)
@@ -374,6 +378,15 @@ class _StepTracer:
                 is_told = isinstance(other, MicrobatchError) and kinds == [True, False]
                 reason = other if is_told else refused
                 raise MicrobatchError(f"{reason}{self._unlike_rows()}") from None
+
+    def _why_not_split(self, traced: _Trace, count: int) -> str:
+        """Return why a step does not run in microbatches, for an error; "" if it does."""
+        try:
+            if count > 1:
+                self._split(traced, count)
+        except MicrobatchError as refused:
+            return f".\nNor does the step run in {count} microbatches: {refused}"
+        return ""
 
     def _unlike_rows(self) -> str:
         """Return what to do if inputs have different numbers of rows, such as those of graphs."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
+from autopar.layering.layer_clustering import NoLayersError
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
 from tests.tiers import fast, slow
@@ -429,6 +430,11 @@ def test_a_loop_that_accumulates_gradients_is_refused_with_what_to_write(parts):
 
     with pytest.raises(autopar.MicrobatchError, match=r"write one gradient of the whole batch"):
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
+    pipeline = autopar.PipeshardParallel(
+        2, num_micro_batches=8, layer_option=autopar.AutoLayerOption(2)
+    )
+    with pytest.raises(NoLayersError, match=r"write one gradient of the whole batch"):
+        autopar.parallelize(step, method=pipeline)(PARAMS, BATCH)
 
 
 def test_a_scan_that_accumulates_gradients_is_refused_at_its_reshape():
