@@ -7,7 +7,7 @@ from typing import Literal as OneOf
 
 import numpy as np
 from jax.extend.core import JaxprEqn
-from jax.extend.core.primitives import integer_pow_p, slice_p
+from jax.extend.core.primitives import integer_pow_p, pad_p, slice_p
 
 from autopar.ir.graph import aval_of, constant
 from autopar.microbatch.batch_scaling_rules import BatchScaling, ConstantDiffers
@@ -103,7 +103,8 @@ def check_parameters(eqn: JaxprEqn, whole: JaxprEqn) -> None:
     """Check that numbers in the parameters of an equation do not depend on the size of the batch.
 
     Sizes in the parameters of equations whose operands or results grow may depend on it. A power
-    may not, nor may where a slice begins along a dim that does not grow, as in `table[n - 1]`.
+    may not, nor may where a slice begins along a dim that does not grow, as in `table[n - 1]`, nor
+    where its gradient is padded.
 
     Args:
         eqn: the equation for the smaller batch.
@@ -114,20 +115,13 @@ def check_parameters(eqn: JaxprEqn, whole: JaxprEqn) -> None:
     """
     for name, value in eqn.params.items():
         other = whole.params[name]
-        if not _is_numeric(value) or np.array_equal(value, other, equal_nan=True):
+        if not _is_numeric(value) or value == other or np.array_equal(value, other, equal_nan=True):
             continue
         sides = [[aval_of(atom).shape for atom in (*e.invars, *e.outvars)] for e in (eqn, whole)]
-        grown = zip(sides[0][0], sides[1][0], strict=False) if sides[0] else ()
         if (
             sides[0] == sides[1]
             or eqn.primitive is integer_pow_p
-            or (
-                eqn.primitive is slice_p
-                and any(
-                    size == larger and value[dim] != other[dim]
-                    for dim, (size, larger) in enumerate(grown)
-                )
-            )
+            or (eqn.primitive in (slice_p, pad_p) and _moves_in_fixed_dims(eqn, whole, name))
         ):
             raise ConstantDiffers(
                 f"a constant of the step, {name}, is {value} for a microbatch and {other} for the"
@@ -135,9 +129,24 @@ def check_parameters(eqn: JaxprEqn, whole: JaxprEqn) -> None:
             )
 
 
+def _moves_in_fixed_dims(eqn: JaxprEqn, whole: JaxprEqn, name: str) -> bool:
+    """Return whether a slice or pad differs along a dim that does not grow with the batch.
+
+    Such a dim of a slice is one of its operand; that of a pad, one of its result.
+    """
+    end = eqn.invars if eqn.primitive is slice_p else eqn.outvars
+    other_end = whole.invars if eqn.primitive is slice_p else whole.outvars
+    sizes = zip(aval_of(end[0]).shape, aval_of(other_end[0]).shape, strict=True)
+    return any(
+        size == larger and eqn.params[name][dim] != whole.params[name][dim]
+        for dim, (size, larger) in enumerate(sizes)
+    )
+
+
 def _is_numeric(value: Any) -> bool:
-    values = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(number, int | float) for number in values)
+    if isinstance(value, tuple | list):
+        return all(map(_is_numeric, value))
+    return isinstance(value, int | float | np.number)
 
 
 def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"] | None:

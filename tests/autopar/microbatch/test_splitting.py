@@ -437,6 +437,23 @@ def test_a_loop_that_accumulates_gradients_is_refused_with_what_to_write(parts):
         autopar.parallelize(step, method=pipeline)(PARAMS, BATCH)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_gradient_by_a_row_that_the_size_of_the_batch_names_is_of_the_whole_batch(count):
+    """Nothing else of the loss is left that reads the row, so that its index is that of a pad."""
+
+    def step(table, batch):
+        def loss(table):
+            return (jnp.sin(batch["x"]) * table[batch["x"].shape[0] - 1]).mean()
+
+        return jax.grad(loss)(table)
+
+    table = RNG.standard_normal((8, 6)).astype(np.float32)
+    planned = autopar.parallelize(
+        step, method=autopar.ShardParallel(1, num_micro_batches=count), batch_argnums=(1,)
+    )
+    assert_allclose(planned(table, BATCH), step(table, BATCH), rtol=1e-5, atol=1e-6)
+
+
 def test_a_scan_that_accumulates_gradients_is_refused_at_its_reshape():
     def step(params, batch):
         def add(gradients, part):
