@@ -4,7 +4,7 @@ import hashlib
 import re
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -168,6 +168,24 @@ def aval_of(atom: Atom) -> ShapedArray:
     """Return shape and dtype of a value of a flat jaxpr, whose values are all arrays."""
     assert isinstance(atom.aval, ShapedArray), atom.aval
     return atom.aval
+
+
+type Source = tuple[int, int] | None
+"""What computes a value: the number of an equation, and which of its results the value is.
+
+Inputs and constants have numbers below zero; literals are None.
+"""
+
+
+def sources(jaxpr: Jaxpr, eqns: Iterable[JaxprEqn]) -> dict[Var, Source]:
+    """Return what computes each value, with the equations `eqns` of a jaxpr numbered from zero."""
+    groups = (jaxpr.constvars, jaxpr.invars, *(eqn.outvars for eqn in eqns))
+    return {var: (n, r) for n, group in enumerate(groups, -2) for r, var in enumerate(group)}
+
+
+def sources_of(atoms: Iterable[Atom], known: Mapping[Var, Source]) -> list[Source]:
+    """Return what computes each of `atoms`, where `known` has the sources of all values."""
+    return [known[atom] if isinstance(atom, Var) else None for atom in atoms]
 
 
 def read(atom: Atom, env: dict[Var, Any]) -> Any:

@@ -27,7 +27,6 @@ from autopar.microbatch.batch_scaling_constants import (
     own_constant_scaling,
 )
 from autopar.microbatch.batch_scaling_rules import (
-    ONE_GRADIENT,
     BatchScaling,
     ConstantDiffers,
     LoopOverExamples,
@@ -37,6 +36,7 @@ from autopar.microbatch.batch_scaling_rules import (
     result_scalings,
 )
 from autopar.microbatch.example_blocks import common_blocks
+from autopar.microbatch.same_step import check_same_step
 from autopar.primitives import record_of
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
 
@@ -139,8 +139,7 @@ class BatchScalings:
                 self.kinds[var] = constant_scaling(value, whole, count)
             except NotSeparable as unfit:
                 self.kinds[var] = unfit
-        if [eqn.primitive for eqn in micro.eqns] != [eqn.primitive for eqn in full.eqns]:
-            raise _different_steps(micro, full)
+        check_same_step(micro, full)
         self.carries: dict[Var, BatchScaling | NotSeparable] = {}
         self._unrepaired: set[int] = set()
         while True:
@@ -578,23 +577,6 @@ class BatchScalings:
                 rows = aval_of(var).shape[kind.dim]
                 sizes.append(self.copies.get(var) or rows // (kind.blocks or 1))
         return gcd(*sizes)
-
-
-class DifferentStepsError(MicrobatchError):
-    """The equations of a step depend on the size of its batch."""
-
-
-def _different_steps(micro: Jaxpr, full: Jaxpr) -> DifferentStepsError:
-    """Return the error for a step whose equations depend on the size of the batch."""
-    both = zip(micro.eqns, full.eqns, strict=False)
-    different = next((pair for pair in both if pair[0].primitive is not pair[1].primitive), None)
-    where = f" at {source_line(different[0])}" if different else ""
-    names = " and ".join(eqn.primitive.name for eqn in different) if different else "more or less"
-    return DifferentStepsError(
-        f"the step does different things for batches of different size{where}: {names}; that can't"
-        f" run in microbatches. {ONE_GRADIENT}. Otherwise make it compute the same for batches of"
-        " any size, or use num_micro_batches=1"
-    )
 
 
 def _adds_alike(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:

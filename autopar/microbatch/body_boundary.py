@@ -22,6 +22,7 @@ from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.created_rows import created_by, folds_position
 from autopar.microbatch.gradients import accumulate_p
+from autopar.microbatch.same_step import check_same_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +192,10 @@ def same_boundary(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> Boundary:
         other: a trace for another batch size.
 
     Raises:
-        MicrobatchError: the tail is computed otherwise.
+        MicrobatchError: the step is computed otherwise.
     """
     if list(map(created_by, jaxpr.eqns)) == list(map(created_by, other.eqns)):
+        check_same_step(jaxpr, other)
         twin = dict(zip(_variables(jaxpr), _variables(other), strict=True))
     else:
         twin = _twins(jaxpr, boundary, other)

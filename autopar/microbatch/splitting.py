@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
-from jax.extend.core.primitives import div_p, reduce_sum_p
+from jax.extend.core.primitives import div_p
 
 from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import Numbered
@@ -23,7 +23,6 @@ from autopar.ir.graph import Atom, aval_of, needed, source_line
 from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
 from autopar.microbatch.batch_scaling import (
     BatchScalings,
-    DifferentStepsError,
     Repair,
     StatisticRules,
 )
@@ -40,8 +39,8 @@ from autopar.microbatch.deferred_division import defer_divisions, equations, sta
 from autopar.microbatch.gradients import accumulate_p
 from autopar.microbatch.own_statistics import costly_rules, exact_rules, own_statistic_rules
 from autopar.microbatch.row_positions import without_positions
+from autopar.microbatch.same_step import check_same_computation
 from autopar.microbatch.whole_batch import join_traces
-from autopar.primitives import record_of
 
 
 def split(
@@ -262,7 +261,8 @@ def _marked(
         for each in (micro, whole, large, part)
     )
     small = mark_boundary(small, boundary)
-    _check_computation(part, small, batch)
+    bodies = [[eqn for _, eqn in _parts(each, batch)[1]] for each in (part, small)]
+    check_same_computation((part, small), (bodies[0], bodies[1]), batch)
     return micro, whole, (small, large)
 
 
@@ -415,45 +415,6 @@ def _loops(
     groups = [[each for each in early if level[each[1].outvars[0]] == turn] for turn in turns]
     groups.append([each for each in marks if each not in early])
     return [Loop(tuple(_parts(jaxpr, batch, group, before)[1]), tuple(group)) for group in groups]
-
-
-def _check_computation(micro: Jaxpr, larger: Jaxpr, batch: frozenset[int]) -> None:
-    """Check that a step computes the same for batches of different sizes.
-
-    Args:
-        micro: flat jaxpr of the step for one microbatch.
-        larger: flat jaxpr of the step for a larger batch.
-        batch: inputs whose first dim is the batch.
-
-    Raises:
-        MicrobatchError: the two apply different primitives for each microbatch.
-    """
-    eqns, others = _computation(micro, batch), _computation(larger, batch)
-    names, other_names = ([eqn.primitive for eqn in each] for each in (eqns, others))
-    if names != other_names:
-        first = next(
-            (n for n, (a, b) in enumerate(zip(names, other_names, strict=False)) if a is not b),
-            min(len(names), len(other_names)) - 1,
-        )
-        rows, more = (aval_of(each.invars[min(batch)]).shape[0] for each in (micro, larger))
-        raise DifferentStepsError(
-            f"the step computes something else for a microbatch of {rows} than for {more} examples"
-            f" at {source_line(others[first])}; make it compute the same for batches of any size,"
-            " or use another num_micro_batches"
-        )
-
-
-def _computation(jaxpr: Jaxpr, batch: frozenset[int]) -> list[JaxprEqn]:
-    """Return the equations that run for each microbatch.
-
-    Sums and changes of shape are left out, because tracing adds or omits them for dims of size one.
-    """
-    _, body, _ = _parts(jaxpr, batch)
-    return [
-        eqn
-        for _, eqn in body
-        if record_of(eqn).movement != "shape" and eqn.primitive is not reduce_sum_p
-    ]
 
 
 def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: int) -> None:

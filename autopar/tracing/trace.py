@@ -30,7 +30,6 @@ from autopar.layering.layers import (
     num_layers,
 )
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
-from autopar.microbatch.batch_scaling import DifferentStepsError
 from autopar.microbatch.gradients import tracing_whole_arrays
 from autopar.microbatch.prepared_inputs import (
     PREPARED,
@@ -41,6 +40,7 @@ from autopar.microbatch.prepared_inputs import (
 )
 from autopar.microbatch.row_lookups import with_own_rows
 from autopar.microbatch.row_positions import POSITIONS, add_positions, without_unread_positions
+from autopar.microbatch.same_step import DifferentStepsError
 from autopar.microbatch.splitting import split, split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part

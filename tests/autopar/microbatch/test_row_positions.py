@@ -367,6 +367,12 @@ def on_shards(change: Callable[..., Any]) -> Callable[..., Any]:
     return jax.shard_map(change, mesh=mesh, in_specs=(rows, whole), out_specs=rows, check_vma=False)
 
 
+def swapped_for_few(x, key):
+    """A sum of functions of `x` that is another one for few examples."""
+    pair = (x, jnp.tanh(x))[:: 1 if len(x) > 3 else -1]
+    return jnp.sin(pair[0]) + pair[1]
+
+
 REFUSED: dict[str, tuple[Change, str]] = {
     "shuffled examples": (lambda h, k, p, b: h * jax.random.permutation(k, h), "sort at"),
     "chosen examples": (lambda h, k, p, b: h + h[np.array([0, 2])].sum(), "at"),
@@ -393,6 +399,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "size of a shard": (
         lambda h, k, p, b: h + on_shards(lambda x, k: x * len(x))(b["x"], k).sum(1)[:, None],
         "shard_map at .* uses the size of the batch inside its body",
+    ),
+    "another value by the size of a shard": (
+        lambda h, k, p, b: h + on_shards(swapped_for_few)(b["x"], k).sum(1)[:, None],
+        "shard_map at .* does other things inside its body for a larger batch",
     ),
     "a row of a table by the size of the batch": (
         lambda h, k, p, b: h * p["table"][len(h) - 1],

@@ -774,6 +774,37 @@ def test_steps_that_compute_otherwise_for_a_microbatch_are_refused(count, words)
         trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=count)
 
 
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (2, "different things for batches of different size at .*: tanh of other values"),
+        (8, "something else for a microbatch of 1 than for 2 examples"),
+    ],
+)
+def test_steps_that_compute_from_other_values_for_a_microbatch_are_refused(count, words):
+    def step(params, batch):
+        def loss(params):
+            values = per_example(params, batch)
+            return values.mean(), values
+
+        (_, values), gradients = autopar.value_and_grad(loss, has_aux=True)(params)
+        seen = batch["mask"] if len(values) == 8 // count else values
+        return gradients, jnp.tanh(seen).sum(), values, batch["mask"].sum()
+
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=count)
+
+
+def test_steps_that_return_other_values_for_a_microbatch_are_refused():
+    def step(params, batch):
+        value, gradients = autopar.value_and_grad(mean_loss)(params, batch)
+        means = batch["mask"].mean(), value
+        return gradients, means if len(batch["mask"]) == 4 else means[::-1]
+
+    with pytest.raises(autopar.MicrobatchError, match="other results"):
+        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
+
+
 def test_loops_over_layers_and_time_keep_what_they_carry():
     """The scan's carry starts as zeros and becomes a row per example; gradients accumulate."""
 
