@@ -604,7 +604,7 @@ def _gradients(draw, losses, value_and_grad, params, inputs):
             )(params)
         case "sharpness-aware":
             (value, _), first = value_and_grad(lambda p: loss(p, inputs), has_aux=True)(params)
-            scale = 0.05 / (_norm(first) + 1e-6)
+            scale = 0.05 / (_norm(first) + 1e-2)  # a gradient of rounding errors has no direction
             moved = jax.tree.map(lambda p, g: p + scale * g, params, first)
             (other, rows), second = value_and_grad(lambda p: loss(p, inputs), has_aux=True)(moved)
             return (other - value, rows), second
