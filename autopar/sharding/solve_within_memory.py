@@ -27,6 +27,15 @@ _LOOSENED = 3
 _CLOSE = 0.005
 """Share of the budget: capacities that differ by less are taken as the same."""
 
+_COARSE = 0.05
+"""Relative gap of solutions until one is within the budget.
+
+Those that exceed it only say where memory is short.
+"""
+
+_PATIENCE = 3
+"""Number of solutions, cheaper than a known one within the budget, that may exceed it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -72,12 +81,9 @@ def solve_within_memory(
 ) -> tuple[Solution, float]:
     """Return the cheapest choice whose peak memory is within `budget`, and that peak.
 
-    Capacity constraints are generated lazily: one is added at the program point where a solution
-    exceeds the budget most, until none does. Few points ever need one. Resharded copies that stay
-    alive across a point, and gaps between values, are not variables of its constraint. Half of
-    their bytes in the solution that exceeds the budget are subtracted from its bound, as other
-    solutions may have fewer; if nothing is within the bound, a larger one is tried, `_LOOSENED`
-    times in total. Nothing is solved if even the smallest options exceed the budget.
+    Capacity constraints are generated lazily (`_Capacities`) until a solution is within the budget.
+    Until then solutions have a gap of `_COARSE`: they only say where memory is short. Nothing is
+    solved if even the smallest options exceed the budget.
 
     Raises:
         MemoryBudgetError: no choice is within `budget`.
@@ -93,44 +99,94 @@ def solve_within_memory(
     if start and first:
         peak = memory.reserved_bytes(first.choice)
         if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
-            gap = max(0.0, 1 - start.bound / first.objective) if first.objective else 0.0
-            return replace(first, gap=gap), peak
-    constraints: dict[int, CapacityConstraint] = {}
-    too_small: dict[int, float] = {}
+            return replace(first, gap=_gap(first, start.bound)), peak
+    capacities = _Capacities(memory, budget)
     bound = start.bound if start else -math.inf
-    point, most, loosened = 0, budget, 0
+    known = first.choice if first else None
+    fitting: tuple[Solution, float] | None = None
+    patience = _PATIENCE
     while True:
-        constrained = replace(problem, limits=tuple(constraints.values()))
+        limits = tuple(capacities.constraints.values())
+        is_coarse = bool(limits) and fitting is None
+        tolerance = max(options.tolerance, _COARSE if is_coarse else 0.0)
         try:
             solution = solve(
-                constrained,
+                replace(problem, limits=limits),
                 options.time_limit,
-                options.tolerance,
-                first.choice if first else None,
+                tolerance,
+                known,
                 bound,
                 allowed,
             )
-        except InfeasibleError as error:
-            if not constraints:
+        except (InfeasibleError, TimeoutError) as error:
+            if fitting:
+                return fitting
+            if isinstance(error, TimeoutError) or not limits:
                 raise
-            too_small[point] = constraints[point].bound
-            loosened += 1
-            if loosened > _LOOSENED or most - too_small[point] < _CLOSE * budget:
+            if not capacities.loosen():
                 raise MemoryBudgetError(budget, least, memory.step.name) from error
-            constraints[point] = memory.capacity_constraint(point, (too_small[point] + most) / 2)
             continue
+        bound = max(bound, solution.bound)
         reserved = memory.reserved_bytes(solution.choice)
         if reserved <= budget:
-            return solution, reserved
-        point = int(memory.live_bytes(solution.choice).argmax())
-        bound = max(bound, solution.bound)
-        modelled = memory.capacity_constraint(point, budget).used(solution.choice)
-        most = min(modelled, budget)
-        tightened = 0.98 * constraints[point].bound if point in constraints else budget
-        capacity = min(tightened, most - (reserved - modelled) / 2)
-        if capacity <= too_small.get(point, -math.inf) < most:
-            capacity = (too_small[point] + most) / 2
-        constraints[point] = memory.capacity_constraint(point, capacity)
+            fitting, known = (solution, reserved), solution.choice
+        else:
+            capacities.tighten(solution.choice, reserved)
+        if fitting:
+            gap = _gap(fitting[0], bound)
+            patience -= not is_coarse
+            is_last = reserved <= budget or not patience
+            if gap <= options.tolerance or (is_last and not is_coarse):
+                return replace(fitting[0], gap=gap), fitting[1]
+
+
+class _Capacities:
+    """The capacity constraints of program points at which solutions have exceeded a budget.
+
+    Few points ever need one. Resharded copies that stay alive across a point, and gaps between
+    values, are not variables of its constraint. The bound leaves room for half of their bytes in
+    the solution that exceeds the budget, as other solutions may have fewer. If nothing is within
+    it, a larger one is tried, `_LOOSENED` times in total.
+
+    Attributes:
+        constraints: the constraint of each program point that has one.
+    """
+
+    def __init__(self, memory: StepMemory, budget: float) -> None:
+        self.constraints: dict[int, CapacityConstraint] = {}
+        self._memory, self._budget = memory, budget
+        self._too_small: dict[int, float] = {}
+        self._point, self._most, self._loosened = 0, budget, 0
+
+    def tighten(self, choice: Sequence[int], reserved: float) -> None:
+        """Constrain the point at which a choice that reserves more than the budget has most."""
+        self._point = point = int(self._memory.live_bytes(choice).argmax())
+        modelled = self._memory.capacity_constraint(point, self._budget).used(choice)
+        self._most = most = min(modelled, self._budget)
+        enough = self._budget - (reserved - modelled)
+        capacity = min((most + enough) / 2, most - _CLOSE * self._budget)
+        if capacity <= self._too_small.get(point, -math.inf) < most:
+            capacity = (self._too_small[point] + most) / 2
+        self._bound(capacity)
+
+    def loosen(self) -> bool:
+        """Enlarge the bound that was tightened last; return whether that is worth a try."""
+        self._too_small[self._point] = too_small = self.constraints[self._point].bound
+        self._loosened += 1
+        if self._loosened > _LOOSENED or self._most - too_small < _CLOSE * self._budget:
+            return False
+        self._bound((too_small + self._most) / 2)
+        return True
+
+    def _bound(self, capacity: float) -> None:
+        """Bound the bytes at the point that was constrained last."""
+        point = self._point
+        self.constraints[point] = self._memory.capacity_constraint(point, capacity)
+
+
+def _gap(solution: Solution, bound: float) -> float:
+    """Return the relative distance of a solution from a lower bound."""
+    return max(0.0, 1 - bound / solution.objective) if solution.objective else 0.0
 
 
 def propagate_within_memory(

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -301,21 +302,22 @@ class _SelectionSearch:
         merge_equal_rows(self.work, self.best)
         if self.work.size > _SMALL:
             count_progress(_SWEEPING, 1, f"solving {len(self.work.costs)} decisions with HiGHS")
-        gap = _EXACT
-        rest = self.best - self.work.constant
-        # The gap of HiGHS is relative to the cost of the remaining problem.
-        if self.enough and math.isfinite(rest) and rest > 0:
-            gap = max(gap, self.enough * min(abs(self.best) / rest, 50.0))
+        rest = self.work.rest()
+        # The gap of HiGHS is relative to all costs: one more decision, with a single option, has
+        # those of the decisions that are made.
+        nodes = [*rest.nodes, np.array([self.work.constant])]
         try:
             chosen, bound = solve_ilp(
-                self.work.rest(), max(1.0, self.deadline - time.monotonic()), gap
+                replace(rest, nodes=nodes),
+                max(1.0, self.deadline - time.monotonic()),
+                max(_EXACT, self.enough),
             )
         except (InfeasibleError, TimeoutError):
             if self.choice is None:
                 raise
             return
-        self.bound = max(self.bound, self.work.constant + bound)
-        self.offer(dict(zip(self.work.costs, chosen, strict=True)))
+        self.bound = max(self.bound, bound)
+        self.offer(dict(zip(self.work.costs, chosen[:-1], strict=True)))
 
     def branch(self) -> None:
         """Solve the remaining problem once for each option of its heaviest decision.

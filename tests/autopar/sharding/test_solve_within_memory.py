@@ -54,3 +54,37 @@ def test_nothing_fits_if_no_option_does_with_its_gaps():
     memory = cast(StepMemory, GappedMemory([30, 20]))
     with pytest.raises(MemoryBudgetError, match="more than that"):
         solve_within_memory(memory, PROBLEM, 110.0, ShardingOptions(), None)
+
+
+class CoupledMemory:
+    """A memory of two decisions that are live at the same point."""
+
+    step = SimpleNamespace(name="step")
+
+    def lower_bound(self) -> float:
+        return 0.0
+
+    def live_bytes(self, choice: Sequence[int]) -> np.ndarray:
+        return np.array([sum(float(use[k]) for use, k in zip(USES, choice, strict=True))])
+
+    def reserved_bytes(self, choice: Sequence[int]) -> float:
+        return self.live_bytes(choice).max()
+
+    def capacity_constraint(self, point: int, budget: float) -> CapacityConstraint:
+        return CapacityConstraint(dict(enumerate(USES)), budget)
+
+
+USES = np.array([60.0, 30.0]), np.array([70.0, 50.0, 38.0])
+"""Bytes of the options of two decisions."""
+
+
+@pytest.mark.parametrize("budget", [131, 112, 102, 99, 84, 70])
+def test_the_fastest_choice_within_the_budget_is_found(budget):
+    memory = cast(StepMemory, CoupledMemory())
+    problem = SelectionProblem([np.array([1.0, 1.04]), np.array([1.0, 1.01, 1.02])], {})
+    solution, reserved = solve_within_memory(memory, problem, budget, ShardingOptions(), None)
+    choices = [(i, j) for i in range(2) for j in range(3)]
+    fitting = [choice for choice in choices if memory.reserved_bytes(choice) <= budget]
+    assert solution.objective == pytest.approx(min(map(problem.cost, fitting)))
+    assert reserved == memory.reserved_bytes(solution.choice)
+    assert solution.gap == 0
