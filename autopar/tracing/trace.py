@@ -44,6 +44,7 @@ from autopar.microbatch.same_step import DifferentStepsError
 from autopar.microbatch.splitting import split, split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
+from autopar.tracing.rescaled_trace import NotProportionalError, rescaled
 from autopar.tracing.shared_traces import shared
 from autopar.tracing.sorted_rows import without_sorted_rows
 
@@ -239,11 +240,17 @@ class _StepTracer:
     def _trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> _Trace:
         """Return the step for a batch that is larger by `scale`.
 
+        JAX traces a single example otherwise than more of them. So the trace for one of a larger
+        batch is that for two, scaled down, where traces for other sizes show how.
+
         Args:
             scale: The factor.
             in_microbatches: Whether the step runs in microbatches.
             whole_arrays: Whether functions that run on shards are traced for whole arrays.
         """
+        if scale < 1 and any(self.avals[i].shape[0] * scale == 1 for i in self.batch):
+            with suppress(Exception):  # if it can't be traced, the error is that of its own size
+                return self._trace_of_two(scale, in_microbatches, whole_arrays)
         scaled = [
             _with_rows(aval, int(aval.shape[0] * scale)) if i in self.batch else aval
             for i, aval in enumerate(self.avals)
@@ -269,6 +276,20 @@ class _StepTracer:
             _piece_keys(out_keys, cut.outputs),
             batch,
         )
+
+    def _trace_of_two(self, scale: Fraction, *options: bool) -> _Trace:
+        """Return the step for a single example, from its trace for two; see `_trace`.
+
+        Raises:
+            NotProportionalError: the traces of larger batches do not say what it is.
+        """
+        twice = self._traced(2 * scale, *options)
+        size = Fraction(2 if 2 * scale == 1 else 1)
+        larger = self._traced(size, *options)
+        if twice[1:] != larger[1:]:
+            raise NotProportionalError
+        jaxpr = rescaled(twice.jaxpr, larger.jaxpr, size / (2 * scale), Fraction(1, 2))
+        return twice._replace(jaxpr=jaxpr)
 
     def _microbatch_trace(self, count: int) -> _Trace:
         """Return the step for one of `count` microbatches.

@@ -117,12 +117,17 @@ def test_one_synchronization_per_step_and_the_result_of_one_device(method, shape
         assert outside["reduce-scatter"] == len(PARAMS)  # the GPU's compiler combines them
 
 
-def test_one_example_per_device_and_microbatch():
+@pytest.mark.parametrize(
+    ("method", "shape", "rows"), [("DataParallel", 4, 8), ("tensor parallel", (2, 2), 4)]
+)
+def test_one_example_per_device_and_microbatch(method, shape, rows):
     step = step_of(jnp.mean)
-    planned = autopar.parallelize(step, method=autopar.DataParallel(devices=4, num_micro_batches=2))
-    three_steps(planned, step, 8)
-    inside, _ = collectives(planned.get_executable(STATE, batch_of(8)).get_hlo_text())
-    assert not inside
+    planned = autopar.parallelize(step, method=METHODS[method](devices=shape, num_micro_batches=2))
+    three_steps(planned, step, rows)
+    executable = planned.get_executable(STATE, batch_of(rows))
+    assert executable.plan.stages[0].deferred == ("x",)
+    inside, _ = collectives(executable.get_hlo_text())
+    assert inside == ({"all-reduce": 1} if method == "tensor parallel" else {})
 
 
 def test_a_loaded_plan_defers_as_the_planned_one():

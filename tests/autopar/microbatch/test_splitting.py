@@ -287,16 +287,32 @@ def test_sums_beside_means_and_statistics_of_the_batch_are_exact(loss, method):
     assert_equals_the_batch(step_of(loss), method)
 
 
+def with_array(loss):
+    """Return a loss with a NumPy array of ones, one for each example.
+
+    A trace for a single example then does not follow from those for more.
+    """
+    return lambda p, b: loss(p, {**b, "mask": b["mask"] * np.ones(len(b["mask"]), np.float32)})
+
+
 def test_a_single_example_per_microbatch_is_told_to_be_the_reason():
     with pytest.raises(
         autopar.MicrobatchError, match="has a single example: fewer microbatches may do"
     ):
         trace(
-            step_of(REPAIRED["normalized weights"]),
+            step_of(with_array(REPAIRED["normalized weights"])),
             (PARAMS, BATCH),
             (1,),
             num_micro_batches=8,
         )
+
+
+def test_a_single_example_is_computed_as_several_are():
+    def loss(params, batch):
+        value = REPAIRED["normalized weights"](params, batch)
+        return value if len(batch["mask"]) > 1 else 2 * value
+
+    assert_equals_the_batch(step_of(loss), autopar.ShardParallel(1, num_micro_batches=8))
 
 
 def test_rows_of_a_single_example_get_the_dim_that_jax_leaves_out():
@@ -765,7 +781,7 @@ def test_a_batch_that_cannot_be_cut_is_refused():
 )
 def test_steps_that_compute_otherwise_for_a_microbatch_are_refused(count, words):
     def loss(params, batch):
-        errors = per_example(params, batch)
+        errors = per_example(params, batch) * np.ones(len(batch["mask"]))  # see with_array
         if errors.shape[0] == 8 // count:
             return (errors * batch["mask"]).mean()
         return errors.mean()
@@ -789,7 +805,8 @@ def test_steps_that_compute_from_other_values_for_a_microbatch_are_refused(count
 
         (_, values), gradients = autopar.value_and_grad(loss, has_aux=True)(params)
         seen = batch["mask"] if len(values) == 8 // count else values
-        return gradients, jnp.tanh(seen).sum(), values, batch["mask"].sum()
+        weights = np.ones(len(values), np.float32)  # see with_array
+        return gradients, jnp.tanh(seen).sum(), values, (weights * batch["mask"]).sum()
 
     with pytest.raises(autopar.MicrobatchError, match=words):
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=count)

@@ -90,16 +90,25 @@ def test_deferred_axes_divide_the_examples_of_a_microbatch():
     assert list(candidates(traced(1), SQUARE, False)) == []
 
 
-def test_parts_of_one_example_that_sum_over_other_dims_are_not_deferred():
-    """JAX keeps the batch dim of a bias gradient where it is 1, and so its shardings do not fit."""
+def test_parts_of_one_example_have_the_equations_of_more():
+    """JAX keeps the dim of a single example in a sum over dims, such as a bias gradient.
 
-    def add_bias(bias, batch):
-        return bias - autopar.grad(lambda b: jnp.mean((batch + b) ** 2))(bias)
+    A trace that does not follow from those for more examples is one by JAX.
+    """
 
-    rows = trace(add_bias, (np.ones(4, np.float32), np.ones((8, 2, 4), np.float32)), (1,), 4)
-    check_parts(rows, SQUARE, ())
+    def step_of(weights_of):
+        def add_bias(bias, batch):
+            weights = weights_of(batch.shape[0])
+            return bias - autopar.grad(lambda b: jnp.mean(weights * (batch + b) ** 2))(bias)
+
+        args = np.ones(4, np.float32), np.ones((8, 2, 4), np.float32)
+        return trace(add_bias, args, (1,), 4)
+
+    check_parts(step_of(lambda rows: 1.0), SQUARE, ("x",))
+    by_jax = step_of(lambda rows: np.ones((rows, 1, 1), np.float32))
+    check_parts(by_jax, SQUARE, ())
     with pytest.raises(autopar.MicrobatchError, match="different things for the few examples"):
-        check_parts(rows, SQUARE, ("x",))
+        check_parts(by_jax, SQUARE, ("x",))
 
 
 def test_a_batch_pinned_on_another_dim_is_not_deferred():

@@ -1,0 +1,143 @@
+"""The trace of a step for one batch size, from its traces for two others.
+
+JAX traces a batch of one example otherwise than larger ones: it leaves out sums over dims of size
+one. A trace that is scaled down has the equations of the larger ones, so that what is planned for
+these applies to it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.ir.graph import Atom, aval_of, constant
+
+_POWERS = (1, -1, 2, -2)
+"""Powers of the batch size with which constants may scale."""
+
+
+class NotProportionalError(ValueError):
+    """Traces differ in more than sizes and constants that are proportional to the batch."""
+
+
+def rescaled(jaxpr: Jaxpr, larger: Jaxpr, growth: Fraction, scale: Fraction) -> Jaxpr:
+    """Return a trace for a batch that is larger by `scale`, or smaller if that is below one.
+
+    Args:
+        jaxpr: a flat jaxpr.
+        larger: the jaxpr of the same function for a batch that is larger by `growth`.
+        growth: above one.
+        scale: the factor.
+
+    Raises:
+        NotProportionalError: the traces have other equations, or a size in them is neither the
+            same nor proportional to the batch.
+    """
+    return _Rescaling(growth, scale).of_jaxpr(jaxpr, larger)
+
+
+class _Rescaling:
+    """The change of the values in two traces; see `rescaled` for the arguments."""
+
+    def __init__(self, growth: Fraction, scale: Fraction) -> None:
+        self._growth, self._scale = growth, scale
+
+    def of_jaxpr(self, jaxpr: Jaxpr, larger: Jaxpr) -> Jaxpr:
+        """Return a jaxpr with all sizes scaled."""
+        numbers: dict[Var, int] = {}
+        others: dict[Var, int] = {}
+        new: dict[Var, Var] = {}
+
+        def make(var: Var, other: Var) -> Var:
+            numbers[var] = others[other] = len(numbers)
+            new[var] = Var(self.of(aval_of(var), aval_of(other)))
+            return new[var]
+
+        def use(atom: Atom, other: Atom) -> Atom:
+            if isinstance(atom, Literal) and isinstance(other, Literal):
+                return Literal(self.of(atom.val, other.val), self.of(aval_of(atom), aval_of(other)))
+            if isinstance(atom, Literal) or isinstance(other, Literal):
+                raise NotProportionalError
+            if numbers[atom] != others[other]:
+                raise NotProportionalError
+            return new[atom]
+
+        def of_eqn(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
+            if eqn.primitive is not other.primitive:
+                raise NotProportionalError
+            return eqn.replace(
+                invars=_zipped(use, eqn.invars, other.invars),
+                params=self.of(eqn.params, other.params),
+                outvars=_zipped(make, eqn.outvars, other.outvars),
+            )
+
+        if not all(map(_is_same_array, jaxpr.consts, larger.consts)):
+            raise NotProportionalError
+        return jaxpr.replace(
+            constvars=_zipped(make, jaxpr.constvars, larger.constvars),
+            consts=jaxpr.consts,
+            invars=_zipped(make, jaxpr.invars, larger.invars),
+            eqns=_zipped(of_eqn, jaxpr.eqns, larger.eqns),
+            outvars=_zipped(use, jaxpr.outvars, larger.outvars),
+        )
+
+    def of(self, value: Any, other: Any) -> Any:
+        """Return a parameter, a shape or a constant, scaled."""
+        match value, other:
+            case Jaxpr(), Jaxpr():
+                return self.of_jaxpr(value, other)
+            case ShapedArray(), ShapedArray():
+                shape = self.of(value.shape, other.shape)
+                return value if shape == value.shape else value.update(shape=shape)
+            case Mapping(), Mapping() if value.keys() == other.keys():
+                return {key: self.of(item, other[key]) for key, item in value.items()}
+            case (tuple(), tuple()) | (list(), list()) if type(value) is type(other):
+                items = _zipped(self.of, value, other)
+                if all(new is old for new, old in zip(items, value, strict=True)):
+                    return value
+                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if _is_equal(value, other):
+            return value
+        if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
+            return np.asarray(self._of_number(value.item(), other.item()), value.dtype)[()]
+        return self._of_number(value, other)
+
+    def _of_number(self, value: Any, other: Any) -> int | float:
+        """Return a number that depends on the batch, scaled."""
+        if isinstance(value, int) and isinstance(other, int):
+            scaled = value * self._scale
+            if other == value * self._growth and scaled.denominator == 1:
+                return int(scaled)
+        elif isinstance(value, float) and isinstance(other, float) and value:
+            for power in _POWERS:
+                if math.isclose(other / value, self._growth**power, rel_tol=1e-6):
+                    return value * float(self._scale**power)
+        raise NotProportionalError
+
+
+def _zipped[T, R](
+    function: Callable[[T, T], R], values: Sequence[T], others: Sequence[T]
+) -> list[R]:
+    """Return a function of the pairs of two sequences of the same length."""
+    if len(values) != len(others):
+        raise NotProportionalError
+    return [function(*pair) for pair in zip(values, others, strict=True)]
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Return whether two parameters or constants are the same."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    return _is_same_array(value, other) if hasattr(value, "dtype") else bool(value == other)
+
+
+def _is_same_array(value: Any, other: Any) -> bool:
+    mine, their = constant(value), constant(other)
+    is_alike = mine.dtype == their.dtype and mine.shape == their.shape
+    return is_alike and mine.tobytes() == their.tobytes()

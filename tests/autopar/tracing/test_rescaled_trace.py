@@ -1,0 +1,66 @@
+"""A trace that is scaled is that of JAX for the batch size, but for single examples."""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from autopar.ir.evaluate import evaluate, unchanged
+from autopar.ir.flatten import flatten
+from autopar.ir.graph import aval_of, fingerprint
+from autopar.tracing.rescaled_trace import NotProportionalError, rescaled
+
+WEIGHTS = np.ones((6, 4), np.float32)
+
+
+def loss(weights, x):
+    hidden = jnp.tanh(x @ weights * np.arange(4)).reshape(-1, 2)
+    total = lax.fori_loop(0, 3, lambda _, value: value + hidden.mean(), 0.0)
+    noise = jax.random.normal(jax.random.key(0), (2 * len(x), 2))
+    return (hidden * noise).mean() + total / len(x) + len(x)
+
+
+def traced(fun, rows):
+    return flatten(jax.make_jaxpr(fun)(WEIGHTS, jax.ShapeDtypeStruct((rows, 6), np.float32)))
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8])
+def test_it_is_the_trace_for_the_size(rows):
+    step = jax.value_and_grad(loss)
+    scaled = rescaled(traced(step, 4), traced(step, 12), Fraction(3), Fraction(rows, 4))
+    assert fingerprint(scaled) == fingerprint(traced(step, rows))
+    assert len(scaled.consts) == 1
+    assert aval_of(scaled.invars[1]).shape == (rows, 6)
+
+
+def test_the_trace_for_a_single_example_keeps_its_dims():
+    step = jax.value_and_grad(loss)
+    scaled = rescaled(traced(step, 2), traced(step, 6), Fraction(3), Fraction(1, 2))
+    larger = traced(step, 2)
+    assert [eqn.primitive for eqn in scaled.eqns] == [eqn.primitive for eqn in larger.eqns]
+    assert aval_of(scaled.invars[1]).shape == (1, 6)
+    x = np.ones((1, 6), np.float32)
+    env = dict(zip(scaled.constvars, scaled.consts, strict=True))
+    env.update(zip(scaled.invars, (WEIGHTS, x), strict=True))
+    evaluate(enumerate(scaled.eqns), env, before=unchanged, after=unchanged)
+    np.testing.assert_allclose(env[scaled.outvars[0]], loss(WEIGHTS, x), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jnp.sin(x) if len(x) == 4 else jnp.cos(x),
+        lambda w, x: x[: len(x) - 1],
+        lambda w, x: jnp.arange(len(x) + 2) * x[0, 0],
+        lambda w, x: x * np.ones((len(x), 1)),
+        lambda w, x: x * np.sqrt(len(x)),
+        lambda w, x: jnp.sin(x) + (x if len(x) == 4 else jnp.sin(x)),
+    ],
+    ids=["primitive", "limit", "shape", "constant", "root", "operand"],
+)
+def test_what_is_not_proportional_to_the_batch_is_refused(fun):
+    with pytest.raises(NotProportionalError):
+        rescaled(traced(fun, 4), traced(fun, 12), Fraction(3), Fraction(1, 2))
