@@ -124,6 +124,8 @@ class BatchScalings:
         self._costly = _costly(micro) if rules.totals else set()
         self._complete: set[Var] = set()
         self._later: set[Var] = set()
+        self._wanted: set[Var] = set()
+        self._makers = {var: eqn for eqn in micro.eqns for var in eqn.outvars}
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, BatchScaling | NotSeparable] = dict.fromkeys(
             (*micro.constvars, *micro.invars), BatchScaling("same")
@@ -143,7 +145,8 @@ class BatchScalings:
         self.carries: dict[Var, BatchScaling | NotSeparable] = {}
         self._unrepaired: set[int] = set()
         while True:
-            # A loop whose carry scales otherwise than its initial value needs another pass.
+            # A loop whose carry scales otherwise than its initial value needs another pass. So do
+            # values that follow from a first gradient and from another part of it.
             while not self._follow(micro.eqns, full.eqns):
                 pass
             conflicts = self._repaired_statistics(micro.eqns) if rules.own else set()
@@ -181,7 +184,9 @@ class BatchScalings:
                 ):
                     self.carries[carry] = results[0]
                     return False
-        return True
+        more = self._wanted - self._complete
+        self._complete |= more
+        return not more
 
     def _of_equation(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
         """Return the scalings of the results of an equation that is no marker."""
@@ -468,7 +473,25 @@ class BatchScalings:
                     self._complete |= costly
                     self._later.update(eqn.outvars)
                 return found
+        if self._rules.costly:
+            for var in linear.values():
+                self._want_sources(var)
         return None
+
+    def _want_sources(self, var: Var) -> None:
+        """Have the first gradients completed from which a linear value follows.
+
+        It follows from a completed statistic, too, as the gradient of one parameter divided by the
+        norm of another's does. So it can't be completed itself.
+        """
+        if var not in self._later:
+            return
+        for atom in self._makers[var].invars:
+            kind = self.kinds[atom] if isinstance(atom, Var) else None
+            if isinstance(atom, Var) and isinstance(kind, BatchScaling) and kind.form == "linear":
+                if self._is_completed_early(atom):
+                    self._wanted.add(atom)
+                self._want_sources(atom)
 
     def _is_completed_early(self, var: Var) -> bool:
         """Return whether an earlier loop may accumulate a statistic that a later one reads."""

@@ -604,7 +604,8 @@ def _gradients(draw, losses, value_and_grad, params, inputs):
             )(params)
         case "sharpness-aware":
             (value, _), first = value_and_grad(lambda p: loss(p, inputs), has_aux=True)(params)
-            scale = 0.05 / (_norm(first) + 1e-2)  # a gradient of rounding errors has no direction
+            norm = draw.choice((_norm, _dot_norm, lambda first: _norm(first["w"])))
+            scale = 0.05 / (norm(first) + 1e-2)  # a gradient of rounding errors has no direction
             moved = jax.tree.map(lambda p, g: p + scale * g, params, first)
             (other, rows), second = value_and_grad(lambda p: loss(p, inputs), has_aux=True)(moved)
             return (other - value, rows), second
@@ -634,6 +635,10 @@ def _gradients(draw, losses, value_and_grad, params, inputs):
             return (values.mean(), rows), clipped
         case _:
             return value_and_grad(lambda p: loss(p, inputs), has_aux=True)(params)
+
+
+def _dot_norm(tree):
+    return jnp.sqrt(sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def _norm(tree):

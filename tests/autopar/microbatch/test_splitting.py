@@ -364,15 +364,22 @@ def test_arguments_that_may_be_batches_are_named_if_a_microbatch_cannot_be_trace
         parallel(np.ones((5, 3), np.float32), np.ones((4, 5)), np.ones((4, 3)))
 
 
-def sharpness_aware_step(params, batch):
-    def loss_fn(params):
-        return ((jax.nn.relu(batch["x"] @ params["in"]) @ params["out"] - batch["y"]) ** 2).mean()
+def sharpness_aware_step_of(norm_of):
+    def step(params, batch):
+        def loss_fn(params):
+            hidden = jax.nn.relu(batch["x"] @ params["in"])
+            return ((hidden @ params["out"] - batch["y"]) ** 2).mean()
 
-    grads = jax.grad(loss_fn)(params)
-    norm = optax.tree.norm(grads)
-    ascended = jax.tree.map(lambda p, g: p + 0.05 * g / norm, params, grads)
-    grads = jax.grad(loss_fn)(ascended)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        grads = jax.grad(loss_fn)(params)
+        norm = norm_of(params, grads)
+        ascended = jax.tree.map(lambda p, g: p + 0.05 * g / norm, params, grads)
+        grads = jax.grad(loss_fn)(ascended)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    return step
+
+
+sharpness_aware_step = sharpness_aware_step_of(lambda params, grads: optax.tree.norm(grads))
 
 
 def sharpness_aware_arguments():
@@ -401,6 +408,25 @@ def test_a_second_gradient_of_the_batch_follows_the_first_in_another_loop():
     graph = trace(sharpness_aware_step, sharpness_aware_arguments(), (1,), num_micro_batches=2)
     assert graph.microbatching is not None
     assert len(graph.microbatching.loops) == 2
+
+
+@pytest.mark.parametrize(
+    "norm_of",
+    [
+        lambda params, grads: jnp.abs(grads["in"]).max(),
+        lambda params, grads: jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads))),
+        lambda params, grads: optax.tree.norm(jax.tree.map(jnp.multiply, params, grads)),
+    ],
+    ids=["of some gradients", "by dot products", "of scaled gradients"],
+)
+def test_a_second_gradient_may_follow_from_a_norm_of_the_first_in_any_way(norm_of):
+    """All first gradients are completed, though the norm reads some of them, or functions."""
+    step = sharpness_aware_step_of(norm_of)
+    parallel = autopar.parallelize(
+        step, method=autopar.ShardParallel(2, num_micro_batches=2), donate_argnums=()
+    )
+    args = sharpness_aware_arguments()
+    autopar.testing.assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-4)
 
 
 def test_a_second_gradient_of_the_batch_is_refused_in_a_pipeline_with_what_to_do():
