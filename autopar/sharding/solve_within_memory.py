@@ -28,13 +28,10 @@ _CLOSE = 0.005
 """Share of the budget: capacities that differ by less are taken as the same."""
 
 _COARSE = 0.05
-"""Relative gap of solutions until one is within the budget.
-
-Those that exceed it only say where memory is short.
-"""
+"""Relative gap at which a solve stops until a solution is within the budget."""
 
 _PATIENCE = 3
-"""Number of solutions, cheaper than a known one within the budget, that may exceed it."""
+"""Number of solves that look for a cheaper solution than one within the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +79,9 @@ def solve_within_memory(
     """Return the cheapest choice whose peak memory is within `budget`, and that peak.
 
     Capacity constraints are generated lazily (`_Capacities`) until a solution is within the budget.
-    Until then solutions have a gap of `_COARSE`: they only say where memory is short. Nothing is
-    solved if even the smallest options exceed the budget.
+    Until then solutions may have a gap of `_COARSE`, because they only show where memory is short.
+    From there the search for a cheaper one ends when `_PATIENCE` solutions exceed the budget.
+    Nothing is solved if even the smallest options exceed it.
 
     Raises:
         MemoryBudgetError: no choice is within `budget`.
@@ -102,25 +100,19 @@ def solve_within_memory(
             return replace(first, gap=_gap(first, start.bound)), peak
     capacities = _Capacities(memory, budget)
     bound = start.bound if start else -math.inf
-    known = first.choice if first else None
-    fitting: tuple[Solution, float] | None = None
+    incumbent = first.choice if first else None
+    best: tuple[Solution, float] | None = None  # within the budget, with its peak
     patience = _PATIENCE
     while True:
         limits = tuple(capacities.constraints.values())
-        is_coarse = bool(limits) and fitting is None
+        is_coarse = bool(limits) and best is None
         tolerance = max(options.tolerance, _COARSE if is_coarse else 0.0)
+        constrained = replace(problem, limits=limits)
         try:
-            solution = solve(
-                replace(problem, limits=limits),
-                options.time_limit,
-                tolerance,
-                known,
-                bound,
-                allowed,
-            )
+            solution = solve(constrained, options.time_limit, tolerance, incumbent, bound, allowed)
         except (InfeasibleError, TimeoutError) as error:
-            if fitting:
-                return fitting
+            if best:
+                return best
             if isinstance(error, TimeoutError) or not limits:
                 raise
             if not capacities.loosen():
@@ -129,15 +121,15 @@ def solve_within_memory(
         bound = max(bound, solution.bound)
         reserved = memory.reserved_bytes(solution.choice)
         if reserved <= budget:
-            fitting, known = (solution, reserved), solution.choice
+            best, incumbent = (solution, reserved), solution.choice
         else:
             capacities.tighten(solution.choice, reserved)
-        if fitting:
-            gap = _gap(fitting[0], bound)
+        if best:
+            gap = _gap(best[0], bound)
             patience -= not is_coarse
             is_last = reserved <= budget or not patience
             if gap <= options.tolerance or (is_last and not is_coarse):
-                return replace(fitting[0], gap=gap), fitting[1]
+                return replace(best[0], gap=gap), best[1]
 
 
 class _Capacities:

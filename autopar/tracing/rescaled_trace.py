@@ -48,23 +48,20 @@ class _Rescaling:
 
     def of_jaxpr(self, jaxpr: Jaxpr, larger: Jaxpr) -> Jaxpr:
         """Return a jaxpr with all sizes scaled."""
-        numbers: dict[Var, int] = {}
-        others: dict[Var, int] = {}
-        new: dict[Var, Var] = {}
+        twins: dict[Var, Var] = {}
+        scaled: dict[Var, Var] = {}
 
         def make(var: Var, other: Var) -> Var:
-            numbers[var] = others[other] = len(numbers)
-            new[var] = Var(self.of(aval_of(var), aval_of(other)))
-            return new[var]
+            twins[var] = other
+            scaled[var] = Var(self.of(aval_of(var), aval_of(other)))
+            return scaled[var]
 
         def use(atom: Atom, other: Atom) -> Atom:
             if isinstance(atom, Literal) and isinstance(other, Literal):
                 return Literal(self.of(atom.val, other.val), self.of(aval_of(atom), aval_of(other)))
-            if isinstance(atom, Literal) or isinstance(other, Literal):
+            if isinstance(atom, Literal) or twins[atom] is not other:
                 raise NotProportionalError
-            if numbers[atom] != others[other]:
-                raise NotProportionalError
-            return new[atom]
+            return scaled[atom]
 
         def of_eqn(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
             if eqn.primitive is not other.primitive:
