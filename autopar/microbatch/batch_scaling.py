@@ -156,6 +156,7 @@ class BatchScalings:
 
     def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
         """Derive the scalings in order; return False if a loop changes its carry's scaling."""
+        self._traced_back: set[Var] = set()
         self.divided: set[Var] = set()
         self.functions: dict[Var, JaxprEqn] = {}
         self.repairs: dict[Var, Repair] = {}
@@ -479,19 +480,24 @@ class BatchScalings:
         return None
 
     def _want_sources(self, var: Var) -> None:
-        """Have the first gradients completed from which a linear value follows.
+        """Mark the first gradients behind a linear value as values to complete.
 
-        It follows from a completed statistic, too, as the gradient of one parameter divided by the
-        norm of another's does. So it can't be completed itself.
+        The value itself can't be completed if it also depends on a completed statistic: the
+        gradient of one parameter, divided by the norm of another's.
         """
-        if var not in self._later:
-            return
-        for atom in self._makers[var].invars:
-            kind = self.kinds[atom] if isinstance(atom, Var) else None
-            if isinstance(atom, Var) and isinstance(kind, BatchScaling) and kind.form == "linear":
-                if self._is_completed_early(atom):
-                    self._wanted.add(atom)
-                self._want_sources(atom)
+        pending = [var]
+        while pending:
+            value = pending.pop()
+            if value not in self._later or value in self._traced_back:
+                continue
+            self._traced_back.add(value)
+            for atom in self._makers[value].invars:
+                kind = self.kinds[atom] if isinstance(atom, Var) else None
+                if isinstance(kind, BatchScaling) and kind.form == "linear":
+                    assert isinstance(atom, Var)
+                    pending.append(atom)
+                    if self._is_completed_early(atom):
+                        self._wanted.add(atom)
 
     def _is_completed_early(self, var: Var) -> bool:
         """Return whether an earlier loop may accumulate a statistic that a later one reads."""

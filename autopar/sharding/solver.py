@@ -303,8 +303,8 @@ class _SelectionSearch:
         if self.work.size > _SMALL:
             count_progress(_SWEEPING, 1, f"solving {len(self.work.costs)} decisions with HiGHS")
         rest = self.work.rest()
-        # The gap of HiGHS is relative to all costs: one more decision, with a single option, has
-        # those of the decisions that are made.
+        # A decision with a single option has the cost of the decisions that are made, so that the
+        # gap of HiGHS is relative to the whole cost.
         nodes = [*rest.nodes, np.array([self.work.constant])]
         try:
             chosen, bound = solve_ilp(

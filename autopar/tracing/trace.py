@@ -249,7 +249,7 @@ class _StepTracer:
             whole_arrays: Whether functions that run on shards are traced for whole arrays.
         """
         if scale < 1 and any(self.avals[i].shape[0] * scale == 1 for i in self.batch):
-            with suppress(Exception):  # if it can't be traced, the error is that of its own size
+            with suppress(Exception):  # the user's error is raised by the trace for this size
                 return self._trace_of_two(scale, in_microbatches, whole_arrays)
         scaled = [
             _with_rows(aval, int(aval.shape[0] * scale)) if i in self.batch else aval

@@ -1,4 +1,4 @@
-"""A trace that is scaled is that of JAX for the batch size, but for single examples."""
+"""A scaled trace equals the trace by JAX, except for a single example."""
 
 from fractions import Fraction
 
