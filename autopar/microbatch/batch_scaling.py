@@ -145,8 +145,6 @@ class BatchScalings:
         self.carries: dict[Var, BatchScaling | NotSeparable] = {}
         self._unrepaired: set[int] = set()
         while True:
-            # A loop whose carry scales otherwise than its initial value needs another pass. So do
-            # values that follow from a first gradient and from another part of it.
             while not self._follow(micro.eqns, full.eqns):
                 pass
             conflicts = self._repaired_statistics(micro.eqns) if rules.own else set()
@@ -155,7 +153,10 @@ class BatchScalings:
             self._unrepaired |= conflicts
 
     def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
-        """Derive the scalings in order; return False if a loop changes its carry's scaling."""
+        """Derive the scalings in order; return False if another pass is needed.
+
+        It is if a loop changes the scaling of its carry, or if more values are to be completed.
+        """
         self._traced_back: set[Var] = set()
         self.divided: set[Var] = set()
         self.functions: dict[Var, JaxprEqn] = {}
