@@ -1,7 +1,8 @@
 """Flattening: one list of equations in which every value has one name.
 
 Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined, because JAX has taken the
-derivatives by the time a whole step is traced. A differentiated `jax.checkpoint` becomes an
+derivatives by the time a whole step is traced, and `custom_linear_solve` becomes its solver. A
+differentiated `jax.checkpoint` becomes an
 `optimization_barrier` on its inputs followed by its body, as JAX lowers it, so that the
 recomputation stays. A `reshape` that reads its operand in another order of dims becomes a transpose
 and a reshape. The bodies of `scan`, `while_loop` and `cond` stand between markers
@@ -22,6 +23,7 @@ from jax.extend.core.primitives import (
     cond_p,
     device_put_p,
     iota_p,
+    linear_solve_p,
     pmax_p,
     pmin_p,
     psum_p,
@@ -77,9 +79,11 @@ class _FlatJaxprBuilder:
         self.constants: dict[Var, Any] = {}
         self._constant_of: dict[int, Var] = {}
         self._known: dict[Any, list[Var]] = {}
-        self._control: dict[Primitive, Callable[[JaxprEqn, list[Atom], Any], list[Atom]]] = (
-            {scan_p: self._scan, while_p: self._while, cond_p: self._cond} if loops else {}
-        )
+        self._with_bodies: dict[Primitive, Callable[[JaxprEqn, list[Atom], Any], list[Atom]]] = {
+            linear_solve_p: self._linear_solve
+        }
+        if loops:
+            self._with_bodies |= {scan_p: self._scan, while_p: self._while, cond_p: self._cond}
 
     def inline(
         self, jaxpr: Jaxpr, args: Sequence[Atom], name_stack: Any = None, caller: Any = None
@@ -113,8 +117,8 @@ class _FlatJaxprBuilder:
                     own = eqn.source_info.name_stack
                     invars = self._barrier(invars, _at(eqn, own))
                 outvars = self.inline(called, invars, stack, call)
-            elif eqn.primitive in self._control:
-                outvars = self._control[eqn.primitive](_at(eqn, stack), invars, stack)
+            elif eqn.primitive in self._with_bodies:
+                outvars = self._with_bodies[eqn.primitive](_at(eqn, stack), invars, stack)
             elif self._is_undone(_at(eqn, stack), invars):
                 outvars = invars
             elif eqn.primitive is reshape_p and eqn.params["dimensions"] is not None:
@@ -167,6 +171,15 @@ class _FlatJaxprBuilder:
         )
         params = eqn.params | {"dimensions": None}
         return self._apply(eqn.replace(invars=[*transposed], params=params))
+
+    def _linear_solve(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
+        """Append the solver of `custom_linear_solve`, which its other functions differentiate."""
+        lengths = eqn.params["const_lengths"]
+        before = lengths.matvec + lengths.vecmat
+        constants = invars[before : before + lengths.solve]
+        sides = invars[sum(lengths) :]
+        solve = eqn.params["jaxprs"].solve
+        return self.inline(solve, [*constants, *sides], stack, eqn.source_info.traceback)
 
     def _constant(self, value: Any, var: Var) -> Var:
         if id(value) not in self._constant_of:

@@ -1,15 +1,17 @@
 """The batch scaling of a constant of a step, from its values for two batch sizes."""
 
+import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from typing import Literal as OneOf
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import integer_pow_p, pad_p, slice_p
 
-from autopar.ir.graph import aval_of, constant
+from autopar.ir.graph import Atom, aval_of, constant
 from autopar.microbatch.batch_scaling_rules import BatchScaling, ConstantDiffers
 
 
@@ -80,11 +82,47 @@ def own_constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
                 rows, more = examples(small), examples(large)
             if (
                 rows > 1
+                and np.isfinite(rows)
                 and np.isclose(rows, round(float(rows)), rtol=1e-3)
                 and np.isclose(more, count * rows, rtol=1e-2)
             ):
                 return BatchScaling("same", power)
         raise
+
+
+def with_constants_of(larger: Jaxpr, jaxpr: Jaxpr, count: int) -> Jaxpr | None:
+    """Return a trace with numbers of the trace for a batch that is `count` times as large.
+
+    It takes those that do not scale with the batch, such as the root of its size. A microbatch then
+    computes with the number of the whole batch.
+
+    Args:
+        larger: the flat jaxpr for the larger batch.
+        jaxpr: the flat jaxpr.
+        count: ratio of the batch sizes.
+
+    Returns:
+        None if the traces have other equations; `jaxpr` itself if there are no such numbers.
+    """
+    pairs = list(zip(jaxpr.eqns, larger.eqns, strict=False))
+    if len(jaxpr.eqns) != len(larger.eqns) or any(a.primitive is not b.primitive for a, b in pairs):
+        return None
+
+    def chosen(atom: Atom, other: Atom) -> Atom:
+        if isinstance(atom, Literal) and isinstance(other, Literal):
+            try:
+                constant_scaling(atom.val, other.val, count)
+            except ConstantDiffers:
+                return other if aval_of(atom) == aval_of(other) else atom
+        return atom
+
+    def with_chosen(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
+        invars = list(map(chosen, eqn.invars, other.invars))
+        unchanged = all(map(operator.is_, invars, eqn.invars))
+        return eqn if unchanged else eqn.replace(invars=invars)
+
+    eqns = list(itertools.starmap(with_chosen, pairs))
+    return jaxpr if all(map(operator.is_, eqns, jaxpr.eqns)) else jaxpr.replace(eqns=eqns)
 
 
 _LESS_ONE: tuple[tuple[int, Callable[[np.ndarray], np.ndarray]], ...] = (

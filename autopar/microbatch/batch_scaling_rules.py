@@ -26,7 +26,7 @@ from autopar.microbatch.example_blocks import (
 from autopar.microbatch.inner_bodies import why_body_differs
 from autopar.primitives import op_factors
 from autopar.primitives.index import indexed_dims, is_scatter
-from autopar.primitives.linearity import adds, algebra_of, data_operands, is_linear
+from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
 
 ONE_GRADIENT = (
     "Instead of a loop that accumulates gradients over parts of the batch, write one gradient of"
@@ -78,10 +78,10 @@ class SecondGradient(NotSeparable):
     """A gradient of the batch depends on another one, otherwise than linearly."""
 
     remedy = (
-        "If a second gradient of the same batch depends on it, as in sharpness-aware steps or in"
-        " the two updates of a GAN, use a method without a pipeline, such as ShardParallel, which"
-        " runs two loops over the microbatches; or num_micro_batches=1, which runs in a pipeline,"
-        " too; or make a step of each update"
+        "A second gradient of the same batch, as in sharpness-aware steps or in the two updates of a"
+        " GAN, follows in a second loop over the microbatches. ShardParallel runs two loops if both"
+        " gradients are outside of loops and branches; a pipeline runs one. Otherwise use"
+        " num_micro_batches=1, which runs in a pipeline, too, or make a step of each update"
     )
 
 
@@ -123,6 +123,12 @@ class MinorExamples(NotSeparable):
     )
 
 
+class IndexBySize(NotSeparable):
+    """What an equation picks or solves depends on the size of the batch."""
+
+    remedy = "Pass what it depends on as an argument of the step, or use num_micro_batches=1"
+
+
 class LoopOverExamples(NotSeparable):
     """A loop has an iteration for each example, or for each microbatch another number of them."""
 
@@ -144,7 +150,10 @@ def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> i
     Raises:
         NotSeparable: the result does not scale with a power of the batch size.
     """
-    powers = [scaling.power for scaling in operands]
+    data = data_operands(eqn)
+    if any(kind.power for k, kind in enumerate(operands) if k not in data):
+        raise IndexBySize(f"{where} has an index or a matrix that depends on the size of the batch")
+    powers = [operands[k].power for k in data]
     nonzero = [power for power in powers if power is not None]
     match algebra_of(eqn):
         case "product":
@@ -156,10 +165,9 @@ def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> i
         case "sum" | "linear" | "selection" | "homogeneous":
             if _scatters_rows(eqn, operands) and powers[0] is not None:
                 raise NotSeparable(f"{where} adds a sum over examples to another array in place")
-            data = {powers[k] for k in data_operands(eqn)} - {None}
-            if len(data) > 1:
+            if len(set(nonzero)) > 1:
                 raise NotSeparable(f"{where} adds a sum over examples to a mean over examples")
-            return data.pop() if data else None
+            return nonzero[0] if nonzero else None
     if any(powers):
         raise NotSeparable(f"{where} is not linear in the size of the batch")
     return 0
@@ -191,6 +199,18 @@ def result_scalings(
     Raises:
         NotSeparable: the results do not follow from those of microbatches.
     """
+    kinds = _result_scalings(eqn, whole, operands, count, own)
+    if len(kinds) == 1 or not eqn.invars or is_exact(eqn.invars[0]):
+        return kinds
+    # The positions of the largest elements do not scale with these.
+    pairs = zip(kinds, eqn.outvars, strict=True)
+    return [replace(kind, power=0) if is_exact(var) else kind for kind, var in pairs]
+
+
+def _result_scalings(
+    eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], count: int, own: bool
+) -> list[BatchScaling]:
+    """Return the scalings of results, where integers scale as what they are computed from."""
     where = Where(eqn)
     power = _own_power(eqn, operands, where) if own else power_of(eqn, operands, where)
     linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
@@ -308,12 +328,14 @@ def _check_rows(
 
 
 def _created(eqn: JaxprEqn, whole: JaxprEqn, kind: BatchScaling, count: int) -> BatchScaling:
-    """Return the scaling of a result of operands without examples: rows if its shape grows."""
-    where = Where(eqn)
-    shape, full = aval_of(eqn.outvars[0]).shape, aval_of(whole.outvars[0]).shape
-    grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
-    if not grown:
+    """Return the scaling of results of operands without examples: rows if their shape grows."""
+    if _shapes(eqn) == _shapes(whole):
         return kind
+    where = Where(eqn)
+    if len(eqn.outvars) > 1:
+        raise PositionOfExamples(f"{where} {why_whole(eqn)}")
+    (shape,), (full,) = _shapes(eqn), _shapes(whole)
+    grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
     uniform = eqn.primitive in (broadcast_in_dim_p, tile_p) or (
         eqn.primitive is iota_p and eqn.params["dimension"] not in grown
     )

@@ -73,9 +73,9 @@ def examples_factor(
     grown = [number for number, (size, other) in enumerate(sizes) if size != other]
     regular = len(grown) == 1 and grown[0] in dim
     if blocks == 1 or not regular:
-        if blocks not in (1, None):
+        if blocks not in (1, None) or (regular and grown[0] != dim[0]):
             return None
-        return ExamplesFactor(dim[0], blocks, regular and grown[0] == dim[0], factors.sizes)
+        return ExamplesFactor(dim[0], blocks, regular, factors.sizes)
     number = grown[0]
     if blocks is None:
         return ExamplesFactor(number, None, regular, factors.sizes)

@@ -26,7 +26,7 @@ from autopar.microbatch.batch_scaling import (
     Repair,
     StatisticRules,
 )
-from autopar.microbatch.batch_scaling_constants import power_of_constant
+from autopar.microbatch.batch_scaling_constants import power_of_constant, with_constants_of
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.body_boundary import (
     Boundary,
@@ -86,6 +86,12 @@ def split(
     _check_gradient(micro, gradient_free)
     scaled = _scalings(sizes, batch, positions, count, stages, own_statistics, costly)
     found = scaled.found
+    if scaled.small is not sizes[0]:
+        sizes = scaled.small, sizes[1]
+        constant = with_constants_of(whole, micro, count)
+        if constant is None:
+            raise _single_example(scaled.refused)
+        micro = constant
     micro, whole, sizes = _marked(micro, whole, sizes, part, batch, scaled.boundary)
     (_, traced), (_, complete) = _mark(sizes[0]), _mark(whole)
     kinds = [found.kinds[var] for var in traced.invars if isinstance(var, Var)]
@@ -99,10 +105,7 @@ def split(
         _check_sizes(micro, whole, sizes, count)
         powers = found.powers_of_rows(sizes[0].eqns)
     elif repairs:
-        raise MicrobatchError(
-            f"{scaled.refused}. The step is computed otherwise when a microbatch has a single"
-            " example: fewer microbatches may do"
-        )
+        raise _single_example(scaled.refused)
     whole = without_positions(whole)
     _, _, once = _parts(whole, batch)
     _, body, _ = _parts(micro, batch)
@@ -178,11 +181,13 @@ class _Scaled(NamedTuple):
     """The batch scalings of a step with which it runs in microbatches.
 
     Attributes:
+        small: the smaller trace, with constants of the larger one where it needs them.
         found: the scalings.
         boundary: the values that are accumulated.
         refused: why a value is not separable without changes of equations; None if all are.
     """
 
+    small: Jaxpr
     found: BatchScalings
     boundary: Boundary
     refused: MicrobatchError | None
@@ -206,33 +211,35 @@ def _scalings(
     """
     examples = batch - {positions}
     refused: MicrobatchError | None = None
+    small, large = sizes
 
-    def separable(attempts: Iterable[StatisticRules]) -> _Scaled | None:
+    def separable(small: Jaxpr, attempts: Iterable[StatisticRules]) -> _Scaled | None:
         nonlocal refused
         for rules in attempts:
-            found = BatchScalings(*sizes, batch, count, rules)
-            boundary = find_boundary(sizes[0], examples, found)
+            found = BatchScalings(small, large, batch, count, rules)
+            boundary = find_boundary(small, examples, found)
             if not boundary.values:
                 raise _no_batch()
             reason = found.why_not(boundary.values)
             if reason is None:
-                return _Scaled(found, boundary, refused)
+                return _Scaled(small, found, boundary, refused)
             if refused is None or rules.own:
                 refused = reason
         return None
 
+    constant = with_constants_of(large, small, count) or small
     if costly:
-        attempts: Iterable[StatisticRules] = [costly_rules(sizes[0], examples)]
+        attempts: Iterable[StatisticRules] = [costly_rules(constant, examples)]
     else:
-        attempts = exact_rules(sizes[0], examples, stages)
-    result = separable(attempts)
+        attempts = exact_rules(constant, examples, stages)
+    result = separable(constant, attempts)
     if result is not None:
         return result
     exact = refused
     assert exact is not None
     if costly:
         raise exact
-    result = separable(own_statistic_rules(*sizes, examples, stages))
+    result = separable(small, own_statistic_rules(*sizes, examples, stages))
     if result is None:
         raise refused if own_statistics and refused else exact
     if not own_statistics:
@@ -241,6 +248,15 @@ def _scalings(
             " microbatch has statistics of its own"
         )
     return result
+
+
+def _single_example(refused: MicrobatchError | None) -> MicrobatchError:
+    """Return the error for a step that JAX traces otherwise for a single example."""
+    reason = "" if refused is None else f"{refused}. "
+    return MicrobatchError(
+        f"{reason}The step is computed otherwise when a microbatch has a single example: fewer"
+        " microbatches may do"
+    )
 
 
 def _marked(

@@ -1,9 +1,11 @@
-"""Linear algebra: matrices are whole, batches of them may be sharded."""
+"""Linear algebra: matrices are whole, batches of them and right-hand sides may be sharded."""
+
+from math import prod
 
 from jax.extend.core import JaxprEqn
 
 from autopar.primitives.equation_work import FlopRule, Shapes, elements, memory_kernel
-from autopar.primitives.factors import OpFactors
+from autopar.primitives.factors import FactorBuilder, OpFactors
 from autopar.primitives.registry import PrimitiveRecord
 from autopar.primitives.rule_helpers import ShardingRule, leading, shape_of
 
@@ -31,6 +33,26 @@ def _decomposition(factor: float) -> PrimitiveRecord:
     return PrimitiveRecord(factors=_batched(), work=memory_kernel(_cubic(factor)))
 
 
+def _triangular_solve(eqn: JaxprEqn) -> OpFactors:
+    """Share the batch of matrices and the right-hand sides, which are columns if left_side."""
+    matrix, sides = map(shape_of, eqn.invars)
+    build = FactorBuilder()
+    batch = build.dims(matrix[:-2])
+    unknowns, solved = (-2, -1) if eqn.params["left_side"] else (-1, -2)
+    of_sides = {
+        unknowns: build.new(sides[unknowns], "whole"),
+        solved: build.new(sides[solved]),
+    }
+    of_result = (*batch, of_sides[-2], of_sides[-1])
+    return build.build([(*batch, *build.dims(matrix[-2:], "whole")), of_result], [of_result])
+
+
+def _triangular_solve_flops(_: JaxprEqn, operands: Shapes) -> float:
+    """Return n**2 FLOP per right-hand side of n unknowns."""
+    matrix, sides = operands
+    return float(prod(sides) * matrix[-1])
+
+
 RECORDS = {
     # FLOP to the leading term: Golub and Van Loan, Matrix Computations, 4th edition.
     "cholesky": _decomposition(1 / 3),
@@ -40,7 +62,12 @@ RECORDS = {
     "qr": _decomposition(4 / 3),
     "schur": _decomposition(25),
     "svd": _decomposition(22),
-    "triangular_solve": _decomposition(1),
+    "triangular_solve": PrimitiveRecord(
+        factors=_triangular_solve,
+        work=memory_kernel(_triangular_solve_flops),
+        algebra="linear",
+        data=slice(1, 2),
+    ),
     "hessenberg": PrimitiveRecord(factors=_batched()),
     "householder_product": PrimitiveRecord(factors=_batched()),
     "lu_pivots_to_permutation": PrimitiveRecord(factors=_batched(1)),

@@ -5,7 +5,7 @@ one. A trace that is scaled down has the equations of the larger ones, so that w
 these applies to it.
 """
 
-import math
+import cmath
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -21,11 +21,13 @@ _POWERS = (1, -1, 2, -2)
 
 
 class NotProportionalError(ValueError):
-    """Traces differ in more than sizes and constants that are proportional to the batch."""
+    """Traces differ in more than numbers, and in other ways than in proportion to the batch."""
 
 
 def rescaled(jaxpr: Jaxpr, larger: Jaxpr, growth: Fraction, scale: Fraction) -> Jaxpr:
     """Return a trace for a batch that is larger by `scale`, or smaller if that is below one.
+
+    Operands that are numbers and not proportional to the batch stay those of `jaxpr`.
 
     Args:
         jaxpr: a flat jaxpr.
@@ -58,7 +60,7 @@ class _Rescaling:
 
         def use(atom: Atom, other: Atom) -> Atom:
             if isinstance(atom, Literal) and isinstance(other, Literal):
-                return Literal(self.of(atom.val, other.val), self.of(aval_of(atom), aval_of(other)))
+                return self._of_literal(atom, other)
             if isinstance(atom, Literal) or twins[atom] is not other:
                 raise NotProportionalError
             return scaled[atom]
@@ -72,15 +74,31 @@ class _Rescaling:
                 outvars=_zipped(make, eqn.outvars, other.outvars),
             )
 
-        if not all(map(_is_same_array, jaxpr.consts, larger.consts)):
-            raise NotProportionalError
         return jaxpr.replace(
             constvars=_zipped(make, jaxpr.constvars, larger.constvars),
-            consts=jaxpr.consts,
+            consts=_zipped(self._of_constant, jaxpr.consts, larger.consts),
             invars=_zipped(make, jaxpr.invars, larger.invars),
             eqns=_zipped(of_eqn, jaxpr.eqns, larger.eqns),
             outvars=_zipped(use, jaxpr.outvars, larger.outvars),
         )
+
+    def _of_constant(self, value: Any, other: Any) -> Any:
+        """Return an array of the trace, scaled if its elements are equal."""
+        if _is_same_array(value, other):
+            return value
+        mine, their = constant(value), constant(other)
+        if not all(array.size and (array == array.flat[0]).all() for array in (mine, their)):
+            raise NotProportionalError
+        element = self.of(mine.flat[0], their.flat[0])
+        return np.full(self.of(mine.shape, their.shape), element, mine.dtype)
+
+    def _of_literal(self, literal: Literal, other: Literal) -> Literal:
+        """Return a number among the operands, scaled if it is proportional to the batch."""
+        try:
+            value = self.of(literal.val, other.val)
+        except NotProportionalError:
+            value = literal.val
+        return Literal(value, self.of(aval_of(literal), aval_of(other)))
 
     def of(self, value: Any, other: Any) -> Any:
         """Return a parameter, a shape or a constant, scaled."""
@@ -103,15 +121,15 @@ class _Rescaling:
             return np.asarray(self._of_number(value.item(), other.item()), value.dtype)[()]
         return self._of_number(value, other)
 
-    def _of_number(self, value: Any, other: Any) -> int | float:
+    def _of_number(self, value: Any, other: Any) -> int | float | complex:
         """Return a number that depends on the batch, scaled."""
         if isinstance(value, int) and isinstance(other, int):
             scaled = value * self._scale
             if other == value * self._growth and scaled.denominator == 1:
                 return int(scaled)
-        elif isinstance(value, float) and isinstance(other, float) and value:
+        elif isinstance(value, float | complex) and isinstance(other, float | complex) and value:
             for power in _POWERS:
-                if math.isclose(other / value, self._growth**power, rel_tol=1e-6):
+                if cmath.isclose(other / value, self._growth**power, rel_tol=1e-6):
                     return value * float(self._scale**power)
         raise NotProportionalError
 

@@ -40,7 +40,7 @@ from autopar.microbatch.prepared_inputs import (
 )
 from autopar.microbatch.row_lookups import with_own_rows
 from autopar.microbatch.row_positions import POSITIONS, add_positions, without_unread_positions
-from autopar.microbatch.same_step import DifferentStepsError
+from autopar.microbatch.same_step import DifferentStepsError, check_same_step
 from autopar.microbatch.splitting import split, split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
@@ -238,19 +238,35 @@ class _StepTracer:
         self._traced = cache(self._trace)
 
     def _trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> _Trace:
-        """Return the step for a batch that is larger by `scale`.
+        """Return the step for a batch that is larger by `scale`, or smaller if that is below one.
 
-        JAX traces a single example otherwise than more of them. So the trace for one of a larger
-        batch is that for two, scaled down, where traces for other sizes show how.
+        JAX traces a single example otherwise than more of them, and may order a product or a
+        solution of linear equations by the sizes of its operands. A microbatch is to compute what
+        the whole batch does. So if its equations are other ones, its trace is that of a larger
+        batch, scaled down, where traces for two sizes show how.
 
         Args:
             scale: The factor.
             in_microbatches: Whether the step runs in microbatches.
             whole_arrays: Whether functions that run on shards are traced for whole arrays.
         """
-        if scale < 1 and any(self.avals[i].shape[0] * scale == 1 for i in self.batch):
-            with suppress(Exception):  # the user's error is raised by the trace for this size
-                return self._trace_of_two(scale, in_microbatches, whole_arrays)
+        options = in_microbatches, whole_arrays
+        if scale >= 1:
+            return self._own_trace(scale, *options)
+        if any(self.avals[i].shape[0] * scale == 1 for i in self.batch):
+            larger = Fraction(2 if 2 * scale == 1 else 1)
+            scaled_down = self._scaled_down(scale, 2 * scale, larger, *options)
+            return scaled_down or self._own_trace(scale, *options)
+        traced = self._own_trace(scale, *options)
+        if in_microbatches:
+            try:
+                check_same_step(traced.jaxpr, self._traced(Fraction(1), *options).jaxpr)
+            except DifferentStepsError:
+                return self._scaled_down(scale, Fraction(1), Fraction(2), *options) or traced
+        return traced
+
+    def _own_trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> _Trace:
+        """Return what JAX traces for a batch of this size; see `_trace`."""
         scaled = [
             _with_rows(aval, int(aval.shape[0] * scale)) if i in self.batch else aval
             for i, aval in enumerate(self.avals)
@@ -277,35 +293,40 @@ class _StepTracer:
             batch,
         )
 
-    def _trace_of_two(self, scale: Fraction, *options: bool) -> _Trace:
-        """Return the step for a single example, from its trace for two; see `_trace`.
+    def _scaled_down(
+        self, scale: Fraction, size: Fraction, larger: Fraction, *options: bool
+    ) -> _Trace | None:
+        """Return the step for a batch, from its traces for two larger ones; see `_trace`.
 
-        Raises:
-            NotProportionalError: the traces of larger batches do not say what it is.
-        """
-        twice = self._traced(2 * scale, *options)
-        size = Fraction(2 if 2 * scale == 1 else 1)
-        larger = self._traced(size, *options)
-        if twice[1:] != larger[1:]:
-            raise NotProportionalError
-        jaxpr = rescaled(twice.jaxpr, larger.jaxpr, size / (2 * scale), Fraction(1, 2))
-        return twice._replace(jaxpr=jaxpr)
-
-    def _microbatch_trace(self, count: int) -> _Trace:
-        """Return the step for one of `count` microbatches.
-
-        Raises:
-            MicrobatchError: The step can be traced for the whole batch, but not for a microbatch.
+        None if they do not say what it is, or if the step can't be traced for these sizes.
         """
         try:
-            return self._traced(Fraction(1, count), True, False)
+            base, other = self._traced(size, *options), self._traced(larger, *options)
+        except Exception:
+            return None  # if it is an error for any size, the trace for this one raises it
+        if base[1:] != other[1:]:
+            return None
+        try:
+            jaxpr = rescaled(base.jaxpr, other.jaxpr, larger / size, scale / size)
+        except NotProportionalError:
+            return None
+        return base._replace(jaxpr=jaxpr)
+
+    def _trace_of_part(self, scale: Fraction, whole_arrays: bool) -> _Trace:
+        """Return the step for a part of the batch in microbatches; see `_trace`.
+
+        Raises:
+            MicrobatchError: The step can be traced for the whole batch, but not for this part.
+        """
+        try:
+            return self._traced(scale, True, whole_arrays)
         except Exception as error:
             # Raises an error that has nothing to do with the size of microbatches.
             self._traced(Fraction(1), True, False)
             rows = self.avals[min(self.batch)].shape[0]
             raise MicrobatchError(
                 f"{self.name} can be traced for the whole batch of {rows} examples, but not for a"
-                f" microbatch of {rows // count}: {error_line(error)} raises"
+                f" microbatch of {rows * scale}: {error_line(error)} raises"
                 f" {type(error).__name__}: {str(error).partition('\n')[0]}\n"
                 "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a"
                 f" reshape) instead of a number{self._other_batches(rows)}, or use"
@@ -342,7 +363,7 @@ class _StepTracer:
         for i in self.batch:
             _check_divisible(self.avals[i], count, _text(self.in_keys[i]))
         if count > 1:
-            traced = self._microbatch_trace(count)
+            traced = self._trace_of_part(Fraction(1, count), False)
         else:
             traced = self._traced(Fraction(1), self.marked, False)
         jaxpr = traced.jaxpr
@@ -435,7 +456,7 @@ class _StepTracer:
             return _Split(*split_once(micro, traced.batch, self.forward))
         whole = self._traced(Fraction(1), True, False).jaxpr
         part = self._traced(Fraction(1, count), True, on_shards).jaxpr
-        small = self._traced(Fraction(scale, count), True, on_shards).jaxpr
+        small = self._trace_of_part(Fraction(scale, count), on_shards).jaxpr
         large = self._traced(Fraction(scale), True, on_shards).jaxpr
         part_of = self._traced(Fraction(1), True, on_shards).jaxpr
         traces = micro, whole, part, part_of, small, large

@@ -43,6 +43,17 @@ def test_inlined_calls_keep_their_derivative_rules():
     np.testing.assert_array_equal(run(flat, x)[0], [0.0, 0.0, 1.0])
 
 
+def test_a_linear_solve_becomes_its_solver():
+    def f(matrix, side):
+        return jnp.linalg.solve(matrix, side).sum()
+
+    args = np.array([[3.0, 1.0], [0.5, 2.0]], np.float32), np.array([1.0, -1.0], np.float32)
+    flat = flatten(jax.make_jaxpr(jax.grad(f, (0, 1)))(*args))
+    assert "custom_linear_solve" not in names(flat)
+    for got, expected in zip(run(flat, *args), jax.grad(f, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 def test_constants_are_shared_and_keep_their_values():
     table = jnp.arange(6.0)
     f = jax.jit(lambda x: x + table)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jax.scipy as jsp
 import numpy as np
 import optax
 import pytest
@@ -139,6 +140,56 @@ FITTING |= {
     ),
 }
 
+
+def matrix_of(params):
+    """Return a lower triangular matrix with a row per output."""
+    return jnp.tril(jnp.outer(params["b"], params["b"])) + 2 * jnp.eye(3)
+
+
+FITTING |= {
+    "positions of the largest weights": lambda p, b: (
+        mean_loss(p, b) * jax.lax.top_k(p["b"] * len(b["x"]), 2)[1].sum()
+    ),
+}
+
+SOLVED = {
+    "triangular solution by columns": lambda p, b: (
+        jsp.linalg.solve_triangular(matrix_of(p), outputs(p, b).T, lower=True) ** 2
+    ).mean(),
+    "triangular solution by rows": lambda p, b: (
+        jax.lax.linalg.triangular_solve(matrix_of(p), outputs(p, b), unit_diagonal=True) ** 2
+    ).mean(),
+    "solution per example": lambda p, b: jnp.tanh(
+        jax.vmap(lambda row: jnp.linalg.solve(matrix_of(p) + jnp.outer(row, row), row))(
+            outputs(p, b)
+        )
+    ).mean(),
+    "solution for all examples": lambda p, b: jnp.tanh(
+        jnp.linalg.solve(matrix_of(p), outputs(p, b)[..., None])
+    ).mean(),
+    "Cholesky solution": lambda p, b: (
+        jsp.linalg.cho_solve((matrix_of(p), True), outputs(p, b).T) ** 2
+    ).mean(),
+    "conjugate gradients": lambda p, b: (
+        jax.vmap(
+            lambda row: jsp.sparse.linalg.cg(
+                lambda x: matrix_of(p) @ (matrix_of(p).T @ x), row, maxiter=5
+            )[0]
+        )(outputs(p, b))
+        ** 2
+    ).mean(),
+}
+"""Losses with solutions of linear equations, which JAX differentiates by the sizes of arrays."""
+
+FITTING |= {
+    "root of the size of the batch": lambda p, b: per_example(p, b).sum() / np.sqrt(len(b["x"])),
+    "logarithm of the size of the batch": lambda p, b: mean_loss(p, b) * np.log(len(b["x"])),
+    "one less than the size of the batch": lambda p, b: per_example(p, b).sum() / (len(b["x"]) - 1),
+    "square of the size of the batch": lambda p, b: per_example(p, b).sum() / len(b["x"]) ** 2,
+    "a factor for large batches": lambda p, b: mean_loss(p, b) * (2.0 if len(b["x"]) > 4 else 3.0),
+    "a third of the size of the batch": lambda p, b: per_example(p, b).sum() / (len(b["x"]) // 3),
+}
+
 REPAIRED = {
     "masked mean with weight decay": lambda p, b: masked_mean(p, b) + 1e-2 * (p["w"] ** 2).sum(),
     "masked mean beside a mean": lambda p, b: masked_mean(p, b) + mean_loss(p, b),
@@ -222,6 +273,34 @@ REFUSED = {
 }
 
 
+REFUSED |= {
+    "a part by the size of the batch": lambda p, b: (
+        mean_loss(p, b) * jnp.split(p["w"][:, 0], [1, 1 + len(b["x"]) // 4])[1].sum()
+    ),
+    "an index by the size of the batch": lambda p, b: (
+        mean_loss(p, b)
+        * jax.lax.dynamic_slice(
+            p["w"], (jnp.int32(len(b["x"]) // 4), 0), (1, 3), allow_negative_indices=False
+        ).sum()
+    ),
+    "indices by the size of the batch": lambda p, b: (
+        mean_loss(p, b)
+        * (
+            p["w"]
+            .at[jnp.array([len(b["x"]) // 2, len(b["x"]) // 4])]
+            .get(mode="promise_in_bounds", wrap_negative_indices=False)
+            .sum()
+        )
+    ),
+    "a matrix scaled by the size of the batch": lambda p, b: (
+        jsp.linalg.solve_triangular(
+            matrix_of(p) * len(b["x"]), outputs(p, b).T, lower=True, unit_diagonal=True
+        )
+        ** 2
+    ).mean(),
+}
+
+
 def masked_in_a_loop(params, batch):
     """Each iteration divides by weights of its own."""
 
@@ -262,18 +341,26 @@ def step_of_all(losses):
     ("losses", "method"),
     [
         (FITTING, autopar.DataParallel(1, 2)),
+        (SOLVED, autopar.ShardParallel(1, 4)),
         (REPAIRED, autopar.DataParallel(2, 2)),
         (REPAIRED, autopar.ShardParallel(1, 4)),
         (COMPUTED_TWICE, autopar.ShardParallel(2, 2)),
         (GROUPED, autopar.DataParallel(1, 2)),
     ],
-    ids=["sums and means", "statistics", "statistics, 4", "computed twice", "neighbours"],
+    ids=[
+        "sums and means",
+        "solutions",
+        "statistics",
+        "statistics, 4",
+        "computed twice",
+        "neighbours",
+    ],
 )
 def test_losses_over_the_batch_are_exact(losses, method):
     assert_equals_the_batch(step_of_all(losses), method)
 
 
-@pytest.mark.parametrize("loss", FITTING.values(), ids=FITTING.keys())
+@pytest.mark.parametrize("loss", (FITTING | SOLVED).values(), ids=(FITTING | SOLVED).keys())
 @pytest.mark.parametrize("count", slow(2, 8))
 def test_sums_and_means_over_the_batch_are_exact(loss, count):
     assert_equals_the_batch(step_of(loss), autopar.DataParallel(1, count))
@@ -287,12 +374,17 @@ def test_sums_beside_means_and_statistics_of_the_batch_are_exact(loss, method):
     assert_equals_the_batch(step_of(loss), method)
 
 
-def with_array(loss):
-    """Return a loss with a NumPy array of ones, one for each example.
+def nearly_ones(rows):
+    """Return an array of ones, one of which is rounded up.
 
-    A trace for a single example then does not follow from those for more.
+    The trace for a single example of a step that reads it does not follow from those for more.
     """
-    return lambda p, b: loss(p, {**b, "mask": b["mask"] * np.ones(len(b["mask"]), np.float32)})
+    return np.append(np.ones(rows - 1, np.float32), np.nextafter(np.float32(1), np.float32(2)))
+
+
+def with_array(loss):
+    """Return a loss that reads `nearly_ones`."""
+    return lambda p, b: loss(p, {**b, "mask": b["mask"] * nearly_ones(len(b["mask"]))})
 
 
 def test_a_single_example_per_microbatch_is_told_to_be_the_reason():
@@ -807,13 +899,27 @@ def test_a_batch_that_cannot_be_cut_is_refused():
 )
 def test_steps_that_compute_otherwise_for_a_microbatch_are_refused(count, words):
     def loss(params, batch):
-        errors = per_example(params, batch) * np.ones(len(batch["mask"]))  # see with_array
+        errors = per_example(params, batch) * nearly_ones(len(batch["mask"]))
         if errors.shape[0] == 8 // count:
             return (errors * batch["mask"]).mean()
         return errors.mean()
 
     with pytest.raises(autopar.MicrobatchError, match=words):
         trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=count)
+
+
+def test_a_microbatch_computes_as_the_whole_batch_does():
+    """Sizes of arrays decide the order of products, as in JAX's derivative of a solution."""
+
+    def loss(params, batch):
+        hidden = outputs(params, batch)
+        if len(hidden) < 6:
+            hidden = hidden @ params["w"].T @ params["w"]
+        else:
+            hidden = hidden @ (params["w"].T @ params["w"])
+        return jnp.tanh(hidden).mean() / len(hidden)
+
+    assert_equals_the_batch(step_of(loss), autopar.ShardParallel(num_micro_batches=4))
 
 
 @pytest.mark.parametrize(
@@ -831,7 +937,7 @@ def test_steps_that_compute_from_other_values_for_a_microbatch_are_refused(count
 
         (_, values), gradients = autopar.value_and_grad(loss, has_aux=True)(params)
         seen = batch["mask"] if len(values) == 8 // count else values
-        weights = np.ones(len(values), np.float32)  # see with_array
+        weights = nearly_ones(len(values))
         return gradients, jnp.tanh(seen).sum(), values, (weights * batch["mask"]).sum()
 
     with pytest.raises(autopar.MicrobatchError, match=words):
@@ -842,7 +948,7 @@ def test_steps_that_return_other_values_for_a_microbatch_are_refused():
     def step(params, batch):
         value, gradients = autopar.value_and_grad(mean_loss)(params, batch)
         means = batch["mask"].mean(), value
-        return gradients, means if len(batch["mask"]) == 4 else means[::-1]
+        return gradients, means[::-1] if len(batch["mask"]) == 8 else means
 
     with pytest.raises(autopar.MicrobatchError, match="other results"):
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)

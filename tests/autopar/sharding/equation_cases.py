@@ -425,6 +425,14 @@ CASES: dict[str, Case] = {
         lambda a: lax.linalg.symmetric_product(a, a, alpha=1.0, beta=2.0)
     ),
     "triangular_solve": _matrices(lambda a, b: lax.linalg.triangular_solve(a, b), 2),
+    "triangular_solve: right-hand sides": lambda size: (
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
+        (ints(4, 4) + 5 * np.eye(4, dtype=np.float32), ints(4, size())),
+    ),
+    "triangular_solve: left-hand sides": lambda size: (
+        lax.linalg.triangular_solve,
+        (ints(4, 4) + 5 * np.eye(4, dtype=np.float32), ints(size(), 4)),
+    ),
     "tridiagonal": _matrices(lax.linalg.tridiagonal),
     "tridiagonal_solve": _matrices(
         lambda a: lax.linalg.tridiagonal_solve(a[..., 0], a[..., 1] + 20, a[..., 2], a)
@@ -434,7 +442,7 @@ CASES: dict[str, Case] = {
     # random
     "random_gamma": lambda size: (
         lambda rows, shape: jax.vmap(jax.random.gamma)(jax.random.wrap_key_data(rows), shape),
-        (ints(size(), 2, low=0, dtype=np.uint32), ints(size(), 3, low=1)),
+        (ints(rows := size(), 2, low=0, dtype=np.uint32), ints(rows, 3, low=1)),
     ),
     "threefry2x32": lambda size: (
         lambda x: jax.extend.random.threefry2x32_p.bind(np.uint32(1), np.uint32(2), x, 2 * x),

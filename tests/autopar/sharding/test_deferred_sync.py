@@ -105,7 +105,11 @@ def test_parts_of_one_example_have_the_equations_of_more():
         return trace(add_bias, args, (1,), 4)
 
     check_parts(step_of(lambda rows: 1.0), SQUARE, ("x",))
-    by_jax = step_of(lambda rows: np.ones((rows, 1, 1), np.float32))
+    check_parts(step_of(lambda rows: np.ones((rows, 1, 1), np.float32)), SQUARE, ("x",))
+    nearly_one = np.nextafter(np.float32(1), np.float32(2))
+    by_jax = step_of(
+        lambda rows: np.append([nearly_one], np.ones(rows - 1, np.float32))[:, None, None]
+    )
     check_parts(by_jax, SQUARE, ())
     with pytest.raises(autopar.MicrobatchError, match="different things for the few examples"):
         check_parts(by_jax, SQUARE, ("x",))
