@@ -2,12 +2,11 @@
 
 Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined, because JAX has taken the
 derivatives by the time a whole step is traced, and `custom_linear_solve` becomes its solver. A
-differentiated `jax.checkpoint` becomes an
-`optimization_barrier` on its inputs followed by its body, as JAX lowers it, so that the
-recomputation stays. A `reshape` that reads its operand in another order of dims becomes a transpose
-and a reshape. The bodies of `scan`, `while_loop` and `cond` stand between markers
-(`autopar.ir.control_flow`). A `psum` over an axis of `jax.vmap` becomes a sum, and a `device_put`
-between memories `to_host` or `to_device`.
+differentiated `jax.checkpoint` becomes an `optimization_barrier` on its inputs followed by its
+body, as JAX lowers it, so that the recomputation stays. A `reshape` that reads its operand in
+another order of dims becomes a transpose and a reshape. The bodies of `scan`, `while_loop` and
+`cond` stand between markers (`autopar.ir.control_flow`). A `psum` over an axis of `jax.vmap`
+becomes a sum, and a `device_put` between memories `to_host` or `to_device`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -88,10 +88,10 @@ def split(
     found = scaled.found
     if scaled.small is not sizes[0]:
         sizes = scaled.small, sizes[1]
-        constant = with_constants_of(whole, micro, count)
-        if constant is None:
+        changed = with_constants_of(whole, micro, count)
+        if changed is None:
             raise _single_example(scaled.refused)
-        micro = constant
+        micro = changed
     micro, whole, sizes = _marked(micro, whole, sizes, part, batch, scaled.boundary)
     (_, traced), (_, complete) = _mark(sizes[0]), _mark(whole)
     kinds = [found.kinds[var] for var in traced.invars if isinstance(var, Var)]
@@ -227,12 +227,12 @@ def _scalings(
                 refused = reason
         return None
 
-    constant = with_constants_of(large, small, count) or small
+    changed = with_constants_of(large, small, count) or small
     if costly:
-        attempts: Iterable[StatisticRules] = [costly_rules(constant, examples)]
+        attempts: Iterable[StatisticRules] = [costly_rules(changed, examples)]
     else:
-        attempts = exact_rules(constant, examples, stages)
-    result = separable(constant, attempts)
+        attempts = exact_rules(changed, examples, stages)
+    result = separable(changed, attempts)
     if result is not None:
         return result
     exact = refused
