@@ -63,6 +63,7 @@ from autopar.tracing.arguments import (
     static_arguments,
     static_key,
 )
+from autopar.tracing.jax_settings import check_jit_is_on, jax_settings
 from autopar.tracing.packing import Packing
 from autopar.tracing.trace import abstract, trace, with_output_cuts
 
@@ -212,8 +213,9 @@ class ParallelizedFunction[E: AnyExecutable]:
         self._numbers = NumberWatch(fun)
         # in order of use, the last one used at the end
         self._executables: OrderedDict[Any, E] = OrderedDict()
-        # numbers and keys of the static arguments of the last call, and its executable
-        self._last: tuple[tuple[int, ...], tuple[Any, ...], E] | None = None
+        # the settings of JAX in the last call, numbers and keys of its static arguments, and its
+        # executable
+        self._last: tuple[tuple[Any, ...], tuple[int, ...], tuple[Any, ...], E] | None = None
         # the backend that the executables were compiled for
         self._backend: Backend = backend()
         self._check = check
@@ -233,15 +235,18 @@ class ParallelizedFunction[E: AnyExecutable]:
             TraceError: the step cannot be traced.
             MemoryBudgetError: no allowed plan fits in the memory of a device.
             FirstStepError: `check="first step"` was set, and the results differ.
+            RuntimeError: `jax.disable_jit` is on.
         """
         if keywords:
             args = positional_arguments(self.fun, args, keywords)
+        last = self._last  # another thread may change it
         if (
-            self._last is not None
+            last is not None
             and self._backend is backend()
-            and self._last[2] not in self._unchecked
+            and last[0] == jax_settings()
+            and last[-1] not in self._unchecked
         ):
-            static, static_args, executable = self._last
+            _, static, static_args, executable = last
             if not static or static_args == tuple(
                 static_key(args[i]) for i in static if i < len(args)
             ):
@@ -281,7 +286,7 @@ class ParallelizedFunction[E: AnyExecutable]:
 
     def get_last_executable(self) -> E | None:
         """Return the executable of the last call, or None before the first one."""
-        return self._last[2] if self._last else None
+        return self._last[-1] if self._last else None
 
     def preshard_dynamic_args(self, *args: Any) -> tuple[Any, ...]:
         """Return the arguments that are not static, distributed as the step reads them.
@@ -300,7 +305,9 @@ class ParallelizedFunction[E: AnyExecutable]:
         if self._backend is not backend():
             self._executables, self._last, self._backend = OrderedDict(), None, backend()
             self._unchecked.clear()
-        check_args(getattr(self.fun, "__name__", "the step"), args)
+        name = getattr(self.fun, "__name__", "the step")
+        check_jit_is_on(name)
+        check_args(name, args)
         static = static_arguments(self._static_argnums, args)
         for i in static:
             check_hashable(i, args[i])
@@ -312,7 +319,8 @@ class ParallelizedFunction[E: AnyExecutable]:
             dynamic = jax.tree.unflatten(tree, leaves)
         avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(abstract, leaves))
         static_args = tuple(static_key(args[i]) for i in static)
-        key = (static, static_args, tree, avals)
+        settings = jax_settings()
+        key = (settings, static, static_args, tree, avals)
         if key not in self._executables:
             if self._static_argnums == "auto":
                 for i in static:
@@ -326,7 +334,7 @@ class ParallelizedFunction[E: AnyExecutable]:
                 self._unchecked.discard(self._executables.popitem(last=False)[1])
         self._executables.move_to_end(key)
         executable = self._executables[key]
-        self._last = (static, static_args, executable)
+        self._last = (settings, static, static_args, executable)
         return executable, packing, dynamic
 
     @builds_graphs

@@ -101,17 +101,19 @@ class Worker:
         self._records_next_step = False
         self._recorded: list[ExecutedInstruction] = []
 
-    def do(self, after: None, freed: Sequence[int], method: str, *args: Any) -> Any:
+    def do(self, after: None, freed: Sequence[int], x64: bool, method: str, *args: Any) -> Any:
         """Free arrays, then call a method.
 
         Args:
             after: result of an earlier call. Ray starts this call when that one has ended.
             freed: keys of the arrays.
+            x64: whether JAX has arrays of 64 bits in the process that calls.
             method: name of the method.
             args: arguments of the method.
         """
         self.free(freed)
-        return getattr(self, method)(*args)
+        with jax.enable_x64(x64):
+            return getattr(self, method)(*args)
 
     def start(self, group: ProcessGroup | None = None) -> str:
         """Start JAX, alone or as a member of a group; return the address of the mailbox.

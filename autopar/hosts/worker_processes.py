@@ -28,6 +28,7 @@ from autopar.hosts.reservation import Reservation
 from autopar.hosts.worker import InstructionError, ProcessGroup
 from autopar.progress import log_progress
 from autopar.runtime.batch_reading import DataLoaderError
+from autopar.tracing.jax_settings import has_x64
 
 _EFFECTS = frozenset({"run", "put", "zeros", "copy", "restore", "unload"})
 """Methods of a worker that change what later calls see."""
@@ -283,7 +284,7 @@ class Workers:
         actor = self._actor(host)
         freed = self._freed[host]
         keys = [freed.popleft() for _ in range(len(freed))]
-        ref = actor.do.remote(self._last_effects[host], keys, method, *args)
+        ref = actor.do.remote(self._last_effects[host], keys, has_x64(), method, *args)
         if method in _EFFECTS:
             self._last_effects[host] = ref
         return ref
@@ -299,7 +300,7 @@ class Workers:
             case "close_reader":
                 self._readers.discard((host, args[0]))
         reader = self._actor(host).do.options(concurrency_group="reading")
-        return reader.remote(None, (), method, *args)
+        return reader.remote(None, (), has_x64(), method, *args)
 
     def call_writer(self, host: int, *args: Any) -> Any:
         """Call `write` in a worker's thread for checkpoints; return Ray's reference."""

@@ -148,3 +148,28 @@ def test_what_is_computed_before_the_step_is_sent_to_the_hosts(hosts):
         expected, loss = jax.jit(permuted_step)(expected, stack_batch())
         assert_allclose(np.array(value), loss, rtol=1e-5)
     assert function.get_last_executable().step.preparation is not None
+
+
+@pytest.mark.hosts(2, 2)
+@pytest.mark.parametrize(
+    "method",
+    [autopar.ShardParallel(), pipeline(2, layer_option=autopar.AutoLayerOption(2))],
+    ids=["whole", "stages"],
+)
+def test_hosts_compute_in_the_precision_of_the_driver(hosts, method):
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            hidden = batch["x"]
+            for weights in params.values():
+                hidden = jnp.tanh(hidden @ weights)
+            return ((hidden - batch["y"]) ** 2).mean()
+
+        return descend(params, autopar.value_and_grad(loss)(params))
+
+    with jax.enable_x64(True):
+        args = jax.tree.map(np.float64, (stack_params(), stack_batch()))
+        results = autopar.parallelize(step, method=method, donate_argnums=())(*args)
+        expected = jax.jit(step)(*args)
+        for result, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+            assert result.dtype == wanted.dtype == np.float64
+            assert_allclose(np.asarray(result), wanted, rtol=1e-10)

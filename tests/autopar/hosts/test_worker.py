@@ -60,7 +60,16 @@ class Driver:
             freed = [key for o, key in old_keys.items() if o >= num_state]
             batch_leaves = [np.asarray(leaves[i]) for i in batch]
             self.worker.do(
-                None, freed, "run", 0, self._tag, state_keys, result_keys, batch, *batch_leaves
+                None,
+                freed,
+                False,
+                "run",
+                0,
+                self._tag,
+                state_keys,
+                result_keys,
+                batch,
+                *batch_leaves,
             )
             self._tag += len(self.description.job.deliveries)
         return [
@@ -173,7 +182,7 @@ def test_an_unloaded_job_is_freed():
     driver = Driver(stack_job(2))
     driver.steps(args, 1)
     job = weakref.ref(driver.worker.jobs[0])
-    driver.worker.do(None, [], "unload", 0)
+    driver.worker.do(None, [], False, "unload", 0)
     gc.collect()
     assert driver.worker.num_jobs() == 0
     assert job() is None
