@@ -32,6 +32,7 @@ from jax.extend.core.primitives import (
     remat_p,
     reshape_p,
     scan_p,
+    sharding_constraint_p,
     transpose_p,
     while_p,
 )
@@ -43,7 +44,9 @@ from autopar.ir.host_memory import is_on_host, to_device_p, to_host_p
 from autopar.ir.scope_renaming import with_renamed_scopes
 
 
-def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr:
+def flatten(
+    jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True, keeps_constraints: bool = True
+) -> Jaxpr:
     """Return `jaxpr` with calls inlined, equal equations merged and unused ones removed.
 
     Constants of inlined calls become leading `constvars`, with their values in `consts`.
@@ -55,8 +58,9 @@ def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr
         keeps_remat: whether a differentiated `jax.checkpoint` recomputes. Otherwise it gets no
             barrier outside of loops, so its equations merge with those of the forward pass, and
             what its policy offloads stays on the device.
+        keeps_constraints: whether `jax.lax.with_sharding_constraint` stays.
     """
-    builder = _FlatJaxprBuilder(loops, keeps_remat)
+    builder = _FlatJaxprBuilder(loops, keeps_remat, keeps_constraints)
     invars = [Var(v.aval) for v in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars)
     eqns = [eqn for _, eqn in needed(enumerate(builder.eqns), outvars)]
@@ -71,9 +75,10 @@ def flatten(jaxpr: Jaxpr, loops: bool = True, keeps_remat: bool = True) -> Jaxpr
 
 
 class _FlatJaxprBuilder:
-    def __init__(self, loops: bool, keeps_remat: bool) -> None:
+    def __init__(self, loops: bool, keeps_remat: bool, keeps_constraints: bool) -> None:
         self.eqns: list[JaxprEqn] = []
         self._keeps_remat = keeps_remat
+        self._keeps_constraints = keeps_constraints
         self._depth = 0  # number of loops and branches around the equations
         self.constants: dict[Var, Any] = {}
         self._constant_of: dict[int, Var] = {}
@@ -191,7 +196,13 @@ class _FlatJaxprBuilder:
         return eqn.params["differentiated"] and (self._keeps_remat or self._depth > 0)
 
     def _is_undone(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> bool:
-        """Return whether an equation offloads a value as a checkpoint says that is not kept."""
+        """Return whether an equation is left out.
+
+        It is a sharding constraint that is not kept, or it offloads a value as a checkpoint says
+        that is not kept.
+        """
+        if eqn.primitive is sharding_constraint_p:
+            return not self._keeps_constraints
         if self._keeps_remat or self._depth or not is_differentiated(eqn):
             return False
         primitive = _host_move(eqn).primitive

@@ -20,6 +20,7 @@ from autopar.lowering.job import Output
 from autopar.lowering.job_description import describe_job
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
+from autopar.runtime.ambient_mesh import check_axes_are_auto, without_ambient_mesh
 from autopar.runtime.executable import Executable
 from autopar.runtime.loaded_job import LoadedJob, Values, is_at
 from autopar.runtime.preparing import Preparer
@@ -42,6 +43,7 @@ class LocalExecutable(Executable):
 
     tasks: Mapping[Task, CompiledTask]
 
+    @without_ambient_mesh()
     def __init__(
         self,
         planned: PlannedStep,
@@ -58,8 +60,13 @@ class LocalExecutable(Executable):
             donated: numbers of the inputs whose memory the step may reuse.
             plan_seconds: seconds that tracing and planning took.
             transport: transfers values from mesh to mesh.
+
+        Raises:
+            ValueError: there are several stages, and the mesh of `jax.set_mesh` has explicit axes.
         """
         start = time.perf_counter()
+        if len(meshes) > 1:
+            check_axes_are_auto()
         if planned.plan.offloaded or planned.plan.offloaded_results:
             check_host_memory(device for mesh in meshes for device in mesh.devices.flat)
         self.planned = planned
@@ -112,11 +119,13 @@ class LocalExecutable(Executable):
     # -- running
 
     @override
+    @without_ambient_mesh()
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
         inputs = jax.device_put(self.step.leaves(args), self.homes)
         return self.step.arguments.joined(inputs)
 
     @override
+    @without_ambient_mesh()
     def __call__(self, *args: Any) -> Any:
         leaves = self.step.leaves(args)
         for leaf, home in zip(leaves, self.homes, strict=True):

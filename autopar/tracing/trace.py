@@ -278,7 +278,9 @@ class _StepTracer:
             weights = [i for i in range(len(scaled)) if i not in self.batch]
             cut = cut_gradient_scans(jaxpr, self.layers, weights, self._scan_assignments)
             jaxpr = jaxpr if cut is None else cut
-        jaxpr = without_sorted_rows(flatten(jaxpr, keeps_remat=self.keeps_remat))
+        # The stages of a pipeline have meshes of their own.
+        jaxpr = flatten(jaxpr, keeps_remat=self.keeps_remat, keeps_constraints=not self.marked)
+        jaxpr = without_sorted_rows(jaxpr)
         in_pieces = [var for i, var in enumerate(jaxpr.invars) if i not in self.batch]
         seeds = stack_seeds(jaxpr)
         cut = cut_stacks(jaxpr, seeds, in_pieces=in_pieces, out_pieces=jaxpr.outvars)
