@@ -18,6 +18,7 @@ from autopar.lowering.instructions import task_of
 from autopar.lowering.job import Array
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
+from autopar.runtime.ambient_mesh import check_axes_are_auto, without_ambient_mesh
 from autopar.runtime.executable import Executable
 from simulator.engine.timeline import Timeline
 from simulator.memory import MemoryUse
@@ -38,6 +39,7 @@ class RemoteExecutable(Executable):
 
     tasks: Mapping[Task, Run]
 
+    @without_ambient_mesh()
     def __init__(
         self,
         planned: PlannedStep,
@@ -52,8 +54,13 @@ class RemoteExecutable(Executable):
             hosts: the hosts.
             donated: numbers of the inputs whose memory the step may reuse.
             plan_seconds: seconds that tracing and planning took.
+
+        Raises:
+            ValueError: there are several stages, and the mesh of `jax.set_mesh` has explicit axes.
         """
         start = time.perf_counter()
+        if len(planned.plan.stages) > 1:
+            check_axes_are_auto()
         self.planned = planned
         self.hosts = hosts
         self.plan_seconds = plan_seconds

@@ -156,7 +156,7 @@ def test_what_is_computed_before_the_step_is_sent_to_the_hosts(hosts):
     [autopar.ShardParallel(), pipeline(2, layer_option=autopar.AutoLayerOption(2))],
     ids=["whole", "stages"],
 )
-def test_hosts_compute_in_the_precision_of_the_driver(hosts, method):
+def test_hosts_compute_in_the_precision_of_the_driver_and_without_its_mesh(hosts, method):
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> jax.Array:
             hidden = batch["x"]
@@ -166,7 +166,8 @@ def test_hosts_compute_in_the_precision_of_the_driver(hosts, method):
 
         return descend(params, autopar.value_and_grad(loss)(params))
 
-    with jax.enable_x64(True):
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.enable_x64(True), jax.set_mesh(mesh):
         args = jax.tree.map(np.float64, (stack_params(), stack_batch()))
         results = autopar.parallelize(step, method=method, donate_argnums=())(*args)
         expected = jax.jit(step)(*args)
