@@ -123,7 +123,7 @@ class _FlatJaxprBuilder:
                 outvars = self.inline(called, invars, stack, call)
             elif eqn.primitive in self._with_bodies:
                 outvars = self._with_bodies[eqn.primitive](_at(eqn, stack), invars, stack)
-            elif self._is_undone(_at(eqn, stack), invars):
+            elif self._is_left_out(_at(eqn, stack), invars):
                 outvars = invars
             elif eqn.primitive is reshape_p and eqn.params["dimensions"] is not None:
                 outvars = self._transposed_reshape(_at(eqn, stack).replace(invars=invars))
@@ -195,12 +195,8 @@ class _FlatJaxprBuilder:
         """Return whether a `jax.checkpoint` recomputes in the flat jaxpr."""
         return eqn.params["differentiated"] and (self._keeps_remat or self._depth > 0)
 
-    def _is_undone(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> bool:
-        """Return whether an equation is left out.
-
-        It is a sharding constraint that is not kept, or it offloads a value as a checkpoint says
-        that is not kept.
-        """
+    def _is_left_out(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> bool:
+        """Return whether an equation is a sharding constraint or an offload that is not kept."""
         if eqn.primitive is sharding_constraint_p:
             return not self._keeps_constraints
         if self._keeps_remat or self._depth or not is_differentiated(eqn):

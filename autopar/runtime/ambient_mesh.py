@@ -1,4 +1,4 @@
-"""The mesh that `jax.set_mesh` sets, which is not that of a plan."""
+"""The mesh that the user sets by `jax.set_mesh`. Plans have meshes of their own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ _EMPTY = jax.sharding.Mesh(np.empty((), object), ())
 
 @contextmanager
 def without_ambient_mesh() -> Iterator[None]:
-    """Run without the mesh of `jax.set_mesh`, whose devices may be others than those of a plan.
+    """Run without the mesh of `jax.set_mesh`: a plan may have other devices.
 
     A mesh with explicit axes stays: a step that is traced under it has the mesh in its types.
     """
@@ -27,7 +27,7 @@ def check_axes_are_auto() -> None:
     """Raise ValueError under a mesh with explicit axes, which no stage of a pipeline has."""
     if axes := _explicit_axes():
         raise ValueError(
-            f"a pipeline was called under jax.set_mesh of a mesh with explicit axes,"
+            "a pipeline was called under jax.set_mesh of a mesh with explicit axes,"
             f" {', '.join(axes)}: its stages have meshes of their own; call it outside of the"
             " context, or make the mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
         )

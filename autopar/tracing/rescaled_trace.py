@@ -21,13 +21,13 @@ _POWERS = (1, -1, 2, -2)
 
 
 class NotProportionalError(ValueError):
-    """Traces differ in more than numbers, and in other ways than in proportion to the batch."""
+    """Traces have other equations, or sizes that are not proportional to the batch."""
 
 
 def rescaled(jaxpr: Jaxpr, larger: Jaxpr, growth: Fraction, scale: Fraction) -> Jaxpr:
     """Return a trace for a batch that is larger by `scale`, or smaller if that is below one.
 
-    Operands that are numbers and not proportional to the batch stay those of `jaxpr`.
+    A number among the operands is not changed if it is not proportional to the batch.
 
     Args:
         jaxpr: a flat jaxpr.

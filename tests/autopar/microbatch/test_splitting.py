@@ -375,7 +375,7 @@ def test_sums_beside_means_and_statistics_of_the_batch_are_exact(loss, method):
 
 
 def nearly_ones(rows):
-    """Return an array of ones, one of which is rounded up.
+    """Return an array of ones whose last element is the next larger number.
 
     The trace for a single example of a step that reads it does not follow from those for more.
     """
