@@ -294,6 +294,9 @@ class Plan(_Model):
         offloaded: with offload, the numbers of the inputs that stay in host memory between steps.
         offloaded_results: with offload, the numbers of the equations whose results the backward
             pass fetches from host memory, counted as those of `recomputed`.
+        first_pass: the plan of the pass over the microbatches that runs before the step itself and
+            completes what the step needs of the whole batch; None if there is no such pass. The
+            predicted seconds and bytes are those of both.
         warnings: notes for a reader, e.g. primitives that every device computes whole because no
             rule splits them.
 
@@ -325,6 +328,7 @@ class Plan(_Model):
     recomputed: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
     offloaded_results: tuple[int, ...] = ()
+    first_pass: "Plan | None" = None
     warnings: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -355,6 +359,11 @@ class Plan(_Model):
     def exactness(self) -> Exactness:
         """In what microbatches differ from the whole batch."""
         return Exactness(self.rng, self.batch_statistics)
+
+    @property
+    def num_passes(self) -> int:
+        """The number of passes over the microbatches."""
+        return 1 if self.first_pass is None else 1 + self.first_pass.num_passes
 
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` reads it back to an equal plan."""
@@ -424,10 +433,12 @@ class Plan(_Model):
             " x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages
         )
         deferred = ", ".join(axis for stage in self.stages for axis in stage.deferred)
+        passes = f"{self.num_passes} passes over " if self.first_pass else ""
+        count = f"{passes}{self.num_micro_batches}"
         once = f" (gradients completed once along {deferred})" if deferred else ""
         schedule = "" if self.schedule.is_whole_step else f"schedule {self.schedule.name}, "
         title = (
-            f"{self.method} on {self.cluster}, mesh {mesh}, {schedule}{self.num_micro_batches}"
+            f"{self.method} on {self.cluster}, mesh {mesh}, {schedule}{count}"
             f" microbatch(es){once}, {self.predicted_seconds * 1e3:.3g} ms and"
             f" {self.predicted_bytes / 1e9:.3g} GB per device by the planner's estimate"
         )

@@ -1,7 +1,8 @@
 """The executable of a planned step on the hosts of a Ray cluster."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, override
 
 import jax
@@ -16,6 +17,7 @@ from autopar.hosts.job_export import export_job
 from autopar.hosts.timelines import ExecutedInstruction, merged
 from autopar.lowering.instructions import task_of
 from autopar.lowering.job import Array
+from autopar.lowering.pass_programs import of_first_pass
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
 from autopar.runtime.ambient_mesh import check_axes_are_auto, without_ambient_mesh
@@ -78,6 +80,7 @@ class RemoteExecutable(Executable):
         )
         if self.step.preparation is not None:
             self._compute = jax.jit(self.step.preparation.compute)
+        self._first_pass = planned.first_pass and RemoteExecutable(planned.first_pass, hosts)
         self.compile_seconds = time.perf_counter() - start
 
     # -- running
@@ -85,7 +88,7 @@ class RemoteExecutable(Executable):
     @override
     def shard_args(self, *args: Any) -> tuple[Any, ...]:
         handles = [
-            leaf if self._is_placed(leaf, wanted) else self.hosts.put(leaf, wanted)
+            self._at(leaf, wanted)
             for leaf, wanted in zip(self.step.leaves(args), self.description.inputs, strict=True)
         ]
         return self.step.arguments.joined(handles)
@@ -103,13 +106,28 @@ class RemoteExecutable(Executable):
         outputs = {
             o: array for o, array in enumerate(self.description.outputs) if isinstance(array, Array)
         }
-        handles = self.hosts.run(self._number, [*leaves, *self._prepared(leaves)], outputs)
+        handles = self.hosts.run(self._number, self._inputs(leaves), outputs)
         for i in self.description.donated:
             if isinstance(leaves[i], DistributedArray):
                 leaves[i].is_donated = True
         # Outputs without a handle are constants.
         results = [handles.get(o, output) for o, output in enumerate(self.description.outputs)]
         return self.step.result.joined(results)
+
+    def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the inputs of the job: the arguments, and what is computed from them."""
+        given = [*leaves, *self._prepared(leaves)]
+        if self.first_pass is not None:
+            assert self.step.first_pass is not None
+            read = self.first_pass.shard_args(*(given[i] for i in self.step.first_pass.reads))
+            completed = zip(self.step.completed, self.first_pass(*read), strict=True)
+            places = self.description.prepared
+            given += [self._at(result, places[i - len(leaves)]) for i, result in completed]
+        return given
+
+    def _at(self, leaf: Any, wanted: Array) -> Any:
+        """Return an array on the workers at a place."""
+        return leaf if self._is_placed(leaf, wanted) else self.hosts.put(leaf, wanted)
 
     def _prepared(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Return the inputs that are computed from the arguments, in this process."""
@@ -150,6 +168,11 @@ class RemoteExecutable(Executable):
 
     def _device_ids(self, numbers: Sequence[int]) -> tuple[int, ...]:
         return tuple(numbers)
+
+    @property
+    @override
+    def first_pass(self) -> "RemoteExecutable | None":
+        return self._first_pass
 
     @property
     @override
@@ -201,6 +224,35 @@ class RemoteExecutable(Executable):
 
     def recorded(self) -> list[list[ExecutedInstruction]]:
         """Return for each worker the instructions of a step on zeros, on this process's clock."""
-        self.hosts.ask_all("record")
+        self.hosts.ask_all("record", [(self.plan.num_passes,)] * len(self.hosts.numbers))
         self(*self.step.arguments.joined(self._dummy_inputs()))
-        return self.hosts.recorded()
+        recorded = self.hosts.recorded()
+        return [_of_all_passes(row, self.planned) for row in recorded]
+
+
+def _of_all_passes(
+    recorded: Sequence[ExecutedInstruction], planned: PlannedStep
+) -> list[ExecutedInstruction]:
+    """Return recorded instructions, those of first passes as they are in the whole program.
+
+    Args:
+        recorded: the instructions of a worker, in the order of execution on each mesh.
+        planned: the step.
+    """
+    offsets: list[list[int]] = [[] for _ in planned.program.meshes]
+    for offset, each in enumerate(_passes(planned)):
+        for mesh, row in enumerate(each.program.instructions):
+            offsets[mesh][:0] = [offset * len(planned.plan.stages)] * len(row)
+    of_mesh = [iter(row) for row in offsets]
+    renamed: list[ExecutedInstruction] = []
+    for executed in recorded:
+        instruction = of_first_pass(executed.instruction, next(of_mesh[executed.mesh]))
+        renamed.append(replace(executed, instruction=instruction))
+    return renamed
+
+
+def _passes(planned: PlannedStep | None) -> Iterator[PlannedStep]:
+    """Yield the passes of a step, the last one first."""
+    while planned is not None:
+        yield planned
+        planned = planned.first_pass

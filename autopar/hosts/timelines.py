@@ -43,9 +43,9 @@ class Stopwatch:
         recorded: the instructions in the order of execution.
     """
 
-    def __init__(self, execute: Execute) -> None:
+    def __init__(self, execute: Execute, recorded: list[ExecutedInstruction]) -> None:
         self._execute = execute
-        self.recorded: list[ExecutedInstruction] = []
+        self.recorded = recorded
 
     def execute(self, mesh: int, instruction: Instruction, values: list[Values], tag: int) -> None:
         """Execute and record an instruction."""

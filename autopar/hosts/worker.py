@@ -98,7 +98,7 @@ class Worker:
         self._readers: dict[int, Reader] = {}
         # (mesh, instruction, when it began) of what this worker is doing.
         self._activity: tuple[int | None, str, float] | None = None
-        self._records_next_step = False
+        self._jobs_to_record = 0
         self._recorded: list[ExecutedInstruction] = []
 
     def do(self, after: None, freed: Sequence[int], x64: bool, method: str, *args: Any) -> Any:
@@ -297,7 +297,7 @@ class Worker:
         try:
             local = {i: self._arrays[key] for i, key in kept.items() if key in self._arrays}
             values = loaded.start(local, dict(zip(given, arrays, strict=True)), tag)
-            execute = self._stopwatch(loaded.execute) if self._records_next_step else loaded.execute
+            execute = self._stopwatch(loaded.execute) if self._jobs_to_record else loaded.execute
             for mesh, instruction in loaded.job.order:
                 self._activity = mesh, str(instruction), time.time()
                 execute(mesh, instruction, values, tag)
@@ -320,15 +320,13 @@ class Worker:
 
     # -- inspection
 
-    def record(self) -> None:
-        """Record when the instructions of the next step run."""
-        self._records_next_step = True
+    def record(self, count: int) -> None:
+        """Record when the instructions of the next `count` jobs run."""
+        self._jobs_to_record, self._recorded = count, []
 
     def _stopwatch(self, execute: Execute) -> Execute:
-        stopwatch = Stopwatch(execute)
-        self._records_next_step = False
-        self._recorded = stopwatch.recorded
-        return stopwatch.execute
+        self._jobs_to_record -= 1
+        return Stopwatch(execute, self._recorded).execute
 
     def recorded(self) -> list[ExecutedInstruction]:
         """Return the recorded instructions, on this worker's clock, and clear the record."""

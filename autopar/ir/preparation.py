@@ -1,15 +1,27 @@
 """Prepared inputs: values that are computed from the arguments of a step before it runs."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, Var
 
 from autopar.ir.evaluate import evaluate, unchanged
 
-type Place = tuple[int, int]
-"""The number of an equation and of one of its results."""
+
+class TracedValue(NamedTuple):
+    """The place of a value in the traces of a step, and how it is an input of the microbatches.
+
+    Attributes:
+        number: the number of its equation.
+        result: the number of the value among the equation's results.
+        blocks: if there are several, the first dim of the value consists of that many blocks, each
+            with a row per example. The input has the dims (examples, blocks) in its place.
+    """
+
+    number: int
+    result: int
+    blocks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +36,7 @@ class Preparation:
     """
 
     jaxpr: Jaxpr = field(repr=False)
-    places: tuple[Place, ...]
+    places: tuple[TracedValue, ...]
     lines: tuple[str, ...]
     reads: tuple[int, ...]
 

@@ -12,7 +12,7 @@ from autopar.ir import graph
 from autopar.ir.array_cuts import NO_ARRAYS, CutTree
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import aval_of
-from autopar.ir.preparation import Place, Preparation
+from autopar.ir.preparation import Preparation, TracedValue
 
 
 class MicrobatchError(ValueError):
@@ -117,14 +117,34 @@ class Microbatching:
         return [len(loop.marks) for loop in self.loops]
 
 
-def _places(step: "StepGraph") -> tuple[Place, ...]:
+def _places(step: "StepGraph") -> tuple[TracedValue, ...]:
     """Return the values that a step computes for the whole batch before its microbatches."""
-    return step.preparation.places if step.preparation else ()
+    prepared = step.preparation.places if step.preparation else ()
+    return (*prepared, *(step.first_pass.places if step.first_pass else ()))
 
 
 def _joins(microbatching: Microbatching) -> list[bool]:
     """Return for each accumulated value whether it has the rows of all microbatches."""
     return [how == "rows" for how in microbatching.combine]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FirstPass:
+    """What a step computes in a pass over its microbatches before the one that it is.
+
+    Attributes:
+        step: The pass as a step. Its results are inputs of the step, after the prepared ones.
+        reads: The numbers of the inputs of the step that are the inputs of the pass.
+        places: Where the results are computed in the traces of the step.
+        lines: The lines of code that compute the results, as "FILE:LINE".
+        has_backward: Whether its microbatches have products of a backward pass.
+    """
+
+    step: "StepGraph"
+    reads: tuple[int, ...]
+    places: tuple[TracedValue, ...]
+    lines: tuple[str, ...]
+    has_backward: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +179,8 @@ class StepGraph:
             batch (`autopar.microbatch.row_positions`). None if the step needs none.
         preparation: What the inputs after the arguments are computed from before the step
             (`autopar.microbatch.prepared_inputs`). None if there are no such inputs.
+        first_pass: The pass over the microbatches that computes further inputs
+            (`autopar.microbatch.first_pass`). None if the step is one pass.
     """
 
     jaxpr: Jaxpr
@@ -179,6 +201,7 @@ class StepGraph:
     in_flight: int = 1
     positions: int | None = None
     preparation: Preparation | None = None
+    first_pass: FirstPass | None = None
 
     def leaves(self, args: Sequence[Any]) -> list[Any]:
         """Return the inputs that the user's arguments `args` consist of.
@@ -269,6 +292,13 @@ class StepGraph:
         if not self.batch:
             return 1
         return aval_of(self.jaxpr.invars[min(self.batch)]).shape[0] // self.chunks
+
+    @property
+    def completed(self) -> range:
+        """The numbers of the inputs that the first pass completes."""
+        count = len(self.first_pass.places) if self.first_pass else 0
+        end = len(self.jaxpr.invars) if self.positions is None else self.positions
+        return range(end - count, end)
 
     @property
     def in_avals(self) -> Any:

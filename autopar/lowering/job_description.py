@@ -109,8 +109,7 @@ class _Describer:
         )
         functions = {task.name: function for task, function in self._functions.items()}
         count = self._step.in_tree.num_leaves
-        made = self._step.preparation.places if self._step.preparation else ()
-        prepared = homes[count : count + len(made)]
+        prepared = homes[count : self._step.positions]
         return JobDescription(job, homes[:count], whole_outputs, self._donated, functions, prepared)
 
     def _array(self, stage: int, var: Var, name: str) -> Array:

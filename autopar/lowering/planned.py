@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import isinf
 from typing import Protocol
 
@@ -11,8 +12,8 @@ from autopar.lowering.cross_mesh_resharding import Resharding, reshard
 from autopar.lowering.instructions import Crossing, PipelineProgram, ValueNames, pipeline_program
 from autopar.lowering.stage_values import StageValues
 from autopar.pipeline.partition import Partition
-from autopar.pipeline.partitioner import partition_step, whole_step_partition
-from autopar.pipeline.pipeline_schedules import Schedule, make_schedule
+from autopar.pipeline.partitioner import partition_step, stages_of_layers, whole_step_partition
+from autopar.pipeline.pipeline_schedules import Schedule, has_backward, make_schedule
 from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import WHOLE_STEP, Plan, PlanError, Stage
@@ -67,6 +68,18 @@ class PlannedStep:
         plan = self.plan.model_copy(update={"memory_budget": float(memory_budget)})
         return PlannedStep(self.step, plan)
 
+    @cached_property
+    def first_pass(self) -> "PlannedStep | None":
+        """The pass over the microbatches that runs before this one; None if there is none."""
+        if self.step.first_pass is None:
+            return None
+        if self.plan.first_pass is None:
+            raise PlanError(
+                f"{self.step.name} runs in two passes over its microbatches, but the plan has one;"
+                " plan the step again"
+            )
+        return PlannedStep(self.step.first_pass.step, self.plan.first_pass)
+
     @property
     def program_budget(self) -> float | None:
         """Bytes of one device that the program of a whole step may take; None for no limit."""
@@ -84,17 +97,20 @@ class PlannedStep:
         """The step as tasks."""
         if self.plan.schedule.is_whole_step:
             return whole_step_partition(self.step)
-        stage_of = {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
-        layers = num_layers(self.step.jaxpr)
-        if sorted(stage_of) != list(range(layers)):
+        own_layers = [stage.layers for stage in self.plan.stages]
+        found, layers = sorted(chain(*own_layers)), num_layers(self.step.jaxpr)
+        option = self.plan.schedule.layer_option
+        if isinstance(option, FollowLayerOption):
+            homes, forward = option.layer_of_input, not has_backward(self.plan.schedule.name)
+        elif found == list(range(layers)):
+            homes, forward = {}, False
+        else:
             raise PlanError(
-                f"the stages of the plan have layers {sorted(stage_of)}, expected each of the"
+                f"the stages of the plan have layers {found}, expected each of the"
                 f" step's {layers} layers (0 to {layers - 1}) once; plan the step again"
             )
-        option = self.plan.schedule.layer_option
-        homes = option.layer_of_input if isinstance(option, FollowLayerOption) else {}
-        stages = [stage_of[layer] for layer in sorted(stage_of)]
-        return partition_step(self.step, stages, "W" in self.schedule.phases, homes)
+        stages = stages_of_layers(own_layers, layers)
+        return partition_step(self.step, stages, "W" in self.schedule.phases, homes, forward)
 
     @cached_property
     def graphs(self) -> list[StageGraph]:

@@ -1,6 +1,6 @@
 """Memory of a pipeline over time: the bytes of one device of each mesh by role."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jax.extend.core import Var
@@ -76,25 +76,34 @@ class MeshMemory:
             peak: the estimates at the peak.
         """
         used, _ = self._tasks[WHOLE_STEP_TASK]
-        arguments = self._arguments(0)
+        arguments = self.arguments(0)
         return tuple(level_of(used, arguments, level, peak) for level in temporaries)
 
     def _whole_step(self) -> MemoryUse:
         """Return the memory of the one program of a step that is not partitioned."""
         used, temporaries = self._tasks.get(WHOLE_STEP_TASK, (MemoryUse(), {}))
-        return used if used.roles else with_roles(used, self._arguments(0), temporaries)
+        return used if used.roles else with_roles(used, self.arguments(0), temporaries)
 
     def _peak(self, mesh: int, levels: Iterable[Level]) -> MemoryUse:
-        fixed = self._arguments(mesh)
+        fixed = self.arguments(mesh)
         arguments = sum(fixed.values())
         peak = max(levels, key=lambda level: sum(level.values()), default=fixed)
         return MemoryUse(arguments, temporaries=sum(peak.values()) - arguments, roles=peak)
 
-    def _arguments(self, mesh: int) -> Level:
-        """Return the memory of the step's inputs on a mesh."""
+    def arguments(self, mesh: int, without: Collection[int] = ()) -> Level:
+        """Return the memory of the step's inputs on a mesh.
+
+        Args:
+            mesh: number of the mesh.
+            without: numbers of the inputs that do not count. If there are any, neither do inputs
+                that a first pass completes.
+        """
         partition, mesh_of = self.planned.partition, self.planned.schedule.mesh_of
         memory: dict[Role, int] = {}
+        others = {*without, *self.planned.step.completed} if without else ()
         for i, stages in partition.input_stages.items():
+            if i in others:
+                continue
             local_stages = [stage for stage in stages if mesh_of(stage) == mesh]
             if local_stages:
                 var = partition.step.jaxpr.invars[i]
@@ -104,7 +113,7 @@ class MeshMemory:
 
     def _mesh_levels(self, mesh: int, program: Program) -> Iterator[tuple[Level, Level]]:
         """Yield the memory of a mesh during and after each instruction."""
-        fixed = self._arguments(mesh)
+        fixed = self.arguments(mesh)
         live = self._sums(mesh)
         reads = self._reads(mesh, program)
         now = _total(fixed, live)

@@ -139,7 +139,7 @@ def _specs_along_axes(
     """
     axes, parts = accumulation.axes, accumulation.parts
     inputs = [
-        ((*axes,), *spec[1:]) if i in step.batch else spec_along(spec, axes)
+        ((*axes,), *spec_along(spec, axes)[1:]) if i in step.batch else spec_along(spec, axes)
         for i, spec in enumerate(accumulation.inputs)
     ]
     rows = _row_dims(parts)

@@ -30,7 +30,6 @@ from autopar.microbatch.batch_scaling_rules import (
     BatchScaling,
     ConstantDiffers,
     LoopOverExamples,
-    MinorExamples,
     NotSeparable,
     SecondGradient,
     result_scalings,
@@ -62,10 +61,7 @@ class StatisticRules:
     Attributes:
         repaired: numbers of the equations whose operands may be replaced (`Repair`).
         totals: whether operands may be replaced by statistics of the whole batch, which an earlier
-            loop accumulates.
-        costly: whether these may be arrays, such as a first gradient that a second one follows
-            from, or may need the model. Two loops then compute the model; such a statistic does not
-            follow from another one.
+            loop accumulates. These are scalars that do not need the model.
         functions: whether scalars may be functions of statistics, computed when these are complete.
         own: numbers of the equations that may use a statistic of each microbatch in place of that
             of the batch.
@@ -75,7 +71,6 @@ class StatisticRules:
 
     repaired: Set[int] = frozenset()
     totals: bool = False
-    costly: bool = False
     functions: bool = True
     own: Set[int] = frozenset()
     never_completed: Set[Var] = frozenset()
@@ -122,10 +117,6 @@ class BatchScalings:
         backward = (eqn for eqn in micro.eqns if is_backward(eqn))
         self._gradients = {var for eqn in backward for var in eqn.outvars}
         self._costly = _costly(micro) if rules.totals else set()
-        self._complete: set[Var] = set()
-        self._later: set[Var] = set()
-        self._wanted: set[Var] = set()
-        self._makers = {var: eqn for eqn in micro.eqns for var in eqn.outvars}
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, BatchScaling | NotSeparable] = dict.fromkeys(
             (*micro.constvars, *micro.invars), BatchScaling("same")
@@ -155,9 +146,8 @@ class BatchScalings:
     def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
         """Derive the scalings in order; return False if another pass is needed.
 
-        It is if a loop changes the scaling of its carry, or if more values are to be completed.
+        It is if a loop changes the scaling of its carry.
         """
-        self._traced_back: set[Var] = set()
         self.divided: set[Var] = set()
         self.functions: dict[Var, JaxprEqn] = {}
         self.repairs: dict[Var, Repair] = {}
@@ -176,8 +166,6 @@ class BatchScalings:
             except NotSeparable as unfit:
                 results = [unfit] * len(eqn.outvars)
             self.kinds.update(zip(eqn.outvars, results, strict=True))
-            if any(isinstance(atom, Var) and atom in self._later for atom in eqn.invars):
-                self._later.update(eqn.outvars)
             if eqn.primitive is control_flow.loop_result_p:
                 carry = eqn.invars[0]
                 assert isinstance(carry, Var)
@@ -186,9 +174,7 @@ class BatchScalings:
                 ):
                     self.carries[carry] = results[0]
                     return False
-        more = self._wanted - self._complete
-        self._complete |= more
-        return not more
+        return True
 
     def _of_equation(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
         """Return the scalings of the results of an equation that is no marker."""
@@ -358,17 +344,11 @@ class BatchScalings:
                     f"a statistic of each microbatch becomes an array of {aval_of(atom).dtype},"
                     " which has no mean"
                 )
-            if kind.form == "rows" and kind.blocks not in (1, None):
-                raise MinorExamples(f"{self._maker_of(atom)} merges another dim with the examples")
             return kind
         except NotSeparable as unfit:
             raise MicrobatchError(
                 f"can't accumulate over microbatches: {unfit}. {unfit.remedy}"
             ) from None
-
-    def _maker_of(self, atom: Atom) -> Where:
-        """Return the equation that computes a value."""
-        return next(Where(eqn) for eqn in self._eqns if atom in eqn.outvars)
 
     def why_not(self, values: Iterable[Var]) -> MicrobatchError | None:
         """Return why some value can't be accumulated; None if all can."""
@@ -379,11 +359,11 @@ class BatchScalings:
             return unfit
         return None
 
-    def add_totals(self, mark: JaxprEqn) -> None:
-        """Give the results of an `accumulate` equation the scalings of its operands."""
-        for atom, total in zip(mark.invars, mark.outvars, strict=True):
-            assert isinstance(atom, Var)
-            self.kinds[total] = self.kinds[atom]
+    def add_marked(self, micro: Jaxpr, full: Jaxpr) -> None:
+        """Add the scalings of what marks of accumulated values add to both traces."""
+        for eqn, whole in zip(micro.eqns, full.eqns, strict=True):
+            if not self.kinds.keys() >= set(eqn.outvars):
+                self.kinds.update(zip(eqn.outvars, self._results(eqn, whole), strict=True))
 
     def powers_of_rows(self, eqns: Sequence[JaxprEqn]) -> dict[tuple[int, int], int]:
         """Return the powers of results with a row per example, by equation and result."""
@@ -457,12 +437,10 @@ class BatchScalings:
             for k, (atom, kind) in enumerate(zip(eqn.invars, operands, strict=True))
             if isinstance(atom, Var) and kind.form == "linear"
         }
-        complete = tuple(k for k, var in linear.items() if var in self._complete)
-        if not complete:
-            with suppress(NotSeparable):
-                return self._plain(eqn, whole, operands)
+        with suppress(NotSeparable):
+            return self._plain(eqn, whole, operands)
         early = tuple(k for k, var in linear.items() if self._is_completed_early(var))
-        for chosen in (complete, early):
+        for chosen in ((), early):
             kinds = list(operands)
             for k in chosen:
                 kinds[k] = BatchScaling("same", None if kinds[k].power is None else 0)
@@ -470,45 +448,18 @@ class BatchScalings:
             with suppress(NotSeparable):
                 found = self._plain(eqn, whole, kinds)
                 self.repairs[eqn.outvars[0]] = Repair(chosen, scaled)
-                costly = {linear[k] for k in chosen if self._is_costly(linear[k])}
-                if costly:
-                    self._complete |= costly
-                    self._later.update(eqn.outvars)
                 return found
-        if self._rules.costly:
-            for var in linear.values():
-                self._want_sources(var)
         return None
-
-    def _want_sources(self, var: Var) -> None:
-        """Mark the first gradients behind a linear value as values to complete.
-
-        The value itself can't be completed if it also depends on a completed statistic: the
-        gradient of one parameter, divided by the norm of another's.
-        """
-        pending = [var]
-        while pending:
-            value = pending.pop()
-            if value not in self._later or value in self._traced_back:
-                continue
-            self._traced_back.add(value)
-            for atom in self._makers[value].invars:
-                kind = self.kinds[atom] if isinstance(atom, Var) else None
-                if isinstance(kind, BatchScaling) and kind.form == "linear":
-                    assert isinstance(atom, Var)
-                    pending.append(atom)
-                    if self._is_completed_early(atom):
-                        self._wanted.add(atom)
 
     def _is_completed_early(self, var: Var) -> bool:
         """Return whether an earlier loop may accumulate a statistic that a later one reads."""
-        if not self._rules.totals or var in self._inside or var in self._rules.never_completed:
-            return False
-        return not self._is_costly(var) or (self._rules.costly and var not in self._later)
-
-    def _is_costly(self, var: Var) -> bool:
-        """Return whether a statistic is an array, or takes long to compute."""
-        return bool(aval_of(var).shape) or var in self._costly
+        return (
+            self._rules.totals
+            and var not in self._inside
+            and var not in self._rules.never_completed
+            and not aval_of(var).shape
+            and var not in self._costly
+        )
 
     def _scaled(self, eqn: JaxprEqn, kinds: list[BatchScaling]) -> dict[int, int]:
         """Return the powers of `count` by which to divide operands; update `kinds`.

@@ -274,7 +274,9 @@ def _of_rows(
     where, factors = Where(eqn), op_factors(eqn)
     places = blocks_of_pieces(eqn, whole, {k: (kind.dim, kind.blocks) for k, kind in rows.items()})
     if places is not None:
-        return [BatchScaling("rows", power, *place) for place in places]
+        kinds = [BatchScaling("rows", power, *place) for place in places]
+        _check_all_rows(kinds, eqn, whole, count, where)
+        return kinds
     batch = {factors.operands[k][kind.dim] for k, kind in rows.items()}
     blocks = common_blocks(kind.blocks for kind in rows.values())
     if blocks == "none":
@@ -306,13 +308,20 @@ def _of_rows(
                 if place is None:
                     raise NotSeparable(f"{where} has a result without a dim of examples")
                 kinds.append(BatchScaling("rows", power, *place))
-            for kind, var, big in zip(kinds, eqn.outvars, whole.outvars, strict=True):
-                _check_rows(kind.dim, aval_of(var).shape, aval_of(big).shape, count, where)
+            _check_all_rows(kinds, eqn, whole, count, where)
             return kinds
         case "max" | "min" if own and same_shapes:
             return [BatchScaling("linear", power)] * len(eqn.outvars)
         case _:
             raise AcrossExamples(f"{where} works across the examples of the batch")
+
+
+def _check_all_rows(
+    kinds: Sequence[BatchScaling], eqn: JaxprEqn, whole: JaxprEqn, count: int, where: Where
+) -> None:
+    """Raise PartsOfBatch if a result with these scalings grows in another dim than its examples."""
+    for kind, var, big in zip(kinds, eqn.outvars, whole.outvars, strict=True):
+        _check_rows(kind.dim, aval_of(var).shape, aval_of(big).shape, count, where)
 
 
 def _check_rows(

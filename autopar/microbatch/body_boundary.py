@@ -9,18 +9,21 @@ tail reads, or that the step returns, are accumulated. Rows are joined only if s
 needs the rows themselves.
 """
 
-from collections.abc import Collection, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, is_backward, needed, source_line
+from autopar.ir.graph import Atom, aval_of, is_backward, needed, source_line
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling import BatchScalings
-from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
+from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.created_rows import created_by, folds_position
+from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.gradients import accumulate_p
 from autopar.microbatch.same_step import check_same_step
 
@@ -33,11 +36,14 @@ class Boundary:
         values: the values of the body that the tail reads or that are outputs.
         tail: the values that the tail computes and that depend on the batch.
         effects: for each equation with an effect and no result, whether it is in the body.
+        blocks: for each of the values that has its rows in several blocks of a dim, as after
+            merging (time, batch), that dim and the number of blocks.
     """
 
     values: tuple[Var, ...]
     tail: frozenset[Var]
     effects: tuple[bool, ...]
+    blocks: Mapping[Var, tuple[int, int]] = field(default_factory=dict)
 
 
 def has_gradient(jaxpr: Jaxpr) -> bool:
@@ -45,7 +51,13 @@ def has_gradient(jaxpr: Jaxpr) -> bool:
     return any(map(is_backward, jaxpr.eqns))
 
 
-def find_boundary(jaxpr: Jaxpr, batch: Collection[int], scalings: BatchScalings | None) -> Boundary:
+def find_boundary(
+    jaxpr: Jaxpr,
+    batch: Collection[int],
+    scalings: BatchScalings | None,
+    first_pass: bool = False,
+    completed: Collection[int] = (),
+) -> Boundary:
     """Return the boundary of a step.
 
     Args:
@@ -53,11 +65,14 @@ def find_boundary(jaxpr: Jaxpr, batch: Collection[int], scalings: BatchScalings 
         batch: inputs whose first dim is the batch, without the positions of the examples.
         scalings: the batch scalings of its values; None if there is one microbatch. The body then
             ends at the results of the backward pass.
+        first_pass: whether the step is a first pass (`autopar.microbatch.first_pass`). What is not
+            separable in it is in the tail.
+        completed: inputs that a first pass completes, and which depend on the batch.
     """
     inputs = [jaxpr.invars[i] for i in batch]
     groups = units(enumerate(jaxpr.eqns))
-    depending = _depending(jaxpr, batch)
-    rules = _BodyRules(groups, depending, scalings)
+    depending = _depending(jaxpr, {*batch, *completed})
+    rules = _BodyRules(groups, depending, scalings, first_pass)
     body = _required(groups, rules)
     made = set(inputs) if scalings else set()
     tail: set[Var] = set()
@@ -79,11 +94,16 @@ def find_boundary(jaxpr: Jaxpr, batch: Collection[int], scalings: BatchScalings 
         if not in_body:
             values.update((var, None) for var in read if var in made)
     values.update((var, None) for var in jaxpr.outvars if isinstance(var, Var) and var in made)
-    return Boundary(tuple(values), frozenset(tail), tuple(effects))
+    blocks: dict[Var, tuple[int, int]] = {}
+    for var in values:
+        kind = scalings.kinds[var] if scalings else None
+        if isinstance(kind, BatchScaling) and kind.blocks not in (1, None):
+            blocks[var] = kind.dim, kind.blocks
+    return Boundary(tuple(values), frozenset(tail), tuple(effects), blocks)
 
 
 def _depending(jaxpr: Jaxpr, batch: Collection[int]) -> set[Var]:
-    """Return the values that differ between microbatches.
+    """Return the values that depend on the inputs `batch`, or differ between microbatches.
 
     Rows that follow from the positions of the examples alone can be computed for the whole batch.
     """
@@ -97,14 +117,20 @@ class _BodyRules:
     Attributes:
         depending: values that depend on the batch.
         scalings: the batch scalings; None for one microbatch.
+        first_pass: whether the step is a first pass.
         gradients: values that depend on a backward pass.
     """
 
     def __init__(
-        self, groups: Sequence[Unit], depending: Set[Var], scalings: BatchScalings | None
+        self,
+        groups: Sequence[Unit],
+        depending: Set[Var],
+        scalings: BatchScalings | None,
+        first_pass: bool = False,
     ) -> None:
         self.depending = depending
         self.scalings = scalings
+        self.first_pass = first_pass
         results = (var for unit in groups if has_backward(unit) for var in unit.makes)
         eqns = (numbered for unit in groups for numbered in unit.eqns)
         self.gradients = dependents(eqns, results)
@@ -123,8 +149,11 @@ class _BodyRules:
         if self.scalings is None:
             return True
         kinds = [self.scalings.kinds[var] for var in (*unit.reads, *unit.makes)]
+        separable = all(isinstance(kind, BatchScaling) for kind in kinds)
+        if self.first_pass:
+            return separable
         with_rows = any(isinstance(kind, BatchScaling) and kind.form == "rows" for kind in kinds)
-        return with_rows or all(isinstance(kind, BatchScaling) for kind in kinds)
+        return with_rows or separable
 
     def allows(self, unit: Unit, read: Sequence[Var]) -> bool:
         """Return whether a unit outside of the backward pass may be in the body.
@@ -137,8 +166,6 @@ class _BodyRules:
             return self.gradients.isdisjoint(read)
         operands = [self.scalings.kinds[var] for var in read]
         results = [self.scalings.kinds[var] for var in unit.makes]
-        if any(map(_is_minor, results)) and not any(map(_is_minor, operands)):
-            return False  # rows in another order can't be put together
         return all(
             isinstance(kind, BatchScaling) and kind.form in ("rows", "same") for kind in operands
         ) and all(
@@ -147,11 +174,6 @@ class _BodyRules:
             and (kind.form != "linear" or kind.power in (None, 0, 1))
             for kind in results
         )
-
-
-def _is_minor(kind: BatchScaling | NotSeparable) -> bool:
-    """Return whether a value has the examples as the minor part of a dim."""
-    return isinstance(kind, BatchScaling) and kind.blocks not in (1, None)
 
 
 def _required(groups: Sequence[Unit], rules: _BodyRules) -> set[int]:
@@ -203,7 +225,12 @@ def same_boundary(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> Boundary:
     if len(set(values)) < len(boundary.values):
         raise _other_tail(jaxpr.eqns)
     tail = frozenset(twin[var] for var in boundary.tail if var in twin)
-    return Boundary(values, tail, boundary.effects)
+    blocks = {twin[var]: place for var, place in boundary.blocks.items() if var in twin}
+    for var, (dim, count) in blocks.items():
+        shape = aval_of(var).shape
+        if len(shape) <= dim or shape[dim] % count:
+            raise _other_tail(jaxpr.eqns)
+    return Boundary(values, tail, boundary.effects, blocks)
 
 
 def _variables(jaxpr: Jaxpr) -> list[Var]:
@@ -261,7 +288,8 @@ def _other_tail(eqns: Sequence[JaxprEqn]) -> MicrobatchError:
 def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:
     """Return `jaxpr` with one `accumulate` equation for the values of its boundary.
 
-    The equations that these depend on come before it, all others after it.
+    The equations that these depend on come before it, all others after it. Values in blocks have a
+    dim of their own for the blocks where they are accumulated.
     """
     if not boundary.values:
         return jaxpr
@@ -273,10 +301,19 @@ def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:
     totals = {var: Var(var.aval) for var in boundary.values}
     sample = next((eqn for _, eqn in body), jaxpr.eqns[0] if jaxpr.eqns else None)
     assert sample is not None, "a step that only returns its inputs has no boundary"
+    before: list[JaxprEqn] = []
+    after: list[JaxprEqn] = []
+    parts, sums = dict(totals), dict(totals)
+    for var, (dim, blocks) in boundary.blocks.items():
+        apart, merged = partial(_apart, dim, blocks), partial(_merged, dim)
+        aval = jax.eval_shape(apart, aval_of(var))
+        parts[var], sums[var] = (Var(aval_of(var).update(shape=aval.shape)) for _ in range(2))
+        before += equations(apart, [var], parts[var], sample.source_info)
+        after += equations(merged, [sums[var]], totals[var], sample.source_info)
     mark = sample.replace(
         primitive=accumulate_p,
-        invars=list(totals),
-        outvars=list(totals.values()),
+        invars=[parts[var] if var in boundary.blocks else var for var in totals],
+        outvars=list(sums.values()),
         params={},
         effects=frozenset(),
     )
@@ -287,8 +324,21 @@ def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:
     rest = [
         eqn.replace(invars=renamed(eqn.invars)) for number, eqn in numbered if number not in front
     ]
-    eqns = [*(jaxpr.eqns[number] for number in sorted(front)), mark, *rest]
+    eqns = [*(jaxpr.eqns[number] for number in sorted(front)), *before, mark, *after, *rest]
     return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars))
+
+
+def _apart(dim: int, blocks: int, value: jax.Array) -> jax.Array:
+    """Return a value of shape (..., blocks x rows, ...) with shape (..., rows, blocks, ...)."""
+    shape = value.shape
+    divided = value.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
+    return divided.swapaxes(dim, dim + 1)
+
+
+def _merged(dim: int, value: jax.Array) -> jax.Array:
+    """Return the value that `_apart` gives another shape."""
+    swapped = value.swapaxes(dim, dim + 1)
+    return swapped.reshape(*value.shape[:dim], -1, *value.shape[dim + 2 :])
 
 
 def _with_whole_units(numbered: Sequence[Numbered], chosen: set[int]) -> set[int]:

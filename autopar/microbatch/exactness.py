@@ -5,12 +5,10 @@ Microbatches may differ from the whole batch only where the user allows it, by `
 `created_rows` and `own_statistics` implement them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from autopar.ir.graph import source_line
-from autopar.ir.step_graph import Exactness, StepGraph
+from autopar.ir.step_graph import Exactness, FirstPass, StepGraph
 from autopar.microbatch.created_rows import folds_position
-from autopar.primitives import record_of
 
 _MOST_LINES = 6
 
@@ -30,7 +28,7 @@ def exactness_of(step: StepGraph) -> Exactness:
 def exactness_warnings(step: StepGraph) -> list[str]:
     """Return a warning for each way in which microbatches differ from the whole batch.
 
-    More work counts: what is computed before the step, and a second pass over the model.
+    More work counts: what is computed before the step, and another pass over the model.
     """
     exactness = exactness_of(step)
     warnings = []
@@ -39,18 +37,13 @@ def exactness_warnings(step: StepGraph) -> list[str]:
             "computed for the whole batch before the step, and not in its predicted time: "
             + _listed(step.preparation.lines)
         )
-    if step.microbatching is not None:
-        passes = [
-            loop
-            for loop in step.microbatching.loops
-            if any(record_of(eqn).is_contraction for _, eqn in loop.body)
-        ]
-        if len(passes) > 1:
-            early = [source_line(eqn) for loop in passes[:-1] for _, eqn in loop.marks]
-            warnings.append(
-                f"{len(passes)} loops over the microbatches compute the model, because a later one"
-                f" needs what is complete after an earlier one: {_listed([*dict.fromkeys(early)])}"
-            )
+    if step.first_pass is not None:
+        passes = list(_first_passes(step))
+        lines = dict.fromkeys(line for each in passes for line in each.lines)
+        warnings.append(
+            f"{len(passes) + 1} passes over the microbatches compute the model, because a later one"
+            f" needs what an earlier one completes for the whole batch: {_listed([*lines])}"
+        )
     if exactness.rng == "fold_in":
         warnings.append(
             "rng='fold_in': each microbatch draws random bits from a key of its own, so they are"
@@ -65,6 +58,14 @@ def exactness_warnings(step: StepGraph) -> list[str]:
             " computed from these statistics afterwards, as running averages, has their mean"
         )
     return warnings
+
+
+def _first_passes(step: StepGraph) -> Iterator[FirstPass]:
+    """Yield the first pass of a step, that of its first pass, and so on."""
+    first = step.first_pass
+    while first is not None:
+        yield first
+        first = first.step.first_pass
 
 
 def _listed(lines: Sequence[str]) -> str:

@@ -33,14 +33,6 @@ def exact_rules(jaxpr: Jaxpr, batch: Collection[int], stages: bool) -> Iterator[
     yield StatisticRules(before_update(jaxpr, batch), totals=not stages)
 
 
-def costly_rules(jaxpr: Jaxpr, batch: Collection[int]) -> StatisticRules:
-    """Return rules with which two loops over the microbatches may compute the model.
-
-    See `exact_rules` for the arguments.
-    """
-    return StatisticRules(before_update(jaxpr, batch), totals=True, costly=True)
-
-
 def own_statistic_rules(
     jaxpr: Jaxpr, larger: Jaxpr, batch: Collection[int], stages: bool
 ) -> Iterator[StatisticRules]:

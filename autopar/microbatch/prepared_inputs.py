@@ -10,6 +10,7 @@ it is, so the results stay those of the whole batch.
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import random_bits_p, random_split_p
@@ -17,48 +18,63 @@ from jax.extend.core.primitives import random_bits_p, random_split_p
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.graph import Atom, aval_of, needed, source_line
 from autopar.ir.keys import is_key
-from autopar.ir.preparation import Place, Preparation
+from autopar.ir.preparation import Preparation, TracedValue
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.created_rows import is_exact_by_row
+from autopar.microbatch.deferred_division import equations
 from autopar.primitives import record_of
 
 PREPARED = "prepared input"
 """The first words of the path of an input that is computed from the whole batch."""
 
 
-def preparation(whole: Jaxpr, places: Sequence[Place]) -> Preparation:
+def preparation(whole: Jaxpr, places: Sequence[TracedValue]) -> Preparation:
     """Return the equations that compute the values at `places`.
 
     Args:
         whole: flat jaxpr of the step for the whole batch.
         places: the values.
     """
-    values = [_value(whole, place) for place in places]
+    values = values_at(whole, places)
     pure = [(n, eqn) for n, eqn in enumerate(whole.eqns) if not eqn.effects]
     eqns = [eqn for _, eqn in needed(pure, values)]
     read = {atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var)}
     jaxpr = whole.replace(eqns=eqns, outvars=values, effects=frozenset())
-    lines = dict.fromkeys(source_line(whole.eqns[number]) for number, _ in places)
+    lines = dict.fromkeys(source_line(whole.eqns[place.number]) for place in places)
     reads = tuple(i for i, var in enumerate(whole.invars) if var in read)
     return Preparation(jaxpr, tuple(places), tuple(lines), reads)
 
 
-def with_prepared(jaxpr: Jaxpr, places: Iterable[Place]) -> Jaxpr:
+def with_prepared(jaxpr: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
     """Return a trace that takes the values at `places` as its last inputs."""
-    new = {value: Var(value.aval) for value in (_value(jaxpr, place) for place in places)}
+    new = {value: Var(value.aval) for value in values_at(jaxpr, places)}
+    inputs: list[Var] = []
+    first: list[JaxprEqn] = []
+    for place, value in zip(places, new.values(), strict=True):
+        if place.blocks == 1:
+            inputs.append(value)
+            continue
+        rows, *rest = aval_of(value).shape
+        shape = (rows // place.blocks, place.blocks, *rest)
+        inputs.append(Var(aval_of(value).update(shape=shape)))
+        source = jaxpr.eqns[place.number].source_info
+        first += equations(_in_blocks, inputs[-1:], value, source)
 
     def renamed(atoms: Iterable[Atom]) -> list[Atom]:
         return [new.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
-    eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns]
-    return jaxpr.replace(
-        invars=[*jaxpr.invars, *new.values()], eqns=eqns, outvars=renamed(jaxpr.outvars)
-    )
+    eqns = [*first, *(eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns)]
+    return jaxpr.replace(invars=[*jaxpr.invars, *inputs], eqns=eqns, outvars=renamed(jaxpr.outvars))
 
 
-def prepared_rows(micro: Jaxpr, whole: Jaxpr, places: Sequence[Place]) -> frozenset[int]:
+def _in_blocks(rows: jax.Array) -> jax.Array:
+    """Return an array of shape (examples, blocks, ...) with the examples of each block in a run."""
+    return rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
+
+
+def prepared_rows(micro: Jaxpr, whole: Jaxpr, places: Sequence[TracedValue]) -> frozenset[int]:
     """Return which of the inputs of `with_prepared` have a row per example.
 
     A microbatch of a single example does not show it: the others may have a dim of size one, too.
@@ -78,7 +94,7 @@ def prepared_rows(micro: Jaxpr, whole: Jaxpr, places: Sequence[Place]) -> frozen
 
 def more_prepared(
     traces: Sequence[Jaxpr], sizes: tuple[Jaxpr, Jaxpr], batch: frozenset[int], count: int
-) -> tuple[Place, ...]:
+) -> tuple[TracedValue, ...]:
     """Return values that a step may compute before its microbatches, which else refuse it.
 
     Args:
@@ -100,44 +116,47 @@ def more_prepared(
         found = BatchScalings(*sizes, batch, count)
     except MicrobatchError:
         return ()
-    search = _PreparableValues(traces, sizes[0], batch, found)
+    search = PreparableValues(traces, sizes[0], batch, found)
     return search.places(search.inseparable() or search.statistics())
 
 
-class _PreparableValues:
+class PreparableValues:
     """The values of a step that can be prepared; see `more_prepared` for the arguments."""
 
     def __init__(
         self, traces: Sequence[Jaxpr], small: Jaxpr, batch: Collection[int], found: BatchScalings
     ) -> None:
         smallest = traces[-2]
-        self._traces = traces
-        self._kinds = found.kinds
-        self._examples = [i for i in batch if i < len(smallest.invars)]
-        self._units = units(enumerate(small.eqns))
-        self._unit_of = {var: unit for unit in self._units for var in unit.makes}
-        self._place = {
-            var: (n, r) for n, eqn in enumerate(smallest.eqns) for r, var in enumerate(eqn.outvars)
+        self.outvars = small.outvars
+        self.traces = traces
+        self.kinds = found.kinds
+        self.examples = [i for i in batch if i < len(smallest.invars)]
+        self.units = units(enumerate(small.eqns))
+        self.unit_of = {var: unit for unit in self.units for var in unit.makes}
+        self.place = {
+            var: TracedValue(n, r)
+            for n, eqn in enumerate(smallest.eqns)
+            for r, var in enumerate(eqn.outvars)
         }
-        self._candidates = _of_inputs_alone(smallest, self._examples)
+        self._candidates = _of_inputs_alone(smallest, self.examples)
 
-    def places(self, values: Iterable[Var]) -> tuple[Place, ...]:
+    def places(self, values: Iterable[Var]) -> tuple[TracedValue, ...]:
         """Return the places of values in all traces."""
-        return tuple(self._place[var] for var in values)
+        return tuple(self.place[var] for var in values)
 
     def inseparable(self) -> list[Var]:
         """Return the values that are not separable, where what can't be prepared reads them."""
-        bad = {var for var in self._candidates if isinstance(self._kinds[var], NotSeparable)}
+        bad = {var for var in self._candidates if isinstance(self.kinds[var], NotSeparable)}
         chosen: dict[Var, None] = {}
 
         def choose(var: Var) -> bool:
-            if self._fits(var):
+            if self.fits(var):
                 chosen[var] = None
                 return True
-            reads = [other for other in self._unit_of[var].reads if other in bad]
+            reads = [other for other in self.unit_of[var].reads if other in bad]
             return bool(reads) and all([choose(other) for other in reads])
 
-        for var in self._read_by_model(lambda var: isinstance(self._kinds[var], NotSeparable)):
+        for var in self._read_by_model(lambda var: isinstance(self.kinds[var], NotSeparable)):
             if var in bad and not choose(var):
                 return []
         return list(chosen)
@@ -146,32 +165,32 @@ class _PreparableValues:
         """Return the sums, means and functions of them that the model or its loss reads."""
 
         def is_statistic(var: Var) -> bool:
-            kind = self._kinds[var]
+            kind = self.kinds[var]
             return isinstance(kind, BatchScaling) and kind.form in ("linear", "function")
 
         read = self._read_by_model(lambda var: True)
-        return [var for var in read if is_statistic(var) and self._fits(var)]
+        return [var for var in read if is_statistic(var) and self.fits(var)]
 
     def _read_by_model(self, condition: Callable[[Var], bool]) -> list[Var]:
         """Return the candidates that others read, if these compute a value that meets it."""
         readers = (
             unit
-            for unit in self._units
+            for unit in self.units
             if self._candidates.isdisjoint(unit.makes) and any(map(condition, unit.makes))
         )
         read = (var for unit in readers for var in unit.reads if var in self._candidates)
         return list(dict.fromkeys(read))
 
-    def _fits(self, var: Var) -> bool:
+    def fits(self, var: Var) -> bool:
         """Return whether a value has a row per example, or one shape for any batch, and no keys."""
-        place = self._place.get(var)
+        place = self.place.get(var)
         if place is None or is_key(aval_of(var).dtype):
             return False
-        shapes = [aval_of(_value(trace, place)).shape for trace in self._traces]
+        shapes = [aval_of(_value(trace, place)).shape for trace in self.traces]
         if len(set(shapes)) == 1:
             return True
         batches = [
-            {aval_of(trace.invars[i]).shape[0] for i in self._examples} for trace in self._traces
+            {aval_of(trace.invars[i]).shape[0] for i in self.examples} for trace in self.traces
         ]
         return len({shape[1:] for shape in shapes}) == 1 and all(
             shape and rows == {shape[0]} for shape, rows in zip(shapes, batches, strict=True)
@@ -220,6 +239,10 @@ def _draws_together(eqn: JaxprEqn) -> bool:
     return eqn.primitive in (random_bits_p, random_split_p) and not is_exact_by_row(eqn)
 
 
-def _value(jaxpr: Jaxpr, place: Place) -> Var:
-    number, result = place
-    return jaxpr.eqns[number].outvars[result]
+def values_at(jaxpr: Jaxpr, places: Iterable[TracedValue]) -> list[Var]:
+    """Return the values at `places` of a trace."""
+    return [_value(jaxpr, place) for place in places]
+
+
+def _value(jaxpr: Jaxpr, place: TracedValue) -> Var:
+    return jaxpr.eqns[place.number].outvars[place.result]

@@ -13,6 +13,7 @@ from autopar.ir.graph import Source, aval_of, source_line, sources, sources_of
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_rules import ONE_GRADIENT
 from autopar.microbatch.created_rows import created_by
+from autopar.microbatch.inner_bodies import why_body_differs
 from autopar.primitives import record_of
 
 
@@ -67,12 +68,16 @@ def check_same_computation(
     """
     computing = [[eqn for eqn in each if not _only_reshapes(eqn)] for each in eqns]
     forms = [_forms(*each) for each in zip(traces, eqns, computing, strict=True)]
-    if forms[0] == forms[1]:
-        return
     first = next(
-        (n for n, (a, b) in enumerate(zip(*forms, strict=False)) if a != b),
-        min(map(len, forms)) - 1,
+        (
+            n
+            for n, (form, other) in enumerate(zip(*forms, strict=False))
+            if form != other or why_body_differs(computing[0][n], computing[1][n])
+        ),
+        None if len(forms[0]) == len(forms[1]) else min(map(len, forms)) - 1,
     )
+    if first is None:
+        return
     rows, more = (aval_of(trace.invars[min(batch)]).shape[0] for trace in traces)
     raise DifferentStepsError(
         f"the step computes something else for a microbatch of {rows} than for {more} examples at"

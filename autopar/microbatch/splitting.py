@@ -37,7 +37,7 @@ from autopar.microbatch.body_boundary import (
 )
 from autopar.microbatch.deferred_division import defer_divisions, equations, statistics
 from autopar.microbatch.gradients import accumulate_p
-from autopar.microbatch.own_statistics import costly_rules, exact_rules, own_statistic_rules
+from autopar.microbatch.own_statistics import exact_rules, own_statistic_rules
 from autopar.microbatch.row_positions import without_positions
 from autopar.microbatch.same_step import check_same_computation
 from autopar.microbatch.whole_batch import join_traces
@@ -54,7 +54,8 @@ def split(
     stages: bool = False,
     positions: int | None = None,
     own_statistics: bool = False,
-    costly: bool = False,
+    first_pass: bool = False,
+    completed: Collection[int] = (),
 ) -> tuple[Jaxpr, Microbatching]:
     """Split a flat jaxpr into what runs for each microbatch and what runs once.
 
@@ -73,8 +74,8 @@ def split(
             (`autopar.microbatch.row_positions`); None if the step needs none.
         own_statistics: whether microbatches may use statistics of their own
             (`autopar.microbatch.own_statistics`).
-        costly: whether two loops compute the model, where one will not do
-            (`autopar.microbatch.own_statistics.costly_rules`); not with `stages`.
+        first_pass: whether the step is a first pass (`autopar.microbatch.first_pass`).
+        completed: inputs that a first pass completes, and which depend on the batch.
 
     Returns:
         The jaxpr to run, with the equations after the accumulated values from `whole`, and the
@@ -84,7 +85,9 @@ def split(
         MicrobatchError: the step takes no gradient, or an accumulated value is not separable.
     """
     _check_gradient(micro, gradient_free)
-    scaled = _scalings(sizes, batch, positions, count, stages, own_statistics, costly)
+    scaled = _scalings(
+        sizes, batch, positions, count, stages, own_statistics, first_pass, completed
+    )
     found = scaled.found
     if scaled.small is not sizes[0]:
         sizes = scaled.small, sizes[1]
@@ -94,10 +97,10 @@ def split(
         micro = changed
     micro, whole, sizes = _marked(micro, whole, sizes, part, batch, scaled.boundary)
     (_, traced), (_, complete) = _mark(sizes[0]), _mark(whole)
+    found.add_marked(*sizes)
     kinds = [found.kinds[var] for var in traced.invars if isinstance(var, Var)]
     micro = _with_dims_of_one(micro, complete, kinds, count)
     number, _ = _mark(micro)
-    found.add_totals(traced)
     _, traced_body, _ = _parts(sizes[0], batch)
     repairs = _numbered_repairs(traced_body, found)
     powers: dict[tuple[int, int], int] = {}
@@ -200,7 +203,8 @@ def _scalings(
     count: int,
     stages: bool,
     own_statistics: bool,
-    costly: bool,
+    first_pass: bool,
+    completed: Collection[int],
 ) -> _Scaled:
     """Return the scalings by the first rules with which all accumulated values are separable.
 
@@ -217,7 +221,7 @@ def _scalings(
         nonlocal refused
         for rules in attempts:
             found = BatchScalings(small, large, batch, count, rules)
-            boundary = find_boundary(small, examples, found)
+            boundary = find_boundary(small, examples, found, first_pass, completed)
             if not boundary.values:
                 raise _no_batch()
             reason = found.why_not(boundary.values)
@@ -228,16 +232,14 @@ def _scalings(
         return None
 
     changed = with_constants_of(large, small, count) or small
-    if costly:
-        attempts: Iterable[StatisticRules] = [costly_rules(changed, examples)]
-    else:
-        attempts = exact_rules(changed, examples, stages)
-    result = separable(changed, attempts)
+    attempts = list(exact_rules(changed, {*examples, *completed}, stages))
+    # What is not separable in a first pass runs once, so its first rules may leave more for that.
+    result = separable(changed, attempts[-1:] if first_pass else attempts)
     if result is not None:
         return result
     exact = refused
     assert exact is not None
-    if costly:
+    if first_pass:
         raise exact
     result = separable(small, own_statistic_rules(*sizes, examples, stages))
     if result is None:

@@ -50,11 +50,14 @@ class LayerStages:
         split_backward: whether each B is split into I, which other stages depend on, and W, the
             rest.
         input_homes: stage of each input whose stage is given.
+        forward: whether there are forward tasks alone. What is left of a backward pass follows from
+            the last values that it reads.
     """
 
     stage_of_layer: tuple[int, ...]
     split_backward: bool = False
     input_homes: Mapping[int, int] = field(default_factory=dict)
+    forward: bool = False
 
     def partition(self, step: StepGraph) -> Partition:
         """Return the tasks of `step`."""
@@ -77,6 +80,7 @@ def partition_step(
     stage_of_layer: Sequence[int],
     split_backward: bool = False,
     input_homes: Mapping[int, int] | None = None,
+    forward: bool = False,
 ) -> Partition:
     """Partition `step` into the tasks of a pipeline.
 
@@ -86,8 +90,21 @@ def partition_step(
         split_backward: whether to split each B into I, which other stages depend on, and W, the
             rest.
         input_homes: stage of each input whose stage is given.
+        forward: whether there are forward tasks alone.
     """
-    return LayerStages(tuple(stage_of_layer), split_backward, input_homes or {}).partition(step)
+    homes = input_homes or {}
+    return LayerStages(tuple(stage_of_layer), split_backward, homes, forward).partition(step)
+
+
+def stages_of_layers(layers: Sequence[Sequence[int]], count: int) -> list[int]:
+    """Return the stage of each layer.
+
+    Args:
+        layers: the layers of each stage.
+        count: number of layers; layers that are in no stage belong to the last one.
+    """
+    stage_of = {layer: stage for stage, own in enumerate(layers) for layer in own}
+    return [stage_of.get(layer, len(layers) - 1) for layer in range(max(count, len(stage_of)))]
 
 
 class _PartitionBuilder:
@@ -199,6 +216,8 @@ class _PartitionBuilder:
         if label is None:
             return None
         layer, is_backward = label
+        if is_backward and self.rule.forward:
+            return None
         stage = self.rule.stage_of_layer[layer]
         return 2 * self.num_stages - 1 - stage if is_backward else stage
 

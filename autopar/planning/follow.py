@@ -6,16 +6,24 @@ and for a pipeline they are read in the same stages.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
+
+from jax.sharding import PartitionSpec
 
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.ir.spec import partition_spec
 from autopar.ir.step_graph import EXACT, Exactness, StepGraph
-from autopar.layering.layers import FollowLayerOption
+from autopar.layering.layers import FollowLayerOption, num_layers
 from autopar.lowering.planned import PlannedStep
+from autopar.lowering.program_memory import MeshMemory
 from autopar.microbatch.exactness import exactness_of
-from autopar.pipeline.partitioner import partition_step, whole_step_partition
-from autopar.pipeline.pipeline_schedules import schedule_kind
+from autopar.pipeline.partition import Partition
+from autopar.pipeline.partitioner import partition_step, stages_of_layers, whole_step_partition
+from autopar.pipeline.pipeline_schedules import (
+    has_backward,
+    schedule_kind,
+    splits_backward,
+)
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import WHOLE_STEP, MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
 from autopar.planning.step_planner import coverage_warnings, stage_of
@@ -26,6 +34,7 @@ from autopar.tracing.trace import named_inputs, trace
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster
+from simulator.memory import Level, sum_roles
 
 _METHOD = "FollowParallel"
 
@@ -43,12 +52,12 @@ class _InputHome:
     stage: int = 0
 
 
-def _input_homes(planned: PlannedStep) -> list[_InputHome]:
-    """Return the places of the inputs of a planned step."""
-    homes = []
+def _homes_by_input(planned: PlannedStep) -> dict[int, _InputHome]:
+    """Return the places of the inputs of a planned step, by their numbers."""
+    homes = {}
     for i, stages in planned.partition.input_stages.items():
         position = planned.graphs[stages[0]].inputs.index(i)
-        homes.append(_InputHome(planned.plan.stages[stages[0]].inputs[position], stages[0]))
+        homes[i] = _InputHome(planned.plan.stages[stages[0]].inputs[position], stages[0])
     return homes
 
 
@@ -102,7 +111,7 @@ def follow(
         ValueError: there are several microbatches and the followed step is not a pipeline, or its
             schedule has no counterpart with forwards only.
     """
-    homes = _input_homes(followed)
+    homes = list(_homes_by_input(followed).values())
     input_homes = [
         None if is_batch else _find_home(path, aval.shape, aval.dtype, homes)
         for path, aval, is_batch in named_inputs(args, batch)
@@ -131,12 +140,116 @@ def follow(
             forward=True,
             exactness=exactness,
         )
-        partition = partition_step(step, range(num_stages), input_homes=option.layer_of_input)
-    solved = [
-        _solve_stage(graph, stage, input_homes, cluster.pools[cluster.pool_of(stage.devices)])
-        for graph, stage in zip(stage_graphs(partition), followed.plan.stages, strict=True)
-    ]
-    plan = _plan(step, num_micro_batches, schedule, solved, cluster)
+        homes_of_inputs = option.layer_of_input
+        partition = partition_step(
+            step, range(num_stages), input_homes=homes_of_inputs, forward=True
+        )
+    layers = [(s,) for s in range(partition.num_stages)]
+    return _follow(step, partition, schedule, followed, layers, input_homes, cluster)
+
+
+def follow_with_first_pass(followed: PlannedStep, cluster: AnyCluster) -> PlannedStep:
+    """Return a step with a plan for its first pass, if it has one.
+
+    The first pass runs in the stages of the step, and reads its inputs where the step does.
+
+    Args:
+        followed: the step with its plan, without a plan for its first pass.
+        cluster: the cluster that it is planned for.
+
+    Raises:
+        ValueError: the schedule of the step has no counterpart with forwards only.
+    """
+    first = followed.step.first_pass
+    if first is None:
+        return followed
+    step = first.step
+    layers = [stage.layers for stage in followed.plan.stages]
+    homes = _homes_by_input(followed)
+    input_homes = [homes[i] for i in first.reads]
+    if followed.partition.is_whole_step:
+        schedule, partition = WHOLE_STEP, whole_step_partition(step)
+    else:
+        of_state = [None if k in step.batch else home for k, home in enumerate(input_homes)]
+        schedule = _schedule_of_first_pass(followed, of_state)
+        option = schedule.layer_option
+        assert isinstance(option, FollowLayerOption)
+        partition = partition_step(
+            step,
+            stages_of_layers(layers, num_layers(step.jaxpr)),
+            splits_backward(schedule.name),
+            input_homes=option.layer_of_input,
+            forward=not has_backward(schedule.name),
+        )
+    output_homes = [homes[i] for i in followed.step.completed]
+    planned = _follow(
+        step, partition, schedule, followed, layers, input_homes, cluster, output_homes
+    )
+    planned = follow_with_first_pass(planned, cluster)
+    memory = MeshMemory(followed)
+    meshes = range(followed.schedule.pipeline.num_meshes)
+    unread = [memory.arguments(mesh, without=first.reads) for mesh in meshes]
+    largest = max(unread, key=lambda level: sum(level.values()))
+    return PlannedStep(followed.step, _in_two_passes(followed.plan, planned.plan, largest))
+
+
+def _in_two_passes(plan: Plan, first: Plan, unread: Level) -> Plan:
+    """Return the plan of a step with that of its first pass.
+
+    Args:
+        plan: the plan of the step alone.
+        first: the plan of the first pass.
+        unread: bytes of one device of arguments of the step that the first pass does not read.
+    """
+    times = {
+        name: value + getattr(first.predicted_split, name) for name, value in plan.predicted_split
+    }
+    changes: dict[str, Any] = {
+        "first_pass": first,
+        "predicted_seconds": plan.predicted_seconds + first.predicted_seconds,
+        "predicted_split": TimeSplit(**times),
+        "planning_seconds": plan.planning_seconds + first.planning_seconds,
+    }
+    num_bytes = first.predicted_bytes + sum(unread.values())
+    if num_bytes > plan.predicted_bytes:
+        roles = sum_roles(cast(Level, dict(first.predicted_memory)), unread)
+        changes["predicted_bytes"] = num_bytes
+        changes["predicted_memory"] = MemorySplit.of(roles, num_bytes)
+    return plan.model_copy(update=changes)
+
+
+def _follow(
+    step: StepGraph,
+    partition: Partition,
+    schedule: PipelineSchedule,
+    followed: PlannedStep,
+    layers: Sequence[tuple[int, ...]],
+    input_homes: Sequence[_InputHome | None],
+    cluster: AnyCluster,
+    output_homes: Sequence[_InputHome] = (),
+) -> PlannedStep:
+    """Plan a partitioned step in the stages of another one.
+
+    Args:
+        step: the step.
+        partition: the step as tasks.
+        schedule: its schedule.
+        followed: the step to follow, with its plan.
+        layers: the layers of each stage, if the step is not one program.
+        input_homes: where its inputs are; None for inputs that may be anywhere.
+        cluster: the cluster that `followed` is planned for.
+        output_homes: where its outputs are read; empty if they may be anywhere.
+    """
+    solved: list[tuple[Stage, Shardings]] = []
+    for graph, stage in zip(stage_graphs(partition), followed.plan.stages, strict=True):
+        pool = cluster.pools[cluster.pool_of(stage.devices)]
+        pins = _pins(graph, graph.inputs, graph.step.in_paths, input_homes)
+        results = [f"result/{path}" for path in graph.step.out_paths]
+        if output_homes:
+            pins |= _pins(graph, graph.outputs, results, output_homes)
+        own = () if partition.is_whole_step else layers[graph.stage]
+        solved.append(_solve_stage(graph, stage, own, pins, pool))
+    plan = _plan(step, step.num_micro_batches, schedule, solved, cluster)
     return PlannedStep(step, with_axis_uses(step, plan) if partition.is_whole_step else plan)
 
 
@@ -154,11 +267,30 @@ def _forward_schedule(
             f"{followed.step.name} runs by schedule {schedule.name!r}, which has no counterpart of"
             " forwards only for steps that follow; pass register_schedule a forward="
         )
-    option = FollowLayerOption(
+    option = _homes_option(followed, input_homes)
+    return PipelineSchedule(name=forward, num_chunks=schedule.num_chunks, layer_option=option)
+
+
+def _schedule_of_first_pass(
+    followed: PlannedStep, input_homes: Sequence[_InputHome | None]
+) -> PipelineSchedule:
+    """Return the schedule of a first pass: that of the step if it has a backward pass, too."""
+    first, schedule = followed.step.first_pass, followed.plan.schedule
+    assert first is not None
+    if not first.has_backward:
+        return _forward_schedule(followed, input_homes)
+    option = _homes_option(followed, input_homes)
+    return schedule.model_copy(update={"layer_option": option})
+
+
+def _homes_option(
+    followed: PlannedStep, input_homes: Sequence[_InputHome | None]
+) -> FollowLayerOption:
+    """Return the option that assigns each input to the layer, which is the stage, of its home."""
+    return FollowLayerOption(
         tuple(None if home is None else home.stage for home in input_homes),
         len(followed.plan.stages),
     )
-    return PipelineSchedule(name=forward, num_chunks=schedule.num_chunks, layer_option=option)
 
 
 def _plan(
@@ -200,18 +332,38 @@ def _plan(
     )
 
 
-def _solve_stage(
-    graph: StageGraph, stage: Stage, input_homes: Sequence[_InputHome | None], cluster: Cluster
-) -> tuple[Stage, Shardings]:
-    """Shard a stage on the mesh of `stage`, its inputs pinned to where their homes are."""
-    pins = {}
-    for position, i in enumerate(graph.inputs):
-        home = input_homes[i] if i < len(input_homes) else None  # the positions of the examples
+def _pins(
+    graph: StageGraph,
+    numbers: Sequence[int],
+    paths: Sequence[str],
+    homes: Sequence[_InputHome | None],
+) -> dict[str, PartitionSpec]:
+    """Return the specs of those values of a stage whose homes are there, by path.
+
+    Args:
+        graph: the stage.
+        numbers: the numbers of the values in the whole step.
+        paths: the paths of the values, and perhaps of others after them.
+        homes: where the values of the whole step are; fewer than these if others may be anywhere.
+    """
+    pins: dict[str, PartitionSpec] = {}
+    for i, path in zip(numbers, paths, strict=False):
+        home = homes[i] if i < len(homes) else None  # the positions of the examples
         if home is not None and home.stage == graph.stage:
-            pins[graph.step.in_paths[position]] = partition_spec(home.value.spec)
+            pins[path] = partition_spec(home.value.spec)
+    return pins
+
+
+def _solve_stage(
+    graph: StageGraph,
+    stage: Stage,
+    layers: tuple[int, ...],
+    pins: dict[str, PartitionSpec],
+    cluster: Cluster,
+) -> tuple[Stage, Shardings]:
+    """Shard a stage on the mesh of `stage`, some of its values by pins."""
     costs = ClusterCosts(cluster)
     options = ShardingOptions(pins=pins)
     shardings = plan_shardings(graph.step, stage.mesh, costs, options, cluster.device.usable_bytes)
     planned = stage_of(graph.step, stage.mesh, shardings)
-    layers = () if graph.partition.is_whole_step else (graph.stage,)
     return planned.model_copy(update={"layers": layers, "devices": stage.devices}), shardings

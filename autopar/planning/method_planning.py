@@ -26,6 +26,7 @@ from autopar.pipeline.pipeline_schedules import has_backward, splits_backward
 from autopar.pipeline.stage_options import AutoStageOption
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import Plan, PlanError
+from autopar.planning.follow import follow_with_first_pass
 from autopar.planning.last_results import start_search
 from autopar.planning.offload_planning import plan_offloading
 from autopar.planning.option_search import (
@@ -99,7 +100,8 @@ def plan_by_method(
         MemoryBudgetError, NoStagesError: no plan fits on the devices.
         ClusterError: one mesh would span devices of different kinds.
     """
-    return method.plan_with(_Planning(fun, args, batch, target, suggests))
+    planned = method.plan_with(_Planning(fun, args, batch, target, suggests))
+    return follow_with_first_pass(planned, target.cluster)
 
 
 @dataclass(frozen=True)

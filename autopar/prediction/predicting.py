@@ -4,7 +4,7 @@
 time and memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, get_args
@@ -13,7 +13,8 @@ from autopar.checks import checked, integer, one_of
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.compilation import compile_planned
-from autopar.lowering.planned import Planned, as_planned
+from autopar.lowering.pass_programs import in_two_passes
+from autopar.lowering.planned import Planned, PlannedStep, as_planned
 from autopar.plan import Plan
 from autopar.planning.method_planning import any_cluster
 from autopar.planning.plan_step import planned_step
@@ -172,11 +173,18 @@ def program_of(
     for number, stage in enumerate(planned_step.plan.stages):
         pool = cluster.pools[cluster.pool_of(stage.devices)]
         check_capability(planned_step.graphs[number].step.jaxpr.eqns, pool.device)
-    if fidelity == "analytic":
-        program = analytic_program(planned_step, cluster)
-    else:
-        donated = leaves_of(step.in_avals, donated_arguments(donate_argnums, step.in_avals))
-        program = compile_planned(planned_step, cluster, donated)[0]
+    donated = leaves_of(step.in_avals, donated_arguments(donate_argnums, step.in_avals))
+
+    def of_all_passes(planned: PlannedStep, donated: frozenset[int]) -> Program:
+        if fidelity == "analytic":
+            program = analytic_program(planned, cluster)
+        else:
+            program, _ = compile_planned(planned, cluster, donated)
+        if planned.first_pass is None:
+            return program
+        return in_two_passes(planned, of_all_passes(planned.first_pass, frozenset()), program)
+
+    program = of_all_passes(planned_step, frozenset(donated))
     rows = [step.input_avals[i].shape[0] for i in step.batch]
     costed_for = cost_fingerprint(program, cluster) if fidelity == "analytic" else ""
     examples = max(rows, default=0)
@@ -186,21 +194,34 @@ def program_of(
 
 
 def _model_flops(step: StepGraph) -> float:
-    """Return the FLOP of a step's products and convolutions, without recomputation or copies."""
-    in_microbatches = (
-        {number for number, _ in step.microbatching.body} if step.microbatching else set()
-    )
+    """Return the FLOP of a step's products and convolutions, without recomputation or copies.
+
+    What a first pass without gradients computes for each microbatch, the step computes again.
+    """
+    micro = step.microbatching
+    body = {number for number, _ in micro.body} if micro else set()
+    once = _flops(step, set(range(len(step.jaxpr.eqns))) - body)
+    flops = once + step.num_micro_batches * _flops(step, body)
+    if (first := step.first_pass) is not None:
+        assert first.step.microbatching is not None
+        tail = {number for number, _ in first.step.microbatching.tail}
+        flops += _model_flops(first.step) if first.has_backward else _flops(first.step, tail)
+    return flops
+
+
+def _flops(step: StepGraph, numbers: Collection[int]) -> float:
+    """Return the FLOP of some of a step's equations, in one microbatch if they run for each."""
     total = 0.0
     eqns = step.jaxpr.eqns
     for number, (eqn, times) in enumerate(zip(eqns, repeats(eqns), strict=True)):
         if (
-            eqn.primitive in MARKERS
+            number not in numbers
+            or eqn.primitive in MARKERS
             or not eqn.outvars
             or phase_of(str(eqn.source_info.name_stack)) == "recompute"
         ):
             continue
         kernel = kernel_of(eqn)
         if kernel.kind != "memory":
-            runs = step.num_micro_batches if number in in_microbatches else 1
-            total += kernel.flops / products_per_row(eqn) * times * runs
+            total += kernel.flops / products_per_row(eqn) * times
     return total

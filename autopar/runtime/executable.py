@@ -16,6 +16,7 @@ from autopar.ir.graph import aval_of
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.job import Array
 from autopar.lowering.job_description import JobDescription, mesh_of
+from autopar.lowering.pass_programs import in_two_passes, peaks_of_passes
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.program_memory import MeshMemory
 from autopar.pipeline.partition import Task
@@ -63,6 +64,14 @@ class Executable(ABC):
 
     @property
     @abstractmethod
+    def first_pass(self) -> "Executable | None":
+        """The pass over the microbatches that each call runs first; None if there is none.
+
+        Its tasks and their programs are its own.
+        """
+
+    @property
+    @abstractmethod
     def present(self) -> Mapping[int, Device]:
         """The devices of this process that run the step, by their number in the plan."""
 
@@ -78,8 +87,10 @@ class Executable(ABC):
 
     @property
     def program(self) -> Program:
-        """The plan as instructions for each mesh."""
-        return self.planned.program
+        """The plan as instructions for each mesh, those of a first pass included."""
+        if self.first_pass is None:
+            return self.planned.program
+        return in_two_passes(self.planned, self.first_pass.program, self.planned.program)
 
     # -- running
 
@@ -212,7 +223,10 @@ class Executable(ABC):
         memory = MeshMemory(self.planned)
         for task, used in self.get_stage_allocation_size().items():
             memory.add_task(task, used)
-        return memory.peaks(memory.levels(self.program))
+        peaks = memory.peaks(memory.levels(self.planned.program))
+        if self.first_pass is None:
+            return peaks
+        return peaks_of_passes(self.planned, self.first_pass.memory, peaks)
 
     def get_total_allocation_size(self) -> int:
         """Return the bytes that a step needs on the device that needs most."""

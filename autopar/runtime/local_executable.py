@@ -89,7 +89,11 @@ class LocalExecutable(Executable):
         self.homes = [self.job.sharding(array) for array in self.description.inputs]
         preparation = planned.step.preparation
         prepared = [self.job.sharding(array) for array in self.description.prepared]
-        self._prepare = None if preparation is None else Preparer(preparation, prepared)
+        count = 0 if preparation is None else len(preparation.places)
+        self._prepare = None if preparation is None else Preparer(preparation, prepared[:count])
+        first = planned.first_pass
+        self._first_pass = first and LocalExecutable(first, meshes, transport=transport)
+        self._completed = prepared[count:]
         self._outputs = self._output_sources()
         self.in_shardings = jax.tree.unflatten(self.step.in_tree, self.homes)
         out_shardings = [
@@ -137,8 +141,28 @@ class LocalExecutable(Executable):
 
     def inputs(self, leaves: Sequence[jax.Array]) -> dict[int, jax.Array]:
         """Return the inputs of the job by number: the arguments, and what is computed from them."""
-        prepared = self._prepare(leaves) if self._prepare else []
-        return dict(enumerate([*leaves, *prepared]))
+        given = self._prepared(leaves)
+        if self.first_pass is not None:
+            results = self.first_pass(*self._read_by_first_pass(given))
+            given += jax.device_put(list(results), self._completed)
+            # Several programs with collectives could block all threads of virtual devices.
+            if self.platform == "cpu":
+                jax.block_until_ready(given)
+        return dict(enumerate(given))
+
+    def inputs_of_first_pass(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the inputs of the first pass, which there is, from the step's arguments."""
+        return list(self._read_by_first_pass(self._prepared(leaves)))
+
+    def _prepared(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the arguments, and what is computed from them before any microbatch."""
+        return [*leaves, *(self._prepare(leaves) if self._prepare else [])]
+
+    def _read_by_first_pass(self, given: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Return the inputs that the first pass reads where it does."""
+        assert self.first_pass is not None
+        assert self.step.first_pass is not None
+        return self.first_pass.shard_args(*(given[i] for i in self.step.first_pass.reads))
 
     def _take(self, output: "Output | jax.stages.Wrapped", values: Sequence[Values]) -> jax.Array:
         """Return an output; a constant gets new memory, which the next step may reuse."""
@@ -155,6 +179,11 @@ class LocalExecutable(Executable):
     def devices(self) -> list[Device]:
         """The devices of all stages, each once."""
         return list(dict.fromkeys(device for mesh in self.meshes for device in mesh.devices.flat))
+
+    @property
+    @override
+    def first_pass(self) -> "LocalExecutable | None":
+        return self._first_pass
 
     @property
     @override

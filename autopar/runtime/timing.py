@@ -2,13 +2,15 @@
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, assert_never
 
 import jax
 
+from autopar.lowering.pass_programs import of_first_pass
 from autopar.util import zeros
 from simulator.engine.timeline import Timeline
-from simulator.program import Free, Recv, Run, Send, walk
+from simulator.program import Free, Instruction, Recv, Run, Send, walk
 from simulator.spans import Span
 
 if TYPE_CHECKING:
@@ -38,36 +40,59 @@ def executed_timeline(executable: "LocalExecutable", leaves: list[jax.Array]) ->
         executable: the step.
         leaves: its inputs, sharded as the plan says.
     """
+    spans = _spans(executable, leaves)
+    return Timeline(tuple(spans), executable.program.meshes, executable.memory)
+
+
+def _spans(executable: "LocalExecutable", leaves: list[jax.Array], offset: int = 0) -> list[Span]:
+    """Run the instructions of a step one at a time, and return their spans.
+
+    Args:
+        executable: the step.
+        leaves: its inputs.
+        offset: the number by which the stages in the spans are larger.
+    """
+    before: list[Span] = []
+    if executable.first_pass is not None:
+        inputs = executable.inputs_of_first_pass(leaves)
+        before = _spans(executable.first_pass, inputs, offset + len(executable.plan.stages))
+    begin = max((span.end for span in before), default=0.0)
     values = executable.job.start(executable.inputs(leaves), {})
-    compute: dict[int, float] = defaultdict(float)
-    communication: dict[int, float] = defaultdict(float)
+    compute: dict[int, float] = defaultdict(lambda: begin)
+    communication: dict[int, float] = defaultdict(lambda: begin)
     arrived: dict[tuple[str, int], float] = {}
     spans: list[Span] = []
     task: dict[int, str] = defaultdict(str)
-    for mesh, instruction in walk(executable.program):
-        begin = time.perf_counter()
+
+    def add(mesh: int, instruction: Instruction, start: float, end: float, after: str = "") -> None:
+        named = of_first_pass(instruction, offset)
+        assert not isinstance(named, Free)
+        spans.append(span_of(mesh, named, start, end, after))
+
+    for mesh, instruction in walk(executable.planned.program):
+        start = time.perf_counter()
         executable.job.execute(mesh, instruction, values)
         executable.job.wait_for(mesh, instruction, values)
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - start
         match instruction:
             case Run():
-                task[mesh] = str(instruction)
+                task[mesh] = str(replace(instruction, stage=instruction.stage + offset))
                 start, compute[mesh] = compute[mesh], compute[mesh] + seconds
-                spans.append(span_of(mesh, instruction, start, compute[mesh]))
+                add(mesh, instruction, start, compute[mesh])
             case Send(value, to):
                 start = max(compute[mesh], communication[mesh])
                 arrived[value, to] = communication[mesh] = start + seconds
-                spans.append(span_of(mesh, instruction, start, start + seconds, task[mesh]))
+                add(mesh, instruction, start, start + seconds, after=task[mesh])
             case Recv(value):
                 start, compute[mesh] = compute[mesh], max(compute[mesh], arrived[value, mesh])
                 if start < compute[mesh]:
                     task[mesh] = ""
-                    spans.append(span_of(mesh, instruction, start, compute[mesh]))
+                    add(mesh, instruction, start, compute[mesh])
             case Free():
                 pass
             case _:
                 assert_never(instruction)
-    return Timeline(tuple(spans), executable.program.meshes, executable.memory)
+    return [*before, *spans]
 
 
 def span_of(

@@ -1,10 +1,10 @@
 """Tracing of a Python training step to a `StepGraph`, at the batch sizes of its microbatches."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,12 @@ from autopar.ir.array_cuts import Cut, CutTree
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of, error_line
-from autopar.ir.preparation import Place, Preparation
-from autopar.ir.step_graph import EXACT, Exactness, MicrobatchError, Microbatching, StepGraph
+from autopar.ir.step_graph import (
+    EXACT,
+    Exactness,
+    MicrobatchError,
+    StepGraph,
+)
 from autopar.layering.gradient_layers import gradient_layers
 from autopar.layering.gradient_scans import cut_gradient_scans
 from autopar.layering.layer_clustering import NoLayersError
@@ -31,19 +35,13 @@ from autopar.layering.layers import (
 )
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
 from autopar.microbatch.gradients import tracing_whole_arrays
-from autopar.microbatch.prepared_inputs import (
-    PREPARED,
-    more_prepared,
-    preparation,
-    prepared_rows,
-    with_prepared,
-)
 from autopar.microbatch.row_lookups import with_own_rows
-from autopar.microbatch.row_positions import POSITIONS, add_positions, without_unread_positions
+from autopar.microbatch.row_positions import POSITIONS
 from autopar.microbatch.same_step import DifferentStepsError, check_same_step
-from autopar.microbatch.splitting import split, split_once
+from autopar.microbatch.splitting import split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
+from autopar.tracing.microbatch_traces import DividedTrace, MicrobatchTraces, SplitStep
 from autopar.tracing.rescaled_trace import NotProportionalError, rescaled
 from autopar.tracing.shared_traces import shared
 from autopar.tracing.sorted_rows import without_sorted_rows
@@ -160,43 +158,6 @@ class _Trace(NamedTuple):
     in_keys: list[tuple[Any, ...]]
     out_keys: list[tuple[Any, ...]]
     batch: frozenset[int]
-
-
-class _Numbered(NamedTuple):
-    """The traces of a step with inputs that are no arguments.
-
-    Attributes:
-        pairs: The traces for a part of the batch, each with that for all of it.
-        batch: The numbers of the inputs whose first dim is the batch.
-        positions: The number of the input with the positions of the examples, or None.
-    """
-
-    pairs: Sequence[tuple[Jaxpr, Jaxpr]]
-    batch: frozenset[int]
-    positions: int | None
-
-
-class _Split(NamedTuple):
-    """A step as it runs in microbatches.
-
-    Attributes:
-        jaxpr: The flat jaxpr.
-        microbatching: Which equations run when; None without microbatches.
-        preparation: What is computed before the step; None if nothing is.
-        rows: The numbers of the inputs whose first dim is the batch, with prepared ones, without
-            the positions of the examples.
-    """
-
-    jaxpr: Jaxpr
-    microbatching: Microbatching | None
-    preparation: Preparation | None = None
-    rows: frozenset[int] = frozenset()
-
-    @property
-    def prepared_paths(self) -> list[str]:
-        """The paths of the inputs that are computed before the step."""
-        places = self.preparation.places if self.preparation else ()
-        return [f"{PREPARED} {k}" for k in range(len(places))]
 
 
 class _StepTracer:
@@ -378,7 +339,7 @@ class _StepTracer:
                 raise NoLayersError(f"{error}{self._why_not_split(traced, count)}") from None
             traced = traced._replace(jaxpr=jaxpr)
         out_paths = traced.result.piece_paths
-        step = _Split(jaxpr, None)
+        step = SplitStep(jaxpr, None)
         if self.marked or count > 1:
             step = self._split(traced, count)
         jaxpr = step.jaxpr
@@ -393,6 +354,7 @@ class _StepTracer:
             carried=_carried(jaxpr, traced.in_keys, traced.out_keys, traced.batch),
             positions=positions,
             preparation=step.preparation,
+            first_pass=step.first_pass,
             in_tree=traced.arguments.piece_tree,
             out_tree=traced.result.piece_tree,
             arguments=traced.arguments,
@@ -402,7 +364,7 @@ class _StepTracer:
             retrace=self.graph,
         )
 
-    def _split(self, traced: _Trace, count: int) -> _Split:
+    def _split(self, traced: _Trace, count: int) -> SplitStep:
         """Return the step as it runs in microbatches; `traced` is the step for one of them.
 
         Values of a microbatch with a single example, or a single run of examples, may have dims of
@@ -446,7 +408,7 @@ class _StepTracer:
             " padded graphs, and apply the model to each by jax.vmap."
         )
 
-    def _split_like(self, scale: int, traced: _Trace, count: int) -> _Split:
+    def _split_like(self, scale: int, traced: _Trace, count: int) -> SplitStep:
         """Return the step, split like the step for a batch that is larger by `scale`.
 
         What the step computes from the whole batch alone is computed before its microbatches, if
@@ -455,71 +417,28 @@ class _StepTracer:
         micro = traced.jaxpr
         on_shards = any(eqn.primitive.name == SHARD_MAP for eqn in micro.eqns)
         if count == 1:
-            return _Split(*split_once(micro, traced.batch, self.forward))
+            return SplitStep(*split_once(micro, traced.batch, self.forward))
         whole = self._traced(Fraction(1), True, False).jaxpr
         part = self._traced(Fraction(1, count), True, on_shards).jaxpr
         small = self._trace_of_part(Fraction(scale, count), on_shards).jaxpr
         large = self._traced(Fraction(scale), True, on_shards).jaxpr
         part_of = self._traced(Fraction(1), True, on_shards).jaxpr
-        traces = micro, whole, part, part_of, small, large
-        places: tuple[Place, ...] = ()
-        refused: MicrobatchError | None = None
-        while True:
-            numbered = self._numbered(traces, traced.batch, places, count)
-            try:
-                return self._split_numbered(numbered, traces, places, count)
-            except MicrobatchError as error:
-                refused = refused or error
-                more = more_prepared(traces, numbered.pairs[-1], numbered.batch, count)
-            if not more:
-                break
-            places += more
-        if not self.marked:
-            with suppress(MicrobatchError):
-                return self._split_numbered(numbered, traces, places, count, costly=True)
-        raise refused from None
-
-    def _numbered(
-        self, traces: Sequence[Jaxpr], batch: frozenset[int], places: Sequence[Place], count: int
-    ) -> _Numbered:
-        """Return traces with the values at `places` and the positions as inputs."""
-        num_inputs = len(traces[0].invars) + len(places)
-        batch |= prepared_rows(traces[0], traces[1], places)
-        prepared = [with_prepared(trace, places) for trace in traces]
-        pairs = list(zip(prepared[::2], prepared[1::2], strict=True))
-        numbered = add_positions(pairs, batch, count, self.exactness.rng == "fold_in")
-        if numbered is None:
-            return _Numbered(pairs, batch, None)
-        return _Numbered(numbered, batch | {num_inputs}, num_inputs)
-
-    def _split_numbered(
-        self,
-        numbered: _Numbered,
-        traces: Sequence[Jaxpr],
-        places: Sequence[Place],
-        count: int,
-        costly: bool = False,
-    ) -> _Split:
-        """Return the step as it runs in microbatches; `traces` are those without more inputs."""
-        (micro, whole), (part, _), (small, large) = numbered.pairs
-        jaxpr, microbatching = split(
-            micro,
-            whole,
-            (small, large),
-            numbered.batch,
-            count,
-            part,
-            gradient_free=self.forward or not self.marked,
+        unlabelled, in_layers = self._trace_of_part(Fraction(1, count), False).jaxpr, None
+        if isinstance(self.layers, AutoLayerOption) and unlabelled is not micro:
+            in_layers = DividedTrace(unlabelled, partial(gradient_layers, option=self.layers))
+        splitter = MicrobatchTraces(
+            traces=(micro, whole, part, part_of, small, large),
+            paths=traced.arguments.piece_paths,
+            batch=traced.batch,
+            count=count,
+            exactness=self.exactness,
             stages=self.marked,
-            positions=numbered.positions,
-            own_statistics=self.exactness.batch_statistics == "microbatch",
-            costly=costly,
+            gradient_free=self.forward or not self.marked,
+            name=self.name,
+            retrace=self.graph,
+            in_layers=in_layers,
         )
-        jaxpr = without_unread_positions(jaxpr, numbered.positions)
-        if not places:
-            return _Split(jaxpr, microbatching)
-        rows = numbered.batch - {numbered.positions}
-        return _Split(jaxpr, microbatching, preparation(traces[1], places), rows)
+        return splitter.split()
 
 
 def _traced_jaxpr(

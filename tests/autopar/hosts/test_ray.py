@@ -28,6 +28,7 @@ from tests.autopar.hosts.workers import (
     pipeline,
     until,
 )
+from tests.autopar.microbatch.steps_of_all_examples import BATCH, PARAMS, STEPS
 from tests.autopar.pipeline.stack_steps import (
     serial_stack,
     stack_batch,
@@ -73,6 +74,25 @@ def test_the_plan_of_one_process_runs_on_hosts(hosts, tmp_path):
         stack_step, method=autopar.PlanMethod(autopar.Plan.load(tmp_path / "plan.json"))
     )
     assert_trained(function)
+
+
+@pytest.mark.hosts(2, 4)
+def test_two_hosts_make_two_passes_as_one_device_does(hosts):
+    step = STEPS["clip"]
+    method = autopar.PipeshardParallel(
+        num_micro_batches=4, layer_option=autopar.AutoLayerOption(2), stage_option="uniform"
+    )
+    function = autopar.parallelize(step, method=method, donate_argnums=(0,))
+    params, expected = PARAMS, PARAMS
+    for _ in range(2):
+        params, loss = function(params, BATCH)
+        expected, wanted = jax.jit(step)(expected, BATCH)
+    autopar.prefetch((params, loss))
+    autopar.testing.assert_allclose((params, loss), (expected, wanted), rtol=1e-4, atol=1e-5)
+    executable = function.get_last_executable()
+    assert executable.first_pass is not None
+    ran = {span.name for span in executable.execution_timeline().spans if span.category == "task"}
+    assert {"2F0", "3F3", "0F0", "1B3"} <= ran
 
 
 @pytest.mark.hosts(2, 4)

@@ -382,10 +382,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
         ),
         "gather at .* looks up examples by their positions in the batch",
     ),
-    "examples changed by position": (
-        lambda h, k, p, b: h.at[np.array([0])].add(1, mode="clip", wrap_negative_indices=False),
-        "scatter-add at .* looks up examples by their positions in the batch",
-    ),
     "examples that others choose": (lambda h, k, p, b: h + h[b["label"]], "at"),
     "reversed examples": (lambda h, k, p, b: h + h[::-1], "rev at"),
     "pairs of all examples": (
@@ -408,20 +404,32 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda h, k, p, b: h * p["table"][len(h) - 1],
         "start_indices, .* slice at",
     ),
-    "a power by the size of the batch": (lambda h, k, p, b: h ** len(h), "integer_pow at"),
     "as many iterations as examples": (
         lambda h, k, p, b: lax.fori_loop(0, len(h), lambda _, h: jnp.sin(h), h),
         "a loop at .* is longer for a larger batch",
     ),
-    "a while loop over as many numbers as examples": (
-        lambda h, k, p, b: h * halved(b["x"][:, :1], lambda number, _: number < len(h)),
-        "a while_loop at .* runs until the batch meets a condition",
+}
+
+
+COMPLETED: dict[str, Change] = {
+    "examples changed by position": lambda h, k, p, b: h.at[np.array([0])].add(
+        1, mode="clip", wrap_negative_indices=False
     ),
-    "a while loop until no example is large": (
-        lambda h, k, p, b: h * halved(b["x"][:, :1], lambda _, x: (x > 0.1).any()),
-        "a while_loop at .* runs until the batch meets a condition",
+    "a power by the size of the batch": lambda h, k, p, b: h ** len(h),
+    "a while loop over as many numbers as examples": lambda h, k, p, b: (
+        h * halved(b["x"][:, :1], lambda number, _: number < len(h))
+    ),
+    "a while loop until no example is large": lambda h, k, p, b: (
+        h * halved(b["x"][:, :1], lambda _, x: (x > 0.1).any())
     ),
 }
+"""Changes that need all examples, and no layer of the model after that."""
+
+
+@pytest.mark.parametrize("change", COMPLETED.values(), ids=COMPLETED.keys())
+@pytest.mark.parametrize("method", [METHODS["shards"], *slow(METHODS["pipeline"])])
+def test_a_first_pass_computes_what_needs_the_other_examples(change, method):
+    assert_equals_values(step_with(change), method, (PARAMS, BATCH, KEY))
 
 
 @pytest.mark.parametrize(("change", "reason"), REFUSED.values(), ids=REFUSED.keys())
@@ -606,21 +614,34 @@ def test_a_choice_of_integers_by_a_constant_condition_is_traced_in_microbatches(
     np.testing.assert_allclose(parallel(*args), step(*args), rtol=1e-5)
 
 
-def test_edges_that_refer_to_nodes_are_refused_with_the_inputs_and_what_to_write() -> None:
+def passes_messages(num_layers):
+    """Return a step of a graph network whose messages follow each layer, and its arguments."""
+
     def step(weights, graph):
-        def loss(w):
-            hidden = jnp.tanh(graph["nodes"] @ w)
-            received = jax.ops.segment_sum(
-                hidden[graph["senders"]], graph["receivers"], len(hidden)
-            )
-            return jnp.mean((hidden + received) ** 2)
+        def loss(layers):
+            hidden = graph["nodes"]
+            for w in layers:
+                hidden = jnp.tanh(hidden @ w)
+                sent = hidden[graph["senders"]]
+                hidden += jax.ops.segment_sum(sent, graph["receivers"], len(hidden))
+            return jnp.mean(hidden**2)
 
         return autopar.value_and_grad(loss)(weights)
 
     edges = RNG.integers(0, 16, 24).astype(np.int32)
     graph = {"nodes": BATCH["x"], "senders": edges, "receivers": edges}
+    return step, ([PARAMS["first"], PARAMS["second"]][:num_layers], graph)
+
+
+def test_edges_that_refer_to_nodes_are_refused_with_the_inputs_and_what_to_write() -> None:
+    step, args = passes_messages(2)
     with pytest.raises(
         autopar.MicrobatchError,
         match=r"1/nodes has 16 rows, 1/receivers has 24 rows(.|\n)*jax\.vmap",
     ):
-        trace(step, (PARAMS["first"], graph), (1,), 4)
+        trace(step, args, (1,), 4)
+
+
+def test_a_first_pass_sends_messages_after_the_last_layer() -> None:
+    step, args = passes_messages(1)
+    assert_equals_values(step, METHODS["shards"], args)

@@ -220,7 +220,7 @@ COMPUTED_TWICE = {
         3 * (jax.nn.one_hot(outputs(p, b).argmax(1), 3).mean(0) * outputs(p, b).mean(0)).sum()
     ),
 }
-"""Losses with a statistic of the model, which a loop before that of the gradient completes."""
+"""Losses with a statistic of the model, which a first pass completes."""
 
 GROUPED = {
     "preferences of pairs": lambda p, b: preferences(outputs(p, b).sum(1), 2),
@@ -254,15 +254,12 @@ def normalized(weights):
     return (weights - weights.mean()) / jnp.sqrt(((weights - weights.mean()) ** 2).mean() + 1e-6)
 
 
-REFUSED = {
+OF_THE_WHOLE_BATCH = {
     "masked means in a loop": lambda p, b: masked_in_a_loop(p, b),
     "largest": lambda p, b: per_example(p, b).max(),
     "batch normalization": lambda p, b: ((outputs(p, b) - outputs(p, b).mean(0)) ** 2).mean(),
     "contrastive": lambda p, b: jax.nn.logsumexp(outputs(p, b) @ outputs(p, b).T, axis=1).mean(),
     "neighbours": lambda p, b: (per_example(p, b)[1:] * per_example(p, b)[:-1]).mean(),
-    "positions as constants": lambda p, b: (
-        per_example(p, b) * np.arange(len(b["x"]), dtype=np.float32)
-    ).mean(),
     "rows of another number": lambda p, b: (outputs(p, b).reshape(2, -1).max(1) ** 2).mean(),
     "rows in another order": lambda p, b: (
         jnp.reshape(outputs(p, b), (3, -1), order="F").T * p["b"]
@@ -270,10 +267,19 @@ REFUSED = {
     "columns read as rows": lambda p, b: (
         jax.lax.reshape(outputs(p, b), outputs(p, b).shape, (1, 0)) * p["b"]
     ).mean(),
+    "a matrix scaled by the size of the batch": lambda p, b: (
+        jsp.linalg.solve_triangular(
+            matrix_of(p) * len(b["x"]), outputs(p, b).T, lower=True, unit_diagonal=True
+        )
+        ** 2
+    ).mean(),
 }
+"""Losses that need all examples together, of outputs that a first pass computes."""
 
-
-REFUSED |= {
+REFUSED = {
+    "positions as constants": lambda p, b: (
+        per_example(p, b) * np.arange(len(b["x"]), dtype=np.float32)
+    ).mean(),
     "a part by the size of the batch": lambda p, b: (
         mean_loss(p, b) * jnp.split(p["w"][:, 0], [1, 1 + len(b["x"]) // 4])[1].sum()
     ),
@@ -292,12 +298,6 @@ REFUSED |= {
             .sum()
         )
     ),
-    "a matrix scaled by the size of the batch": lambda p, b: (
-        jsp.linalg.solve_triangular(
-            matrix_of(p) * len(b["x"]), outputs(p, b).T, lower=True, unit_diagonal=True
-        )
-        ** 2
-    ).mean(),
 }
 
 
@@ -345,6 +345,7 @@ def step_of_all(losses):
         (REPAIRED, autopar.DataParallel(2, 2)),
         (REPAIRED, autopar.ShardParallel(1, 4)),
         (COMPUTED_TWICE, autopar.ShardParallel(2, 2)),
+        (OF_THE_WHOLE_BATCH, autopar.ShardParallel(2, 2)),
         (GROUPED, autopar.DataParallel(1, 2)),
     ],
     ids=[
@@ -353,6 +354,7 @@ def step_of_all(losses):
         "statistics",
         "statistics, 4",
         "computed twice",
+        "of the whole batch",
         "neighbours",
     ],
 )
@@ -431,21 +433,6 @@ def test_rows_of_a_single_example_get_the_dim_that_jax_leaves_out():
     assert_allclose(parallel(weights, batch), jax.jit(step)(weights, batch), rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_over_pairs_of_examples_is_refused_with_what_runs_instead():
-    def step(weights, batch):
-        def loss_fn(weights):
-            scores = (batch["x"] @ weights) @ batch["y"].T
-            return -jnp.diagonal(jax.nn.log_softmax(scores)).mean()
-
-        return jax.value_and_grad(loss_fn)(weights)
-
-    batch = {"x": np.ones((4, 5), np.float32), "y": np.ones((4, 3), np.float32)}
-    weights = np.ones((5, 3), np.float32)
-    method = autopar.ShardParallel(1, num_micro_batches=2)
-    with pytest.raises(autopar.MicrobatchError, match=r"test_splitting.py.* num_micro_batches=1"):
-        autopar.parallelize(step, method=method)(weights, batch)
-
-
 def test_arguments_that_may_be_batches_are_named_if_a_microbatch_cannot_be_traced():
     def step(weights, x, y):
         return jax.value_and_grad(lambda w: ((x @ w - y) ** 2).mean())(weights)
@@ -481,25 +468,49 @@ def sharpness_aware_arguments():
     return {k: values[k] for k in ("in", "out")}, {k: values[k] for k in ("x", "y")}
 
 
-@pytest.mark.parametrize("loss", COMPUTED_TWICE.values(), ids=COMPUTED_TWICE.keys())
-def test_a_pipeline_does_not_compute_the_model_twice(loss):
-    with pytest.raises(autopar.MicrobatchError):
-        trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=2, marked=True)
+COMPLETED = COMPUTED_TWICE | OF_THE_WHOLE_BATCH
 
 
-def test_a_second_gradient_of_the_batch_follows_the_first_in_another_loop():
+@pytest.mark.parametrize("loss", COMPLETED.values(), ids=COMPLETED.keys())
+@pytest.mark.parametrize(
+    "method",
+    slow(
+        autopar.ShardParallel(1, 4),
+        autopar.PipeshardParallel(
+            4, 2, layer_option=autopar.AutoLayerOption(2), stage_option="uniform"
+        ),
+    ),
+    ids=["4 microbatches", "pipeline"],
+)
+def test_losses_that_need_two_passes_are_exact(loss, method):
+    def step(params, batch):
+        return step_of(lambda p, b: loss(p, b | {"x": deep(p["deep"], b["x"])}))(params, batch)
+
+    params = PARAMS | {"deep": DEEP}
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(parallel(params, BATCH), jax.jit(step)(params, BATCH), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.ShardParallel(2, num_micro_batches=2),
+        autopar.PipeshardParallel(
+            2, num_micro_batches=2, layer_option=autopar.AutoLayerOption(2), stage_option="uniform"
+        ),
+    ],
+    ids=["shards", "pipeline"],
+)
+def test_a_second_gradient_of_the_batch_follows_the_first_in_a_second_pass(method):
     """Sharpness-aware steps move the parameters by the first gradient of the whole batch."""
-    step = autopar.parallelize(
-        sharpness_aware_step, method=autopar.ShardParallel(2, num_micro_batches=2)
-    )
+    step = autopar.parallelize(sharpness_aware_step, method=method)
     expected = sharpness_aware_step(*sharpness_aware_arguments())
     autopar.testing.assert_allclose(step(*sharpness_aware_arguments()), expected, rtol=1e-4)
     executable = step.get_last_executable()
     assert executable is not None
-    assert "2 loops over the microbatches compute the model" in executable.plan.warnings[0]
-    graph = trace(sharpness_aware_step, sharpness_aware_arguments(), (1,), num_micro_batches=2)
-    assert graph.microbatching is not None
-    assert len(graph.microbatching.loops) == 2
+    assert "2 passes over the microbatches compute the model" in executable.plan.warnings[-1]
+    assert executable.first_pass is not None
+    assert executable.step.first_pass.has_backward
 
 
 @pytest.mark.parametrize(
@@ -519,16 +530,6 @@ def test_a_second_gradient_may_follow_from_a_norm_of_the_first_in_any_way(norm_o
     )
     args = sharpness_aware_arguments()
     autopar.testing.assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-4)
-
-
-def test_a_second_gradient_of_the_batch_is_refused_in_a_pipeline_with_what_to_do():
-    step = autopar.parallelize(
-        sharpness_aware_step, method=autopar.PipeshardParallel(2, num_micro_batches=2)
-    )
-    with pytest.raises(
-        autopar.MicrobatchError, match=r"gradient of the batch.*make a step of each"
-    ):
-        step(*sharpness_aware_arguments())
 
 
 def test_a_pipeline_of_one_microbatch_takes_a_second_gradient_of_the_batch():
@@ -649,38 +650,6 @@ def test_several_masked_means_are_accumulated_each_with_its_weights():
 
     micro = autopar.parallelize(step, method=autopar.DataParallel(devices=2, num_micro_batches=4))
     assert_allclose(micro(PARAMS, BATCH), step(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
-
-
-def test_other_losses_are_made_of_sums_by_the_user_as_the_refusal_says():
-    """A weight that depends on all outputs needs a second pass, which a pipeline does not make."""
-
-    def refused(params, batch):
-        def loss(p):
-            energy = jax.lax.stop_gradient((outputs(p, batch) ** 2).sum())
-            return per_example(p, batch).sum() * jnp.tanh(energy)
-
-        return autopar.value_and_grad(loss)(params)
-
-    def allowed(params, batch):
-        def sums(p):
-            return per_example(p, batch).sum(), (outputs(p, batch) ** 2).sum()
-
-        (total, energy), gradients = autopar.value_and_grad(sums, has_aux=True)(params)
-        return jax.tree.map(lambda x: x * jnp.tanh(energy), (total, gradients))
-
-    method = autopar.DataParallel(devices=2, num_micro_batches=4)
-    advice = (
-        r"return the sums .* with has_aux=True, and divide after .*"
-        r"\(total, weights\), gradients = autopar.value_and_grad\(sums"
-    )
-    with pytest.raises(autopar.MicrobatchError, match=advice):
-        trace(refused, (PARAMS, BATCH), (1,), num_micro_batches=4, marked=True)
-    assert_allclose(
-        autopar.parallelize(allowed, method=method)(PARAMS, BATCH),
-        refused(PARAMS, BATCH),
-        rtol=1e-5,
-        atol=1e-6,
-    )
 
 
 METHODS = {
@@ -977,24 +946,29 @@ def test_loops_over_layers_and_time_keep_what_they_carry():
     autopar.testing.assert_allclose(planned(w, x), jax.jit(step)(w, x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("loop", "words"),
-    [
-        (
-            lambda w, x: jax.lax.map(lambda row: (row @ w).sum(), x).mean(),
-            "goes through the examples",
-        ),
-        (
-            lambda w, x: jax.lax.cond(x.sum() > 0, lambda: (x @ w).mean(), lambda: (x @ w).sum()),
-            "not linear|branch",
-        ),
-    ],
-    ids=["map over examples", "branch on the batch"],
-)
-def test_loops_that_see_single_examples_are_refused(loop, words):
+def test_a_loop_over_the_examples_is_refused():
     def step(w, x):
-        return autopar.grad(loop)(w, x)
+        return autopar.grad(lambda w: jax.lax.map(lambda row: jnp.tanh(row @ w).sum(), x).mean())(w)
 
     planned = autopar.parallelize(step, method=autopar.DataParallel(devices=2, num_micro_batches=2))
-    with pytest.raises(autopar.MicrobatchError, match=words):
+    with pytest.raises(autopar.MicrobatchError, match="goes through the examples"):
         planned(jnp.ones((4, 4)), jnp.ones((8, 4)))
+
+
+def test_a_branch_on_the_batch_is_taken_alike_in_all_microbatches():
+    """A first pass completes the condition, here a sum that a part of the batch has otherwise."""
+
+    def step(w, x):
+        def loss(w):
+            return jax.lax.cond(
+                x.sum() > 0, lambda: jnp.tanh(x @ w).mean(), lambda: jnp.sin(x @ w).sum()
+            )
+
+        return autopar.grad(loss)(w)
+
+    x = jnp.where(jnp.arange(8)[:, None] % 2 == 0, -1.0, 2.0) * jnp.ones((8, 4))
+    w = jax.random.normal(jax.random.key(2), (4, 4))
+    for sign in (1, -1):
+        method = autopar.DataParallel(devices=2, num_micro_batches=2)
+        planned = autopar.parallelize(step, method=method, donate_argnums=())
+        assert_allclose(planned(w, sign * x), jax.jit(step)(w, sign * x), rtol=1e-5, atol=1e-6)

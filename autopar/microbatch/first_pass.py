@@ -1,0 +1,318 @@
+"""The values that a first pass over the microbatches completes, before a second one reads them.
+
+A contrastive loss compares every example with all others, and a balance loss multiplies statistics
+of the batch. No microbatch has what that needs, and unlike the prepared inputs
+(`autopar.microbatch.prepared_inputs`) it depends on the model. So the step runs in two passes. The
+first one computes what the values need for each microbatch, such as embeddings, puts it together,
+and computes the values once, for the whole batch. In the second pass they are inputs: values with a
+row per example, such as the gradients of the embeddings, are cut like the batch. That is gradient
+caching (Gao et al. 2021, arXiv:2101.06983): the forward pass runs twice, and the results are those
+of the whole batch.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import override
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from autopar.ir.equation_groups import Unit, dependents, units
+from autopar.ir.evaluate import Numbered
+from autopar.ir.graph import Atom, Where, aval_of, needed
+from autopar.ir.keys import is_key
+from autopar.ir.preparation import TracedValue
+from autopar.ir.step_graph import MicrobatchError
+from autopar.microbatch.batch_scaling import BatchScalings
+from autopar.microbatch.batch_scaling_constants import with_constants_of
+from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
+from autopar.microbatch.body_boundary import find_boundary
+from autopar.microbatch.deferred_division import equations
+from autopar.microbatch.own_statistics import exact_rules
+from autopar.microbatch.prepared_inputs import PreparableValues, values_at
+from autopar.primitives import record_of
+
+COMPLETED = "first pass"
+"""The first words of the path of an input that the first pass completes."""
+
+
+def more_completed(
+    traces: Sequence[Jaxpr],
+    sizes: tuple[Jaxpr, Jaxpr],
+    batch: frozenset[int],
+    positions: int | None,
+    count: int,
+    stages: bool,
+    completed: Collection[int] = (),
+) -> tuple[TracedValue, ...]:
+    """Return values that a first pass may complete, so that more of the step is separable.
+
+    These are the statistics that inseparable equations read. Where equations pair examples, they
+    are the first values after them that have a row per example or the shape of a statistic.
+
+    Args:
+        traces: the traces of the step, in turns for a part of the batch and for `count` times as
+            many examples.
+        sizes: the last two of the traces with further inputs: values that are computed before, and
+            the positions of the examples.
+        batch: inputs of `sizes` whose first dim is the batch.
+        positions: the input with the positions of the examples; None if there is none.
+        count: number of microbatches.
+        stages: whether the step is cut into pipeline stages.
+        completed: the inputs that a first pass completes already.
+
+    Returns:
+        The values; empty if no such values help.
+    """
+    names = [eqn.primitive for eqn in traces[0].eqns]
+    if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
+        return ()
+    examples = batch - {positions}
+    small = with_constants_of(sizes[1], sizes[0], count) or sizes[0]
+    *_, rules = exact_rules(small, {*examples, *completed}, stages)
+    try:
+        found = BatchScalings(small, sizes[1], batch, count, rules)
+        boundary = find_boundary(small, examples, found, completed=completed)
+    except MicrobatchError:
+        return ()
+    inseparable = [var for var in boundary.values if isinstance(found.kinds[var], NotSeparable)]
+    search = _CompletableValues(traces, small, batch, found)
+    return search.places_before(inseparable)
+
+
+def latest_completed(
+    traces: Sequence[Jaxpr],
+    small: Jaxpr,
+    batch: Collection[int],
+    inputs: Sequence[int],
+    completed: Sequence[TracedValue],
+) -> tuple[TracedValue, ...]:
+    """Return the values that a first pass completes, with what follows from them alone.
+
+    An update of the weights, or of the optimizer's state, is no work of each microbatch.
+
+    Args:
+        traces: the traces of the step, as in `more_completed`.
+        small: the second pass of the last but one, with further inputs.
+        batch: inputs of `small` whose first dim is the batch.
+        inputs: inputs of `small` that the first pass completes.
+        completed: their places in the traces.
+    """
+    known = dict(zip((small.invars[i] for i in inputs), completed, strict=True))
+    for number, eqn in enumerate(traces[-2].eqns):
+        for result, var in enumerate(eqn.outvars):
+            known[var] = TracedValue(number, result)
+    groups = units(enumerate(small.eqns))
+    rest = dependents(enumerate(small.eqns), (small.invars[i] for i in batch))
+    derived = {small.invars[i] for i in inputs} - rest
+    update: set[int] = set()
+    for unit in groups:
+        if derived.isdisjoint(unit.reads):
+            continue
+        fits = all(_has_fixed_shape(traces, known.get(var)) for var in unit.makes)
+        if fits and rest.isdisjoint(unit.reads):
+            derived.update(unit.makes)
+            update.add(unit.number)
+        else:
+            rest.update(unit.makes)
+    read = {var for unit in groups if unit.number not in update for var in unit.reads}
+    read.update(atom for atom in small.outvars if isinstance(atom, Var))
+    of_examples = {small.invars[i] for i in inputs} - derived
+    return tuple(value for var, value in known.items() if var in read & (derived | of_examples))
+
+
+def _has_fixed_shape(traces: Sequence[Jaxpr], place: TracedValue | None) -> bool:
+    """Return whether a value is an array of the same shape for any size of the batch."""
+    if place is None:
+        return False
+    avals = [aval_of(*values_at(trace, [place])) for trace in traces]
+    return not is_key(avals[0].dtype) and len({aval.shape for aval in avals}) == 1
+
+
+class _CompletableValues(PreparableValues):
+    """The values of a step that a first pass can complete; see `more_completed`."""
+
+    def places_before(self, values: Iterable[Var]) -> tuple[TracedValue, ...]:
+        """Return the places of values without which `values` are not separable."""
+        roots = self._roots(values)
+        statistics = dict.fromkeys(
+            statistic for unit in roots for var in unit.reads for statistic in self._statistics(var)
+        )
+        chosen = list(statistics) or self._after(roots)
+        places = [self._as_input(var) for var in chosen]
+        return tuple(place for place in places if place) if all(places) else ()
+
+    def _statistics(self, var: Var) -> list[Var]:
+        """Return a value itself if it is a statistic, or the one by which it is divided."""
+        kind = self.kinds[var]
+        if not isinstance(kind, BatchScaling):
+            return []
+        if kind.per is not None:
+            return [kind.per]
+        return [var] if kind.form in ("linear", "function") else []
+
+    @override
+    def fits(self, var: Var) -> bool:
+        return self._as_input(var) is not None
+
+    def _as_input(self, var: Var) -> TracedValue | None:
+        """Return the place of a value that can be an input; None for other values."""
+        place = self.place.get(var)
+        if place is None or super().fits(var):
+            return place
+        if is_key(aval_of(var).dtype):
+            return None
+        shapes = [aval_of(*values_at(trace, [place])).shape for trace in self.traces]
+        if len({shape[1:] for shape in shapes}) > 1 or not shapes[0]:
+            return None
+        rows = [
+            min(aval_of(trace.invars[i]).shape[0] for i in self.examples) for trace in self.traces
+        ]
+        blocks = {shape[0] / n for shape, n in zip(shapes, rows, strict=True)}
+        if len(blocks) > 1 or (count := int(*blocks)) < 2:
+            return None
+        return place._replace(blocks=count)
+
+    def _roots(self, values: Iterable[Var]) -> list[Unit]:
+        """Return the units whose operands are separable and whose results are not."""
+        roots: dict[int, Unit] = {}
+        pending, seen = list(values), set[Var]()
+        while pending:
+            var = pending.pop()
+            if var in seen or var not in self.unit_of:
+                continue
+            seen.add(var)
+            unit = self.unit_of[var]
+            reasons = [v for v in unit.reads if isinstance(self.kinds[v], NotSeparable)]
+            if reasons:
+                pending += reasons
+            else:
+                roots[unit.number] = unit
+        return [roots[number] for number in sorted(roots)]
+
+    def _after(self, roots: Sequence[Unit]) -> list[Var]:
+        """Return the first values after `roots` that others can read from a first pass.
+
+        Between them and the roots are the equations that only the first pass computes: those that
+        read a value of an unfit shape, and those on the way from one of these to another.
+        """
+        inside = {unit.number for unit in roots}
+        while True:
+            made = {var for unit in self.units if unit.number in inside for var in unit.makes}
+            unfit = {var for var in made if not self.fits(var)}
+            more = {unit.number for unit in self.units if not unfit.isdisjoint(unit.reads)}
+            more |= self._between(inside, made)
+            if more <= inside:
+                break
+            inside |= more
+        read = {
+            var for unit in self.units if unit.number not in inside for var in unit.reads
+        }.union(atom for atom in self.outvars if isinstance(atom, Var))
+        first_pass = (unit for unit in self.units if unit.number in inside)
+        return [var for unit in first_pass for var in unit.makes if var in read]
+
+    def _between(self, inside: Collection[int], made: Collection[Var]) -> set[int]:
+        """Return the units that depend on `made`, and that a unit of `inside` depends on."""
+        later = dependents((each for unit in self.units for each in unit.eqns), made)
+        wanted: set[Var] = set()
+        between: set[int] = set()
+        for unit in reversed(self.units):
+            if unit.number in inside or not wanted.isdisjoint(unit.makes):
+                wanted.update(unit.reads)
+                if not later.isdisjoint(unit.reads):
+                    between.add(unit.number)
+        return between
+
+
+def reading(jaxpr: Jaxpr, inputs: Collection[int]) -> Jaxpr:
+    """Return the second pass, without the equations that neither its results nor effects need.
+
+    Args:
+        jaxpr: the trace of a step with further inputs.
+        inputs: the inputs that the first pass completes. Copies of them are returned, because they
+            are where the equations read them.
+    """
+    eqns = [eqn for _, eqn in needed(enumerate(jaxpr.eqns), jaxpr.outvars)]
+    completed = {jaxpr.invars[i] for i in inputs}
+    outvars: list[Atom] = []
+    for atom in jaxpr.outvars:
+        if isinstance(atom, Var) and atom in completed:
+            copy = Var(aval_of(atom))
+            eqns += equations(jnp.copy, [atom], copy, jaxpr.eqns[0].source_info)
+            atom = copy
+        outvars.append(atom)
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def completing(trace: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
+    """Return what computes values as they are inputs of the second pass, without effects.
+
+    Args:
+        trace: the trace of a step.
+        places: the places of the values in it.
+    """
+    values = values_at(trace, places)
+    pure = [(number, eqn) for number, eqn in enumerate(trace.eqns) if not eqn.effects]
+    eqns = [eqn for _, eqn in needed(pure, values)]
+    results: list[Var] = []
+    for place, value in zip(places, values, strict=True):
+        results.append(value)
+        if place.blocks > 1:
+            size, *rest = aval_of(value).shape
+            shape = (size // place.blocks, place.blocks, *rest)
+            results[-1] = Var(aval_of(value).update(shape=shape))
+            of_blocks = partial(_of_blocks, place.blocks)
+            source = trace.eqns[place.number].source_info
+            eqns += equations(of_blocks, [value], results[-1], source)
+    return trace.replace(eqns=eqns, outvars=results, effects=frozenset())
+
+
+def _of_blocks(blocks: int, value: jax.Array) -> jax.Array:
+    """Return an array of shape (examples, blocks, ...), whose blocks are in the first dim."""
+    return value.reshape(blocks, -1, *value.shape[1:]).swapaxes(0, 1)
+
+
+def check_no_model(
+    tail: Iterable[Numbered], micro: Jaxpr, whole: Jaxpr, batch: Collection[int]
+) -> None:
+    """Check that what a first pass computes once for the whole batch has no layers of the model.
+
+    Args:
+        tail: the equations that it computes once.
+        micro: the trace of the pass for one microbatch.
+        whole: the trace for the whole batch, with the same primitives.
+        batch: inputs whose first dim is the batch.
+
+    Raises:
+        MicrobatchError: a product of values of the batch has a weight as its other operand.
+    """
+    # What both traces have alike is in the tail as the microbatch has it.
+    traces = micro, whole
+    of_batch: set[Var] = set()
+    weights: set[Var] = set()
+    for trace in traces:
+        of_batch |= dependents(enumerate(trace.eqns), (trace.invars[i] for i in batch))
+        weights.update(
+            var
+            for i, var in enumerate(trace.invars)
+            if i not in batch
+            and aval_of(var).ndim
+            and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
+        )
+    for eqn, twin in zip(micro.eqns, whole.eqns, strict=True):
+        if not weights.isdisjoint((*_operands(eqn), *_operands(twin))):
+            for pair in zip(eqn.outvars, twin.outvars, strict=True):
+                if aval_of(pair[0]).shape == aval_of(pair[1]).shape:
+                    weights.update(pair)
+    for _, eqn in tail:
+        record, operands = record_of(eqn), _operands(eqn)
+        is_layer = record.is_contraction or record.runs_body
+        if is_layer and not of_batch.isdisjoint(operands) and not weights.isdisjoint(operands):
+            raise MicrobatchError(
+                f"{Where(eqn)} is a layer of the model and needs examples of all microbatches"
+            )
+
+
+def _operands(eqn: JaxprEqn) -> list[Var]:
+    return [atom for atom in eqn.invars if isinstance(atom, Var)]

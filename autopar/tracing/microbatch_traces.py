@@ -1,0 +1,383 @@
+"""Split the traces of a step into microbatches, in one pass over them or in two."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from autopar.ir.array_cuts import CutTree
+from autopar.ir.graph import is_backward, source_line
+from autopar.ir.preparation import Preparation, TracedValue
+from autopar.ir.step_graph import (
+    Exactness,
+    FirstPass,
+    MicrobatchError,
+    Microbatching,
+    StepGraph,
+)
+from autopar.layering.layer_clustering import NoLayersError
+from autopar.microbatch.first_pass import (
+    COMPLETED,
+    check_no_model,
+    completing,
+    latest_completed,
+    more_completed,
+    reading,
+)
+from autopar.microbatch.prepared_inputs import (
+    PREPARED,
+    more_prepared,
+    preparation,
+    prepared_rows,
+    with_prepared,
+)
+from autopar.microbatch.row_positions import POSITIONS, add_positions, without_unread_positions
+from autopar.microbatch.splitting import split
+from autopar.primitives import record_of
+
+
+class SplitStep(NamedTuple):
+    """A step as it runs in microbatches.
+
+    Attributes:
+        jaxpr: The flat jaxpr.
+        microbatching: Which equations run when; None without microbatches.
+        preparation: What is computed before the step; None if nothing is.
+        rows: The numbers of the inputs whose first dim is the batch, with prepared ones, without
+            the positions of the examples.
+        first_pass: The pass that computes further inputs; None if the step is one pass.
+    """
+
+    jaxpr: Jaxpr
+    microbatching: Microbatching | None
+    preparation: Preparation | None = None
+    rows: frozenset[int] = frozenset()
+    first_pass: FirstPass | None = None
+
+    @property
+    def prepared_paths(self) -> list[str]:
+        """The paths of the inputs that are computed before the step."""
+        count = len(self.preparation.places) if self.preparation else 0
+        return [
+            *_prepared_paths(count),
+            *(self.first_pass.step.out_paths if self.first_pass else ()),
+        ]
+
+
+class _Numbered(NamedTuple):
+    """The traces of a step with inputs that are no arguments.
+
+    Attributes:
+        pairs: The traces for a part of the batch, each with that for all of it.
+        batch: The numbers of the inputs whose first dim is the batch.
+        positions: The number of the input with the positions of the examples, or None.
+    """
+
+    pairs: Sequence[tuple[Jaxpr, Jaxpr]]
+    batch: frozenset[int]
+    positions: int | None
+
+
+class DividedTrace(NamedTuple):
+    """How a trace was divided into layers.
+
+    Attributes:
+        trace: The trace without layers.
+        divide: Divides it into layers.
+    """
+
+    trace: Jaxpr
+    divide: Callable[[Jaxpr], Jaxpr]
+
+
+@dataclass(frozen=True)
+class MicrobatchTraces:
+    """The traces of a step that is split into microbatches.
+
+    Attributes:
+        traces: The traces, in turns for a part of the batch and for `count` times as many examples.
+            The first two are those of a microbatch and of the batch, as they run. The next two are
+            those that the last two correspond to, which are for more examples and say how values
+            scale with the batch.
+        paths: The name of each argument.
+        batch: The numbers of the arguments whose first dim is the batch.
+        count: The number of microbatches.
+        exactness: In what microbatches may differ from the whole batch.
+        stages: Whether the step is cut into pipeline stages.
+        gradient_free: Whether the step may take no gradient.
+        name: The name of the user's function.
+        retrace: A function that returns the step for another number of microbatches.
+        in_layers: How the trace of a microbatch was divided into layers; None if it was not, or was
+            traced in layers.
+        divide: A function that divides each pass over the microbatches into layers; None if the
+            traces are in layers as they are to run.
+        is_first_pass: Whether the step is a first pass.
+    """
+
+    traces: tuple[Jaxpr, ...]
+    paths: tuple[str, ...]
+    batch: frozenset[int]
+    count: int
+    exactness: Exactness
+    stages: bool
+    gradient_free: bool
+    name: str
+    retrace: Callable[[int], StepGraph]
+    in_layers: DividedTrace | None = None
+    divide: Callable[[Jaxpr], Jaxpr] | None = None
+    is_first_pass: bool = False
+
+    def split(self) -> SplitStep:
+        """Return the step as it runs in microbatches.
+
+        What the step computes from the whole batch alone is computed before its microbatches, if
+        these can't be right otherwise. What they need of the model for the whole batch, a first
+        pass completes.
+
+        Raises:
+            MicrobatchError: The step does not have the same result in microbatches.
+        """
+        places: tuple[TracedValue, ...] = ()
+        refused: MicrobatchError | None = None
+        while True:
+            numbered = self._numbered(places)
+            try:
+                return self._split(numbered, places)
+            except MicrobatchError as error:
+                refused = refused or error
+                more = more_prepared(self.traces, numbered.pairs[-1], numbered.batch, self.count)
+            if not more:
+                break
+            places += more
+        with suppress(MicrobatchError):
+            return self._in_two_passes(numbered, places)
+        raise refused from None
+
+    def _numbered(self, places: Sequence[TracedValue]) -> _Numbered:
+        """Return the traces with the values at `places` and the positions as inputs."""
+        num_inputs = len(self.traces[0].invars) + len(places)
+        batch = self.batch | prepared_rows(self.traces[0], self.traces[1], places)
+        prepared = [with_prepared(trace, places) for trace in self.traces]
+        pairs = list(zip(prepared[::2], prepared[1::2], strict=True))
+        numbered = add_positions(pairs, batch, self.count, self.exactness.rng == "fold_in")
+        if numbered is None:
+            return _Numbered(pairs, batch, None)
+        return _Numbered(numbered, batch | {num_inputs}, num_inputs)
+
+    def _split(
+        self, numbered: _Numbered, places: Sequence[TracedValue], num_completed: int = 0
+    ) -> SplitStep:
+        """Return a pass with the values at `places` prepared.
+
+        Further inputs follow these if a first pass completes them.
+        """
+        (micro, whole), (part, _), (small, large) = numbered.pairs
+        jaxpr, microbatching = split(
+            self.divide(micro) if self.divide else micro,
+            whole,
+            (small, large),
+            numbered.batch,
+            self.count,
+            part,
+            gradient_free=self.gradient_free,
+            stages=self.stages,
+            positions=numbered.positions,
+            own_statistics=self.exactness.batch_statistics == "microbatch",
+            first_pass=self.is_first_pass,
+            completed=_last_inputs(numbered, num_completed),
+        )
+        if self.is_first_pass:
+            check_no_model(microbatching.tail, micro, whole, numbered.batch)
+        jaxpr = without_unread_positions(jaxpr, numbered.positions)
+        rows = numbered.batch - {numbered.positions}
+        prepared = preparation(self.traces[1], places) if places else None
+        return SplitStep(jaxpr, microbatching, prepared, rows)
+
+    # -- two passes
+
+    def _in_two_passes(self, numbered: _Numbered, places: tuple[TracedValue, ...]) -> SplitStep:
+        """Return the second of two passes over the microbatches, with the first one.
+
+        The first pass may be two passes itself.
+
+        Args:
+            numbered: The traces with the values at `places` and the positions as inputs.
+            places: The values that are prepared.
+
+        Raises:
+            MicrobatchError: Passes will not do.
+        """
+        completed: tuple[TracedValue, ...] = ()
+        second = numbered
+        while True:
+            more = more_completed(
+                self.traces,
+                second.pairs[-1],
+                second.batch,
+                second.positions,
+                self.count,
+                self.stages,
+                _last_inputs(second, len(completed)),
+            )
+            if not more:
+                break
+            completed += more
+            second = self._second_pass(places, completed)
+            if self.is_first_pass:
+                _check_gradients(completing(self.traces[1], completed))
+                with suppress(MicrobatchError):  # it may compute the rest once
+                    self._split(second, places, len(completed))
+                    break
+        if not completed:
+            raise MicrobatchError("two passes over the microbatches will not do")
+        latest = latest_completed(
+            self.traces,
+            second.pairs[-1][0],
+            second.batch,
+            _last_inputs(second, len(completed)),
+            completed,
+        )
+        if not self.is_first_pass:
+            return self._passes(places, latest)
+        with suppress(MicrobatchError):
+            return self._passes(places, latest)
+        return self._passes(places, completed)
+
+    def _passes(
+        self, places: tuple[TracedValue, ...], completed: tuple[TracedValue, ...]
+    ) -> SplitStep:
+        """Return the second of two passes, with the first one that computes `completed`."""
+        first = self._first_pass(completed)
+        if first.has_backward and self.in_layers is not None:
+            # Both passes have gradients, each of which is to be in all layers.
+            micro, divide = self.in_layers
+            traces = (micro, *self.traces[1:])
+            own = replace(self, traces=traces, in_layers=None, divide=divide)
+            with suppress(MicrobatchError, NoLayersError):
+                return own._passes(places, completed)
+        second = self._split(self._second_pass(places, completed), places, len(completed))
+        return second._replace(first_pass=first)
+
+    def _second_pass(
+        self, places: tuple[TracedValue, ...], completed: tuple[TracedValue, ...]
+    ) -> _Numbered:
+        """Return the traces of the second pass, without what only the first one computes."""
+        numbered = self._numbered((*places, *completed))
+        inputs = _last_inputs(numbered, len(completed))
+        pairs = [(reading(part, inputs), reading(whole, inputs)) for part, whole in numbered.pairs]
+        return numbered._replace(pairs=pairs)
+
+    def _first_pass(self, completed: tuple[TracedValue, ...]) -> FirstPass:
+        """Return the first pass, which computes the values `completed`.
+
+        Raises:
+            MicrobatchError: It does not run in microbatches, or computes all that the step does,
+                or is the first of three passes and takes no gradients.
+        """
+        divided = self.in_layers
+        traces = replace(
+            self,
+            traces=tuple(completing(trace, completed) for trace in self.traces),
+            gradient_free=True,
+            name=f"the first pass of {self.name}",
+            retrace=partial(_first_pass_of, self.retrace),
+            in_layers=divided and divided._replace(trace=completing(divided.trace, completed)),
+            is_first_pass=True,
+        )
+        if self.is_first_pass and len(traces.traces[1].eqns) >= len(self.traces[1].eqns):
+            raise MicrobatchError("a pass before the first one would compute as much as it does")
+        step, reads = traces._graph(len(completed))
+        lines = (source_line(self.traces[1].eqns[value.number]) for value in completed)
+        assert step.microbatching is not None
+        has_backward = any(_is_of_gradient(eqn) for _, eqn in step.microbatching.body)
+        return FirstPass(step, reads, completed, tuple(dict.fromkeys(lines)), has_backward)
+
+    def _graph(self, num_results: int) -> tuple[StepGraph, tuple[int, ...]]:
+        """Return a first pass as a step, and the numbers of the arguments that it has."""
+        result, count = self.split(), len(self.paths)
+        made = result.jaxpr.invars[count:]
+        read = {atom for eqn in result.jaxpr.eqns for atom in eqn.invars if isinstance(atom, Var)}
+        early: set[int] = set()
+        for source in (result.preparation, result.first_pass):
+            early.update(source.reads if source else ())
+        reads = tuple(i for i in range(count) if i in early or result.jaxpr.invars[i] in read)
+        number = {i: k for k, i in enumerate(reads)}
+        number |= {count + k: len(reads) + k for k in range(len(made))}
+        prepared = result.prepared_paths
+        has_positions = len(made) > len(prepared)
+        inputs = _tuple_of([self.paths[i] for i in reads])
+        results = _tuple_of([f"{COMPLETED} {k}" for k in range(num_results)])
+        rows = {*self.batch, *result.rows, *([count + len(prepared)] if has_positions else [])}
+        preparation, first = result.preparation, result.first_pass
+        if preparation is not None:
+            arguments = preparation.jaxpr.invars
+            preparation = replace(
+                preparation,
+                jaxpr=preparation.jaxpr.replace(invars=[arguments[i] for i in reads]),
+                reads=tuple(number[i] for i in preparation.reads),
+            )
+        if first is not None:
+            first = replace(first, reads=tuple(number[i] for i in first.reads))
+        step = StepGraph(
+            jaxpr=result.jaxpr.replace(invars=[*(result.jaxpr.invars[i] for i in reads), *made]),
+            in_paths=(*inputs.paths, *prepared, *([POSITIONS] if has_positions else [])),
+            out_paths=results.paths,
+            batch=frozenset(number[i] for i in rows if i in number),
+            carried={},
+            positions=len(inputs.paths) + len(prepared) if has_positions else None,
+            preparation=preparation,
+            first_pass=first,
+            in_tree=inputs.tree,
+            out_tree=results.tree,
+            arguments=inputs,
+            result=results,
+            name=self.name,
+            microbatching=result.microbatching,
+            retrace=self.retrace,
+        )
+        return step, reads
+
+
+def _first_pass_of(retrace: Callable[[int], StepGraph], count: int) -> StepGraph:
+    """Return the first pass of a step in `count` microbatches."""
+    step = retrace(count)
+    if step.first_pass is None:
+        raise MicrobatchError(f"{step.name} has no first pass in {count} microbatches")
+    return step.first_pass.step
+
+
+def _check_gradients(jaxpr: Jaxpr) -> None:
+    """Check that the first of three passes takes gradients.
+
+    A further pass for every layer that mixes examples would take too long.
+
+    Raises:
+        MicrobatchError: it does not.
+    """
+    if not any(map(_is_of_gradient, jaxpr.eqns)):
+        raise MicrobatchError("what mixes examples is between layers of the model")
+
+
+def _is_of_gradient(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a product of a backward pass."""
+    return is_backward(eqn) and record_of(eqn).is_contraction
+
+
+def _last_inputs(numbered: _Numbered, count: int) -> range:
+    """Return the numbers of the last inputs before the positions of the examples."""
+    end = len(numbered.pairs[0][0].invars) - (numbered.positions is not None)
+    return range(end - count, end)
+
+
+def _prepared_paths(count: int) -> list[str]:
+    """Return the paths of prepared inputs."""
+    return [f"{PREPARED} {k}" for k in range(count)]
+
+
+def _tuple_of(paths: Sequence[str]) -> CutTree:
+    """Return a tuple of arrays in one piece, with these names."""
+    return CutTree(jax.tree.structure((0,) * len(paths)), tuple(paths), (None,) * len(paths))

@@ -1,0 +1,151 @@
+"""Losses that need all examples, in two passes over the microbatches, equal one device."""
+
+import jax
+import pytest
+
+import autopar
+from autopar.plan import Plan, PlanError
+from autopar.testing import assert_allclose
+from autopar.tracing.trace import trace
+from simulator.program import Run
+from tests.autopar.microbatch.steps_of_all_examples import (
+    BATCH,
+    PARAMS,
+    STEPS,
+    both,
+    clip,
+    step_of,
+)
+from tests.tiers import slow
+
+
+def pipeline(schedule="1f1b", num_chunks=None):
+    return autopar.PipeshardParallel(
+        4 if num_chunks is None else 2,
+        4,
+        pipeline_schedule=schedule,
+        layer_option=autopar.AutoLayerOption(2 * (num_chunks or 1)),
+        stage_option="uniform",
+        num_chunks=num_chunks,
+    )
+
+
+METHODS = {
+    "shards": autopar.ShardParallel((2, 2), 4),
+    "ZeRO": autopar.Zero3Parallel(4, 2),
+    "pipeline": pipeline(),
+}
+
+
+def assert_equals_one_device(step, method):
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
+    return parallel.get_last_executable()
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("method", [METHODS["pipeline"], *slow(METHODS["shards"], METHODS["ZeRO"])])
+def test_two_passes_equal_one_device(step, method):
+    executable = assert_equals_one_device(step, method)
+    if method is METHODS["pipeline"]:
+        assert executable.step.first_pass is not None
+        assert executable.first_pass is not None
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pipeline("gpipe"),
+        *slow(
+            pipeline("1f1b_overlap_friendly"),
+            pipeline("zero_bubble_h1"),
+            pipeline("interleaved_1f1b", 2),
+            pipeline("dualpipe_v", 2),
+        ),
+    ],
+    ids=lambda method: method.pipeline_schedule,
+)
+@pytest.mark.parametrize("name", ["clip", "alternating"])
+def test_two_passes_equal_one_device_in_any_schedule(name, method):
+    assert_equals_one_device(STEPS[name], method)
+
+
+def test_random_bits_are_the_same_in_both_passes():
+    def step(params, batch, key):
+        def loss(params):
+            kept = jax.random.bernoulli(key, 0.8, batch["image"].shape)
+            return clip(params, batch | {"image": batch["image"] * kept})
+
+        return jax.value_and_grad(loss)(params)
+
+    args = PARAMS, BATCH, jax.random.key(0)
+    parallel = autopar.parallelize(step, method=METHODS["shards"], donate_argnums=())
+    assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-4, atol=1e-5)
+    executable = parallel.get_last_executable()
+    assert executable is not None
+    assert executable.first_pass is not None
+    assert executable.first_pass.step.positions is not None
+
+
+def test_a_layer_after_the_pairs_is_refused_with_its_line():
+    """The first pass would compute that layer, and those after it, for the whole batch."""
+
+    def loss(params, batch):
+        image, text = both(params, batch)
+        mixed = jax.nn.softmax(image @ text.T) @ text
+        return ((mixed @ params["image"][2].T) ** 2).mean()
+
+    with pytest.raises(autopar.MicrobatchError, match=rf"{__file__}.*pairs examples"):
+        trace(step_of(loss), (PARAMS, BATCH), (1,), 4)
+
+
+@pytest.fixture(scope="module")
+def contrastive():
+    """A contrastive step in a pipeline, called once, with its executable."""
+    return assert_equals_one_device(STEPS["clip"], METHODS["pipeline"])
+
+
+def test_the_program_has_both_passes(contrastive):
+    """The stages of the first pass follow those of the step; no gradient of theirs is run."""
+    rows = contrastive.program.instructions
+    runs = [[run for run in row if isinstance(run, Run)] for row in rows]
+    for mesh, row in enumerate(runs):
+        first = [run for run in row if run.stage == 2 + mesh]
+        assert row[: len(first)] == first
+        assert {run.phase for run in first} <= {"F", "U"}
+        assert {run.stage for run in row[len(first) :]} == {mesh}
+    spans = contrastive.execution_timeline().spans
+    ran = {span.name for span in spans if span.category == "task"}
+    assert ran == {str(run) for row in runs for run in row}
+
+
+def test_a_prediction_has_the_time_and_memory_of_both_passes(contrastive):
+    plan = contrastive.plan
+    prediction = contrastive.predict("dgx_a100_80", fidelity="analytic")
+    timeline = contrastive.simulate("dgx_a100_80", fidelity="analytic")
+    names = {span.task for span in timeline.spans}
+    assert {"2F0", "3F3", "0F0", "1B3"} <= names
+    assert prediction.seconds == pytest.approx(timeline.makespan)
+    assert plan.predicted_seconds > plan.first_pass.predicted_seconds > 0
+    unread = contrastive.first_pass.memory[0].total
+    assert contrastive.memory[0].total >= unread
+
+
+def test_a_plan_of_two_passes_is_saved_and_loaded(contrastive):
+    step, plan = STEPS["clip"], Plan.from_json(contrastive.plan.to_json())
+    assert plan == contrastive.plan
+    assert "2 passes over 4 microbatch" in str(plan)
+    again = autopar.parallelize(step, method=autopar.PlanMethod(plan), donate_argnums=())
+    assert_allclose(again(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
+    other = autopar.PlanMethod(plan.model_copy(update={"first_pass": None}))
+    with pytest.raises(PlanError, match=r"two passes .* but the plan has one; plan the step again"):
+        autopar.parallelize(step, method=other)(PARAMS, BATCH)
+
+
+def test_an_evaluation_follows_a_step_of_two_passes():
+    train = autopar.parallelize(STEPS["clip"], method=METHODS["pipeline"], donate_argnums=())
+    train(PARAMS, BATCH)
+    evaluate = autopar.parallelize(
+        lambda params, batch: both(params, batch), method=autopar.FollowParallel(train, 4)
+    )
+    assert_allclose(evaluate(PARAMS, BATCH), both(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
