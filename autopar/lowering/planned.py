@@ -78,6 +78,15 @@ class PlannedStep:
                 f"{self.step.name} runs in two passes over its microbatches, but the plan has one;"
                 " plan the step again"
             )
+        plans = self.plan, self.plan.first_pass
+        meshes, first_meshes = ([stage.mesh for stage in plan.stages] for plan in plans)
+        devices = [[stage.devices for stage in plan.stages] for plan in plans]
+        if meshes != first_meshes or devices[0] != devices[1]:
+            raise PlanError(
+                f"the first pass of {self.step.name} has {len(first_meshes)} stages on devices"
+                f" {devices[1]}, expected those of the step, {len(meshes)} on {devices[0]}; plan"
+                " the step again"
+            )
         return PlannedStep(self.step.first_pass.step, self.plan.first_pass)
 
     @property

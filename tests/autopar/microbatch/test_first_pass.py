@@ -137,9 +137,27 @@ def test_a_plan_of_two_passes_is_saved_and_loaded(contrastive):
     assert "2 passes over 4 microbatch" in str(plan)
     again = autopar.parallelize(step, method=autopar.PlanMethod(plan), donate_argnums=())
     assert_allclose(again(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
-    other = autopar.PlanMethod(plan.model_copy(update={"first_pass": None}))
-    with pytest.raises(PlanError, match=r"two passes .* but the plan has one; plan the step again"):
-        autopar.parallelize(step, method=other)(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda first: None, r"two passes .* but the plan has one; plan the step again"),
+        (
+            lambda first: first.model_copy(update={"stages": first.stages[::-1]}),
+            r"has 2 stages on devices .* expected those of the step, 2 on .*; plan the step again",
+        ),
+        (
+            lambda first: first.model_copy(update={"fingerprint": "0"}),
+            r"this plan is for the first pass of step .*; plan the step again",
+        ),
+    ],
+    ids=["none", "other stages", "another step"],
+)
+def test_a_plan_with_another_first_pass_is_refused(contrastive, change, words):
+    plan = contrastive.plan.model_copy(update={"first_pass": change(contrastive.plan.first_pass)})
+    with pytest.raises(PlanError, match=words):
+        autopar.parallelize(STEPS["clip"], method=autopar.PlanMethod(plan))(PARAMS, BATCH)
 
 
 def test_an_evaluation_follows_a_step_of_two_passes():
