@@ -233,7 +233,7 @@ class RemoteExecutable(Executable):
 def _of_all_passes(
     recorded: Sequence[ExecutedInstruction], planned: PlannedStep
 ) -> list[ExecutedInstruction]:
-    """Return recorded instructions, those of first passes as they are in the whole program.
+    """Return recorded instructions as the program of all passes names them.
 
     Args:
         recorded: the instructions of a worker, in the order of execution on each mesh.

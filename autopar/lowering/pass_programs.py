@@ -1,7 +1,7 @@
 """The program of a step in two passes over its microbatches.
 
-Stages of the first pass have numbers after those of the step, and its values have names of their
-own, so that the instructions of both are one program.
+The stages of the first pass follow the stages of the step, and its values have names of their own.
+So the instructions of both passes are one program.
 """
 
 from collections.abc import Sequence

@@ -79,9 +79,9 @@ class SecondGradient(NotSeparable):
 
     remedy = (
         "A second gradient of the same batch, as in sharpness-aware steps or in the two updates of"
-        " a GAN, follows in a second loop over the microbatches. ShardParallel runs two loops if"
-        " both gradients are outside of loops and branches; a pipeline runs one. Otherwise use"
-        " num_micro_batches=1, which runs in a pipeline, too, or make a step of each update"
+        " a GAN, follows in a second pass over the microbatches if both gradients are outside of"
+        " loops and branches. Otherwise use num_micro_batches=1, which runs in a pipeline, too, or"
+        " make a step of each update"
     )
 
 

@@ -61,7 +61,7 @@ def exactness_warnings(step: StepGraph) -> list[str]:
 
 
 def _first_passes(step: StepGraph) -> Iterator[FirstPass]:
-    """Yield the first pass of a step, that of its first pass, and so on."""
+    """Yield the first pass of a step, the first pass of that pass, and so on."""
     first = step.first_pass
     while first is not None:
         yield first

@@ -194,7 +194,7 @@ def follow_with_first_pass(followed: PlannedStep, cluster: AnyCluster) -> Planne
 
 
 def _in_two_passes(plan: Plan, first: Plan, unread: Level) -> Plan:
-    """Return the plan of a step with that of its first pass.
+    """Return the plan of a step with the plan of its first pass.
 
     Args:
         plan: the plan of the step alone.
@@ -274,7 +274,7 @@ def _forward_schedule(
 def _schedule_of_first_pass(
     followed: PlannedStep, input_homes: Sequence[_InputHome | None]
 ) -> PipelineSchedule:
-    """Return the schedule of a first pass: that of the step if it has a backward pass, too."""
+    """Return the schedule of a first pass: the step's, or forwards only without gradients."""
     first, schedule = followed.step.first_pass, followed.plan.schedule
     assert first is not None
     if not first.has_backward:

@@ -87,7 +87,7 @@ class Executable(ABC):
 
     @property
     def program(self) -> Program:
-        """The plan as instructions for each mesh, those of a first pass included."""
+        """The plan as instructions for each mesh, with the instructions of earlier passes."""
         if self.first_pass is None:
             return self.planned.program
         return in_two_passes(self.planned, self.first_pass.program, self.planned.program)

@@ -100,9 +100,9 @@ class MicrobatchTraces:
 
     Attributes:
         traces: The traces, in turns for a part of the batch and for `count` times as many examples.
-            The first two are those of a microbatch and of the batch, as they run. The next two are
-            those that the last two correspond to, which are for more examples and say how values
-            scale with the batch.
+            The first two run: a microbatch and the batch. The last two are for more examples and
+            say how values scale with the batch. The next two are like the last two, for as many
+            examples as run.
         paths: The name of each argument.
         batch: The numbers of the arguments whose first dim is the batch.
         count: The number of microbatches.
@@ -253,7 +253,7 @@ class MicrobatchTraces:
         """Return the second of two passes, with the first one that computes `completed`."""
         first = self._first_pass(completed)
         if first.has_backward and self.in_layers is not None:
-            # Both passes have gradients, each of which is to be in all layers.
+            # Both passes have gradients, and each gradient is divided into all layers.
             micro, divide = self.in_layers
             traces = (micro, *self.traces[1:])
             own = replace(self, traces=traces, in_layers=None, divide=divide)
