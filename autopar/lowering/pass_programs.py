@@ -25,7 +25,6 @@ def in_two_passes(planned: PlannedStep, first: Program, second: Program) -> Prog
         first: the program of its first pass.
         second: the program of the step without its first pass.
     """
-    assert planned.step.first_pass is not None
     offset = len(planned.plan.stages)
     sends, receives = _handovers(planned)
     memory = MeshMemory(planned)
@@ -34,14 +33,14 @@ def in_two_passes(planned: PlannedStep, first: Program, second: Program) -> Prog
     for mesh, row in enumerate(first.instructions):
         early = (of_first_pass(instruction, offset) for instruction in row)
         rows.append((*early, *sends[mesh], *receives[mesh], *second.instructions[mesh]))
-        unread = memory.arguments(mesh, without=planned.step.first_pass.reads)
+        unread = memory.unread(mesh)
         if first.levels:
             before = [_with(level, unread) for level in first.levels[mesh]]
             arguments = memory.arguments(mesh)
             held = [(arguments, arguments)] * (len(sends[mesh]) + len(receives[mesh]))
             levels.append((*before, *held, *second.levels[mesh]))
     tasks = {task: _renumbered(task, offset) for task in first.bodies}
-    whole = memory.arguments(0, without=planned.step.first_pass.reads)
+    whole = memory.unread(0)
     op_levels = {
         tasks[task]: tuple(sum_roles(level, whole) for level in task_levels)
         for task, task_levels in first.op_levels.items()
@@ -66,11 +65,10 @@ def peaks_of_passes(
         first: the memory of each mesh in the first pass; empty if it is unknown.
         second: the memory in the second one.
     """
-    assert planned.step.first_pass is not None
     memory = MeshMemory(planned)
     peaks: list[MemoryUse] = []
     for mesh, (early, late) in enumerate(zip(first, second, strict=True)):
-        unread = memory.arguments(mesh, without=planned.step.first_pass.reads)
+        unread = memory.unread(mesh)
         early = replace(
             early,
             arguments=early.arguments + sum(unread.values()),

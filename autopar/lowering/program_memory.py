@@ -90,19 +90,22 @@ class MeshMemory:
         peak = max(levels, key=lambda level: sum(level.values()), default=fixed)
         return MemoryUse(arguments, temporaries=sum(peak.values()) - arguments, roles=peak)
 
-    def arguments(self, mesh: int, without: Collection[int] = ()) -> Level:
-        """Return the memory of the step's inputs on a mesh.
+    def arguments(self, mesh: int) -> Level:
+        """Return the memory of the step's inputs on a mesh."""
+        return self._of_inputs(mesh, without=())
 
-        Args:
-            mesh: number of the mesh.
-            without: numbers of the inputs that do not count. If there are any, neither do inputs
-                that a first pass completes.
-        """
+    def unread(self, mesh: int) -> Level:
+        """Return the memory of the step's arguments on a mesh that its first pass does not read."""
+        step = self.planned.step
+        reads = step.first_pass.reads if step.first_pass else ()
+        return self._of_inputs(mesh, without={*reads, *step.completed})
+
+    def _of_inputs(self, mesh: int, without: Collection[int]) -> Level:
+        """Return the memory of the inputs on a mesh, but for those with the given numbers."""
         partition, mesh_of = self.planned.partition, self.planned.schedule.mesh_of
         memory: dict[Role, int] = {}
-        others = {*without, *self.planned.step.completed} if without else ()
         for i, stages in partition.input_stages.items():
-            if i in others:
+            if i in without:
                 continue
             local_stages = [stage for stage in stages if mesh_of(stage) == mesh]
             if local_stages:

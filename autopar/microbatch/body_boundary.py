@@ -24,6 +24,7 @@ from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.created_rows import created_by, folds_position
 from autopar.microbatch.deferred_division import equations
+from autopar.microbatch.example_blocks import blocks_apart, blocks_merged
 from autopar.microbatch.gradients import accumulate_p
 from autopar.microbatch.same_step import check_same_step
 
@@ -305,7 +306,7 @@ def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:
     after: list[JaxprEqn] = []
     parts, sums = dict(totals), dict(totals)
     for var, (dim, blocks) in boundary.blocks.items():
-        apart, merged = partial(_apart, dim, blocks), partial(_merged, dim)
+        apart, merged = partial(blocks_apart, dim, blocks), partial(blocks_merged, dim)
         aval = jax.eval_shape(apart, aval_of(var))
         parts[var], sums[var] = (Var(aval_of(var).update(shape=aval.shape)) for _ in range(2))
         before += equations(apart, [var], parts[var], sample.source_info)
@@ -326,19 +327,6 @@ def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:
     ]
     eqns = [*(jaxpr.eqns[number] for number in sorted(front)), *before, mark, *after, *rest]
     return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars))
-
-
-def _apart(dim: int, blocks: int, value: jax.Array) -> jax.Array:
-    """Return a value of shape (..., blocks x rows, ...) with shape (..., rows, blocks, ...)."""
-    shape = value.shape
-    divided = value.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
-    return divided.swapaxes(dim, dim + 1)
-
-
-def _merged(dim: int, value: jax.Array) -> jax.Array:
-    """Return the value that `_apart` gives another shape."""
-    swapped = value.swapaxes(dim, dim + 1)
-    return swapped.reshape(*value.shape[:dim], -1, *value.shape[dim + 2 :])
 
 
 def _with_whole_units(numbered: Sequence[Numbered], chosen: set[int]) -> set[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import Literal
 
+import jax
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import concatenate_p, pad_p, slice_p
 from jax.lax import split_p
@@ -173,3 +174,16 @@ def blocks_of_pieces(
         return None
     equal_rows = eqn.primitive in (slice_p, split_p) and all(b is None for _, b in rows.values())
     return [(dim, None if equal_rows else blocks) for blocks in counts[-1]]
+
+
+def blocks_apart(dim: int, blocks: int, value: jax.Array) -> jax.Array:
+    """Return a value of shape (..., blocks x rows, ...) with shape (..., rows, blocks, ...)."""
+    shape = value.shape
+    divided = value.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
+    return divided.swapaxes(dim, dim + 1)
+
+
+def blocks_merged(dim: int, value: jax.Array) -> jax.Array:
+    """Return the value that `blocks_apart` gives another shape."""
+    swapped = value.swapaxes(dim, dim + 1)
+    return swapped.reshape(*value.shape[:dim], -1, *value.shape[dim + 2 :])

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import override
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -29,6 +28,7 @@ from autopar.microbatch.batch_scaling_constants import with_constants_of
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.body_boundary import find_boundary
 from autopar.microbatch.deferred_division import equations
+from autopar.microbatch.example_blocks import blocks_apart
 from autopar.microbatch.own_statistics import exact_rules
 from autopar.microbatch.prepared_inputs import PreparableValues, values_at
 from autopar.primitives import record_of
@@ -262,15 +262,10 @@ def completing(trace: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
             size, *rest = aval_of(value).shape
             shape = (size // place.blocks, place.blocks, *rest)
             results[-1] = Var(aval_of(value).update(shape=shape))
-            of_blocks = partial(_of_blocks, place.blocks)
+            of_blocks = partial(blocks_apart, 0, place.blocks)
             source = trace.eqns[place.number].source_info
             eqns += equations(of_blocks, [value], results[-1], source)
     return trace.replace(eqns=eqns, outvars=results, effects=frozenset())
-
-
-def _of_blocks(blocks: int, value: jax.Array) -> jax.Array:
-    """Return an array of shape (examples, blocks, ...), whose blocks are in the first dim."""
-    return value.reshape(blocks, -1, *value.shape[1:]).swapaxes(0, 1)
 
 
 def check_no_model(

@@ -9,8 +9,8 @@ it is, so the results stay those of the whole batch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import random_bits_p, random_split_p
@@ -24,6 +24,7 @@ from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.created_rows import is_exact_by_row
 from autopar.microbatch.deferred_division import equations
+from autopar.microbatch.example_blocks import blocks_merged
 from autopar.primitives import record_of
 
 PREPARED = "prepared input"
@@ -60,18 +61,13 @@ def with_prepared(jaxpr: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
         shape = (rows // place.blocks, place.blocks, *rest)
         inputs.append(Var(aval_of(value).update(shape=shape)))
         source = jaxpr.eqns[place.number].source_info
-        first += equations(_in_blocks, inputs[-1:], value, source)
+        first += equations(partial(blocks_merged, 0), inputs[-1:], value, source)
 
     def renamed(atoms: Iterable[Atom]) -> list[Atom]:
         return [new.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
     eqns = [*first, *(eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns)]
     return jaxpr.replace(invars=[*jaxpr.invars, *inputs], eqns=eqns, outvars=renamed(jaxpr.outvars))
-
-
-def _in_blocks(rows: jax.Array) -> jax.Array:
-    """Return an array of shape (examples, blocks, ...) with the examples of each block in a run."""
-    return rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
 
 
 def prepared_rows(micro: Jaxpr, whole: Jaxpr, places: Sequence[TracedValue]) -> frozenset[int]:

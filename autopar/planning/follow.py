@@ -188,7 +188,7 @@ def follow_with_first_pass(followed: PlannedStep, cluster: AnyCluster) -> Planne
     planned = follow_with_first_pass(planned, cluster)
     memory = MeshMemory(followed)
     meshes = range(followed.schedule.pipeline.num_meshes)
-    unread = [memory.arguments(mesh, without=first.reads) for mesh in meshes]
+    unread = [memory.unread(mesh) for mesh in meshes]
     largest = max(unread, key=lambda level: sum(level.values()))
     return PlannedStep(followed.step, _in_two_passes(followed.plan, planned.plan, largest))
 

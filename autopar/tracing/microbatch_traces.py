@@ -209,7 +209,7 @@ class MicrobatchTraces:
             places: The values that are prepared.
 
         Raises:
-            MicrobatchError: Passes will not do.
+            MicrobatchError: Passes will not do, or the first of three takes no gradients.
         """
         completed: tuple[TracedValue, ...] = ()
         second = numbered
@@ -275,8 +275,7 @@ class MicrobatchTraces:
         """Return the first pass, which computes the values `completed`.
 
         Raises:
-            MicrobatchError: It does not run in microbatches, or computes all that the step does,
-                or is the first of three passes and takes no gradients.
+            MicrobatchError: It does not run in microbatches, or computes all that the step does.
         """
         divided = self.in_layers
         traces = replace(
