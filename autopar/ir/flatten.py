@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 from jax.extend.core.primitives import (
     broadcast_in_dim_p,
     cond_p,
@@ -39,7 +39,7 @@ from jax.extend.core.primitives import (
 
 from autopar.ir import control_flow
 from autopar.ir.calls import called_jaxpr
-from autopar.ir.graph import Atom, aval_of, eqns_of_call, is_differentiated, needed
+from autopar.ir.graph import Atom, aval_of, eqns_of_call, is_differentiated, needed, source_line
 from autopar.ir.host_memory import is_on_host, to_device_p, to_host_p
 from autopar.ir.scope_renaming import with_renamed_scopes
 
@@ -72,6 +72,17 @@ def flatten(
         consts=list(builder.constants.values()),
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
+
+
+def constrained_lines(jaxpr: Jaxpr) -> tuple[str, ...]:
+    """Return the lines of the user's code that call `jax.lax.with_sharding_constraint`."""
+    lines: dict[str, None] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is sharding_constraint_p:
+            lines[source_line(eqn)] = None
+        for inner in jaxprs_in_params(eqn.params):
+            lines |= dict.fromkeys(constrained_lines(inner))
+    return tuple(lines)
 
 
 class _FlatJaxprBuilder:

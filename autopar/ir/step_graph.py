@@ -181,6 +181,7 @@ class StepGraph:
             (`autopar.microbatch.prepared_inputs`). None if there are no such inputs.
         first_pass: The pass over the microbatches that computes further inputs
             (`autopar.microbatch.first_pass`). None if the step is one pass.
+        unconstrained: The lines whose `jax.lax.with_sharding_constraint` is left out.
     """
 
     jaxpr: Jaxpr
@@ -202,6 +203,7 @@ class StepGraph:
     positions: int | None = None
     preparation: Preparation | None = None
     first_pass: FirstPass | None = None
+    unconstrained: tuple[str, ...] = ()
 
     def leaves(self, args: Sequence[Any]) -> list[Any]:
         """Return the inputs that the user's arguments `args` consist of.

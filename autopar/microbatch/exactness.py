@@ -35,14 +35,14 @@ def exactness_warnings(step: StepGraph) -> list[str]:
     if step.preparation is not None:
         warnings.append(
             "computed for the whole batch before the step, and not in its predicted time: "
-            + _listed(step.preparation.lines)
+            + listed(step.preparation.lines)
         )
     if step.first_pass is not None:
         passes = list(_first_passes(step))
         lines = dict.fromkeys(line for each in passes for line in each.lines)
         warnings.append(
             f"{len(passes) + 1} passes over the microbatches compute the model, because a later one"
-            f" needs what an earlier one completes for the whole batch: {_listed([*lines])}"
+            f" needs what an earlier one completes for the whole batch: {listed([*lines])}"
         )
     if exactness.rng == "fold_in":
         warnings.append(
@@ -51,7 +51,7 @@ def exactness_warnings(step: StepGraph) -> list[str]:
         )
     if exactness.batch_statistics == "microbatch":
         assert step.microbatching is not None
-        named = _listed(step.microbatching.own_statistics)
+        named = listed(step.microbatching.own_statistics)
         warnings.append(
             f"batch_statistics='microbatch': each microbatch uses statistics of its own at {named}"
             ", so the results are not those of the step without microbatches; what is"
@@ -68,7 +68,7 @@ def _first_passes(step: StepGraph) -> Iterator[FirstPass]:
         first = first.step.first_pass
 
 
-def _listed(lines: Sequence[str]) -> str:
+def listed(lines: Sequence[str]) -> str:
     """Return the first of some lines of code, and how many more there are."""
     more = f" and {len(lines) - _MOST_LINES} more lines" if len(lines) > _MOST_LINES else ""
     return ", ".join(lines[:_MOST_LINES]) + more

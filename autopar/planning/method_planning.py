@@ -141,6 +141,7 @@ class _Planning:
                 count,
                 exactness=exactness,
                 keeps_remat=keeps_remat,
+                keeps_constraints=method.sharding.mode == "manual",
             )
             step = with_waits(step)
         with progress_part(_TRACING, 1):
@@ -380,7 +381,18 @@ def trace_for(
     count, layers = plan.num_micro_batches, schedule.layer_option
     keeps_remat = plan.remat == "keep"
     exactness = plan.exactness
-    step = trace(fun, args, batch_argnums, count, layers, marked, forward, exactness, keeps_remat)
+    step = trace(
+        fun,
+        args,
+        batch_argnums,
+        count,
+        layers,
+        marked,
+        forward,
+        exactness,
+        keeps_remat,
+        keeps_constraints=plan.options.mode == "manual",
+    )
     step = step if marked else with_waits(step)
     try:
         return recompute(

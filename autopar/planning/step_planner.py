@@ -17,7 +17,7 @@ from autopar.ir.host_memory import is_on_host, to_host_p
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import Remat, StepGraph
 from autopar.lowering.planned import PlannedStep
-from autopar.microbatch.exactness import exactness_of, exactness_warnings
+from autopar.microbatch.exactness import exactness_of, exactness_warnings, listed
 from autopar.plan import (
     MemorySplit,
     OffloadedValue,
@@ -235,7 +235,7 @@ def _array(aval: Any) -> dict[str, Any]:
 def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
     """Return a warning for each primitive without a sharding rule, and for loops of unknown length.
 
-    Such primitives are planned as replicated.
+    Such primitives are planned as replicated. Constraints that are left out have one, too.
     """
     counts = Counter(
         eqn.primitive.name
@@ -251,5 +251,11 @@ def coverage_warnings(step: StepGraph) -> tuple[str, ...]:
         loop = "it" if name == "while_loop" else "its loop"
         warnings.append(
             f"{count} x {name}: how often {loop} runs is not known, its costs count once"
+        )
+    if step.unconstrained:
+        warnings.append(
+            "jax.lax.with_sharding_constraint has no effect, the planner decides the sharding:"
+            f" {listed(step.unconstrained)}; to force one, name the value by"
+            " jax.ad_checkpoint.checkpoint_name and give ShardingOptions(pins={name: spec})"
         )
     return (*warnings, *exactness_warnings(step))

@@ -14,7 +14,7 @@ from autopar._cpython import builds_graphs
 from autopar._plugins import assume_cudnn
 from autopar.ir.array_cuts import Cut, CutTree
 from autopar.ir.array_handle import ArrayHandle
-from autopar.ir.flatten import flatten
+from autopar.ir.flatten import constrained_lines, flatten
 from autopar.ir.graph import aval_of, error_line
 from autopar.ir.step_graph import (
     EXACT,
@@ -62,6 +62,7 @@ def trace(
     forward: bool = False,
     exactness: Exactness = EXACT,
     keeps_remat: bool = True,
+    keeps_constraints: bool = False,
 ) -> StepGraph:
     """Return `fun`, traced for arguments like `args`.
 
@@ -78,6 +79,7 @@ def trace(
             results are combined from microbatches.
         exactness: In what microbatches may differ from the whole batch.
         keeps_remat: Whether `jax.checkpoint` recomputes (`autopar.ir.flatten`).
+        keeps_constraints: Whether `jax.lax.with_sharding_constraint` stays.
 
     Raises:
         TraceError: `fun` depends on the values of its arguments, or returns something other than
@@ -93,8 +95,9 @@ def trace(
         layers = None
     tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, exactness)
     tracer.keeps_remat = keeps_remat
+    tracer.keeps_constraints = keeps_constraints
     # Numbers of microbatches share the trace of the whole batch.
-    options = layers, marked, forward, exactness, keeps_remat
+    options = layers, marked, forward, exactness, keeps_remat, keeps_constraints
     key = fun, tracer.in_tree, tuple(tracer.avals), tracer.batch, options
     tracer = shared(key, lambda: tracer)
 
@@ -150,6 +153,7 @@ class _Trace(NamedTuple):
         in_keys: The key path of each input.
         out_keys: The key path of each output.
         batch: The numbers of the inputs whose first dim is the batch.
+        unconstrained: The lines whose `jax.lax.with_sharding_constraint` is left out.
     """
 
     jaxpr: Jaxpr
@@ -158,6 +162,7 @@ class _Trace(NamedTuple):
     in_keys: list[tuple[Any, ...]]
     out_keys: list[tuple[Any, ...]]
     batch: frozenset[int]
+    unconstrained: tuple[str, ...]
 
 
 class _StepTracer:
@@ -186,6 +191,7 @@ class _StepTracer:
         self.forward = forward
         self.exactness = exactness
         self.keeps_remat = True
+        self.keeps_constraints = False
         self.in_keys = [path for path, _ in leaves]
         self.avals = [abstract(leaf) for _, leaf in leaves]
         self.batch = frozenset(
@@ -239,8 +245,10 @@ class _StepTracer:
             weights = [i for i in range(len(scaled)) if i not in self.batch]
             cut = cut_gradient_scans(jaxpr, self.layers, weights, self._scan_assignments)
             jaxpr = jaxpr if cut is None else cut
-        # The stages of a pipeline have meshes of their own.
-        jaxpr = flatten(jaxpr, keeps_remat=self.keeps_remat, keeps_constraints=not self.marked)
+        unconstrained = () if self.keeps_constraints else constrained_lines(jaxpr)
+        jaxpr = flatten(
+            jaxpr, keeps_remat=self.keeps_remat, keeps_constraints=self.keeps_constraints
+        )
         jaxpr = without_sorted_rows(jaxpr)
         in_pieces = [var for i, var in enumerate(jaxpr.invars) if i not in self.batch]
         seeds = stack_seeds(jaxpr)
@@ -254,6 +262,7 @@ class _StepTracer:
             _piece_keys(self.in_keys, cut.inputs),
             _piece_keys(out_keys, cut.outputs),
             batch,
+            unconstrained,
         )
 
     def _scaled_down(
@@ -355,6 +364,7 @@ class _StepTracer:
             positions=positions,
             preparation=step.preparation,
             first_pass=step.first_pass,
+            unconstrained=traced.unconstrained,
             in_tree=traced.arguments.piece_tree,
             out_tree=traced.result.piece_tree,
             arguments=traced.arguments,

@@ -1,10 +1,10 @@
-"""A step runs under a mesh of the user as without it. Pipelines leave out its constraints."""
+"""A step runs under a mesh of the user as without it. Planned steps leave out its constraints."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
@@ -32,22 +32,50 @@ def step_of(constrain):
     return step
 
 
+def constrained_rows(x):
+    return jax.lax.with_sharding_constraint(x, P("rows"))
+
+
 @pytest.mark.parametrize(
     ("method", "constrained"),
-    [(WHOLE, False), (STAGES, False), (STAGES, True)],
-    ids=["whole", "stages", "stages, constrained"],
+    [(WHOLE, False), (WHOLE, True), (STAGES, False), (STAGES, True)],
+    ids=["whole", "whole, constrained", "stages", "stages, constrained"],
 )
 def test_a_step_runs_under_a_mesh_of_other_devices(method, constrained):
     mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2)
-
-    def constrain(x):
-        return jax.lax.with_sharding_constraint(x, P("rows")) if constrained else x
-
+    constrain = constrained_rows if constrained else lambda x: x
     parallel = autopar.parallelize(step_of(constrain), method=method, donate_argnums=())
     with jax.set_mesh(mesh):
         for _ in range(2):
             results = parallel(WEIGHTS, BATCH)
+        plan = parallel.get_executable(WEIGHTS, BATCH).plan
     assert_allclose(results, jax.jit(step_of(lambda x: x))(WEIGHTS, BATCH), rtol=1e-5)
+    warned = [text for text in plan.warnings if "with_sharding_constraint" in text]
+    assert len(warned) == constrained
+    line = constrained_rows.__code__.co_firstlineno + 1
+    assert all(f"{__file__}:{line};" in text for text in warned)
+
+
+def test_a_step_that_is_left_to_xla_keeps_its_constraints():
+    def constrain(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(("columns", "rows"))))
+
+    mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2)
+    texts = {}
+    for method in autopar.ManualShardParallel(mesh), autopar.ShardParallel(mesh):
+        parallel = autopar.parallelize(step_of(constrain), method=method, donate_argnums=())
+        results = parallel(WEIGHTS, BATCH)
+        assert_allclose(results, jax.jit(step_of(lambda x: x))(WEIGHTS, BATCH), rtol=1e-5)
+        executable = parallel.get_executable(WEIGHTS, BATCH)
+        texts[type(method)] = executable.get_hlo_text("annotated")
+        loaded = autopar.Plan.from_json(executable.plan.to_json())
+        again = autopar.parallelize(
+            step_of(constrain), method=autopar.PlanMethod(loaded), donate_argnums=()
+        )
+        assert again.get_executable(WEIGHTS, BATCH).plan == executable.plan
+    constraint = '[{"columns", "rows"}, {}]'
+    assert constraint in texts[autopar.ManualShardParallel]
+    assert constraint not in texts[autopar.ShardParallel]
 
 
 def test_a_pipeline_is_refused_under_a_mesh_with_explicit_axes():
