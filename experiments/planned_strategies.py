@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, override
 
@@ -38,8 +38,7 @@ class PlanningStrategy(Strategy):
 
     @override
     def plan(self, model: Model, mesh: Shape, cluster: Cluster) -> autopar.Plan:
-        model = self.planned_model(model)
-        step, method = self.step(model, mesh)
+        model, step, method = _planned(self, model, mesh)
         return autopar.plan_step(
             step, model.abstract_args(), method=method, cluster=cluster, mesh_shape=mesh
         )
@@ -49,9 +48,9 @@ class PlanningStrategy(Strategy):
         self, model: Model, mesh: Shape, plan: autopar.Plan | None, args: tuple[Any, Any]
     ) -> Runnable:
         assert plan is not None
-        model = self.planned_model(model)
+        model, planned, _ = _planned(self, model, mesh)
         args = jax.tree.unflatten(jax.tree.structure(model.abstract_args()), jax.tree.leaves(args))
-        step = autopar.parallelize(self.step(model, mesh)[0], method=autopar.PlanMethod(plan))
+        step = autopar.parallelize(planned, method=autopar.PlanMethod(plan))
         executable = step.get_executable(*args)
         placed = step.preshard_dynamic_args(*args)
         memory = executable.get_total_allocation_size()
@@ -63,11 +62,22 @@ class PlanningStrategy(Strategy):
     ) -> SimulatedStep:
         assert plan is not None
         start = time.perf_counter()
-        model = self.planned_model(model)
-        step = self.step(model, mesh)[0]
+        model, step, _ = _planned(self, model, mesh)
         program = autopar.compile_step(step, model.abstract_args(), plan, cluster)
         timeline = simulate(program, cluster)
         return SimulatedStep(program, timeline, time.perf_counter() - start)
+
+
+@cache
+def _planned(
+    strategy: PlanningStrategy, model: Model, mesh: Shape
+) -> tuple[Model, Callable[..., Any], autopar.PlanningMethod]:
+    """Return the model that a strategy plans, its step and the method.
+
+    The step is the same function every time, so that `autopar.shared_traces` shares its traces.
+    """
+    model = strategy.planned_model(model)
+    return model, *strategy.step(model, mesh)
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,16 +196,14 @@ def _state_axes(value: Value, stage: Stage) -> frozenset[str]:
     Its state has the parameter's shape and a path with the same ending.
     """
     own = value.path.split("/")[1:]
+    length = min(len(own), max(1, len(own) - 1))  # of the ending that they share
+    ending = own[len(own) - length :]
 
     def belongs(other: Value) -> bool:
+        if other.role != "state" or other.shape != value.shape:
+            return False
         parts = other.path.split("/")
-        suffixes = (own[start:] for start in range(len(own)))
-        best = max((len(s) for s in suffixes if parts[-len(s) :] == s), default=0)
-        return (
-            other.role == "state"
-            and other.shape == value.shape
-            and best >= min(len(own), max(1, len(own) - 1))
-        )
+        return parts[max(0, len(parts) - length) :] == ending
 
     return frozenset(
         axis for other in stage.inputs if belongs(other) for axis in axes_of(other.spec)

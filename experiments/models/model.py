@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal, override
 
 import jax
@@ -45,9 +46,12 @@ class Model(ABC):
         """
 
     def abstract_args(self) -> tuple[TrainState, Batch]:
-        """Return the shapes and dtypes of (state, batch), without allocating them."""
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(self.init_state, key), jax.eval_shape(self.make_batch, key)
+        """Return the shapes and dtypes of (state, batch), without allocating them.
+
+        They are the same for every call. The trees of two states differ, because an optimizer has
+        functions of its own, and `autopar.shared_traces` shares nothing between them.
+        """
+        return _abstract_args(self)
 
     @property
     def num_parameters(self) -> int:
@@ -59,6 +63,12 @@ class Model(ABC):
     def dtype(self) -> str:
         """Name of the dtype of activations; parameters are float32."""
         return getattr(self, "compute_dtype", "float32")
+
+
+@cache
+def _abstract_args(model: Model) -> tuple[TrainState, Batch]:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(model.init_state, key), jax.eval_shape(model.make_batch, key)
 
 
 def adam_state(apply: Callable, params: Any) -> TrainState:

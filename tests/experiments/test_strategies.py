@@ -1,12 +1,13 @@
 """Every strategy computes the serial step, and is predicted for clusters."""
 
 from dataclasses import asdict
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import jax
 import pytest
 
+import autopar
 from experiments.by_hand import BY_HAND
 from experiments.cells import read_cell, write_job
 from experiments.local_steps import initial_args, largest_difference, next_state
@@ -136,3 +137,24 @@ def test_a_predicted_step_needs_what_its_fullest_device_needs(tmp_path, monkeypa
     write_job(tmp_path, job)
     simulate_cells.main(job.to_json(), str(tmp_path))
     assert read_cell(tmp_path, "staged").memory_bytes_per_device == 2
+
+
+def test_strategies_of_a_job_share_the_traces_of_its_step(monkeypatch):
+    cluster, model = Cluster.load("p3.16xlarge"), MODELS["mlp"]
+    train_step, traces = MLP.train_step, []
+
+    @wraps(train_step)
+    def traced(*args, **kwargs):
+        traces.append(args)
+        return train_step(*args, **kwargs)
+
+    monkeypatch.setattr(MLP, "train_step", traced)
+    with autopar.shared_traces():
+        for name in ("data", "zero2"):
+            plan = STRATEGIES[name].plan(model, (2,), cluster)
+            STRATEGIES[name].predict(model, (2,), plan, cluster)
+        assert len(traces) == 1
+        plan = STRATEGIES["pipeline"].plan(model, (2,), cluster)
+        planned = len(traces)
+        STRATEGIES["pipeline"].predict(model, (2,), plan, cluster)
+        assert len(traces) == planned
