@@ -285,6 +285,8 @@ class Plan(_Model):
             planner's model; None where nothing was proven.
         planning_seconds: seconds that planning took, without tracing. If several plans were
             compared, the sum over all of them.
+        memory_limited: whether the memory budget excluded faster shardings of a stage. If so, a
+            step that is one program may repeat equations or offload values instead.
         rng: the random bits of microbatches (`autopar.PlanningMethod`).
         batch_statistics: the statistics of the batch in microbatches (`autopar.PlanningMethod`).
         remat: what the backward pass computes again (`autopar.PlanningMethod`).
@@ -322,6 +324,7 @@ class Plan(_Model):
     memory_budget: PositiveFloat | None = None
     gap: float | None = 0.0
     planning_seconds: float
+    memory_limited: bool = False
     rng: RandomBits = "exact"
     batch_statistics: BatchStatistics = "exact"
     remat: Remat = "keep"

@@ -224,6 +224,7 @@ class _Search:
         self._bounds: dict[_Combination, float] = {}
         self._whole_step_seconds: dict[int, list[float]] = {}
         self._least_counts: dict[LogicalMesh, float] = {}
+        self._enough_counts: dict[LogicalMesh, int] = {}
         self._too_large: list[tuple[_Combination, int]] = []
         self._computed: set[tuple[_Combination, int, BoundEffort]] = set()
         self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | Exception] = {}
@@ -332,11 +333,14 @@ class _Search:
     def _is_slower_in_microbatches(self, entry: _Combination) -> bool:
         """Whether fewer microbatches are faster for the step as one program.
 
-        Microbatches make one program faster only where memory limits its shardings. So once they
-        make it slower, on any mesh, more of them do, too.
+        Microbatches make one program faster only where memory limits its shardings. So a mesh whose
+        shardings are not limited needs no more of them, and once they make it slower, on any mesh,
+        more of them do, too.
         """
         if entry.mesh is None:
             return False
+        if entry.count > self._enough_counts.get(entry.mesh, inf):
+            return True
         seconds = inf
         for count in self.space.micro_batch_counts:
             if count > entry.count:
@@ -430,6 +434,9 @@ class _Search:
                 if mesh is not None:
                     step, plan = self.planning.plan_whole_step(count, mesh)
                     self._whole_step_seconds.setdefault(count, []).append(plan.predicted_seconds)
+                    if not plan.memory_limited:
+                        enough = self._enough_counts.get(mesh, count)
+                        self._enough_counts[mesh] = min(count, enough)
                     plans = [plan]
                 else:
                     step, plans = self._pipelines(entry)

@@ -206,6 +206,7 @@ class PipelinePlanner:
             predicted_memory=MemorySplit(**pipeline.memory),
             gap=max(gaps, default=None),
             planning_seconds=time.perf_counter() - start,
+            memory_limited=any(sharding.memory_limited for sharding in shardings),
             **asdict(exactness_of(self.step)),
             offloaded=offloaded_inputs(self.step),
             warnings=(

@@ -120,6 +120,7 @@ def make_planned(
         predicted_memory=MemorySplit.of(shardings.roles_at_peak, round(shardings.peak_bytes)),
         gap=shardings.gap,
         planning_seconds=shardings.solve_seconds,
+        memory_limited=shardings.memory_limited or equations != ChosenEquations(),
         **asdict(exactness_of(step)),
         remat=remat,
         recomputed=tuple(sorted(equations.repeated)),

@@ -55,6 +55,7 @@ class Shardings:
         saved_bytes: bytes per microbatch that a stage of a pipeline saves for the backward pass, on
             one device.
         roles_at_peak: `peak_bytes` by memory role.
+        memory_limited: whether memory was too short for the cheapest sharding.
         specs: the spec of each value that has one, if it was asked for.
     """
 
@@ -72,6 +73,7 @@ class Shardings:
     eqn_seconds: tuple[float, ...] = ()
     saved_bytes: float = 0.0
     roles_at_peak: Mapping[MemoryRole, float] = field(default_factory=dict)
+    memory_limited: bool = False
     specs: Mapping[Var, Spec] = field(default_factory=dict, repr=False)
 
 
@@ -214,6 +216,7 @@ def _shardings(
         peak_bytes=peak_bytes,
         gap=solution.gap,
         solve_seconds=0.0,
+        memory_limited=solution.is_limited,
         specs={
             var: placement.specs[choice[placement.decision]]
             for var, placement in decisions.placements.items()

@@ -78,12 +78,14 @@ class Solution:
         objective: its cost in seconds.
         gap: proven relative distance from the optimum (0 if optimal); None if nothing was proven.
         core: number of decisions that presolve and sweeps left to branches or HiGHS.
+        is_limited: whether the problem had capacity constraints.
     """
 
     choice: tuple[int, ...]
     objective: float
     gap: float | None
     core: int
+    is_limited: bool = False
 
     @property
     def bound(self) -> float:

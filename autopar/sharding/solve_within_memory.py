@@ -121,6 +121,7 @@ def solve_within_memory(
         bound = max(bound, solution.bound)
         reserved = memory.reserved_bytes(solution.choice)
         if reserved <= budget:
+            solution = replace(solution, is_limited=bool(limits))
             best, incumbent = (solution, reserved), solution.choice
         else:
             capacities.tighten(solution.choice, reserved)

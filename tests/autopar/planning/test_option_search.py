@@ -1,5 +1,6 @@
 """Options that are "auto" are replaced by the fastest combination of values."""
 
+import math
 import re
 from itertools import pairwise
 
@@ -377,3 +378,22 @@ def test_invalid_options_are_refused(options, message):
 def test_automatic_remat_is_refused_in_a_decorator():
     with pytest.raises(ValueError, match="layer_option of PipeshardParallel"):
         autopar.automatic_layer_construction(layer_num=2, remat_layer="auto")(MODEL.train_step)
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_one_program_is_planned_in_more_microbatches_only_if_memory_limits_it(
+    monkeypatch, is_limited
+):
+    def bound(self, stages, schedule, count, whole_shape=None, effort="solves"):
+        return 0.0 if whole_shape else math.inf  # no pipelines
+
+    monkeypatch.setattr(PipelinePlanner, "bound", bound)
+    options = {"num_micro_batches": "auto", "pipeline_schedule": "auto"}
+    plan = planned(**options)
+    assert not plan.memory_limited
+    if is_limited:
+        plan = planned(**options, memory_budget=0.97 * MEMORY_MARGIN * plan.predicted_bytes)
+    assert plan.memory_limited == is_limited
+    trials = autopar.get_last_search_result()
+    counts = {t.num_micro_batches for t in trials if t.mesh is not None and t.seconds is not None}
+    assert (counts > {1}) == is_limited
