@@ -11,6 +11,7 @@ as its numerator, `per` that statistic. Other values are not separable.
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -30,11 +31,13 @@ from autopar.microbatch.batch_scaling_rules import (
     BatchScaling,
     ConstantDiffers,
     LoopOverExamples,
+    LoopUntilLastExample,
     NotSeparable,
     SecondGradient,
     result_scalings,
 )
 from autopar.microbatch.example_blocks import common_blocks
+from autopar.microbatch.example_loops import ExampleLoops
 from autopar.microbatch.same_step import check_same_step
 from autopar.primitives import record_of
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
@@ -113,6 +116,7 @@ class BatchScalings:
         """
         self.count = count
         self._rules = rules
+        self._micro = micro
         self._eqns = micro.eqns
         backward = (eqn for eqn in micro.eqns if is_backward(eqn))
         self._gradients = {var for eqn in backward for var in eqn.outvars}
@@ -295,18 +299,35 @@ class BatchScalings:
 
         Under `jax.vmap` every example has a condition of its own.
         """
-        reason = LoopOverExamples(
-            f"a while_loop at {source_line(eqn)} runs until the batch meets a condition, so"
-            " microbatches would run it for different times"
-        )
-        token = control_flow.token_of(eqn)
         try:
             kind = self._operand(eqn.invars[0], whole.invars[0])
         except NotSeparable:
-            self.kinds[token] = reason
+            kind = None
+        if kind and kind.form in ("same", "rows") and not kind.power and not kind.per:
             return
-        if kind.form not in ("same", "rows") or kind.power or kind.per:
-            self.kinds[token] = reason
+        if self._loops.stop_alone(eqn, self._form_of):
+            return
+        where = f"a while_loop at {source_line(eqn)} runs until"
+        self.kinds[control_flow.token_of(eqn)] = (
+            LoopUntilLastExample(
+                f"{where} its last example is done, and what it keeps of the others may depend on"
+                " the number of iterations"
+            )
+            if self._loops.is_of_equinox(eqn)
+            else LoopOverExamples(
+                f"{where} the batch meets a condition, so microbatches would run it for different"
+                " times"
+            )
+        )
+
+    @cached_property
+    def _loops(self) -> ExampleLoops:
+        return ExampleLoops(self._micro)
+
+    def _form_of(self, atom: Atom) -> str | None:
+        """Return the form of a value's scaling; None if it is not separable."""
+        kind = self.kinds[atom] if isinstance(atom, Var) else BatchScaling("same")
+        return kind.form if isinstance(kind, BatchScaling) else None
 
     def _joined(self, eqn: JaxprEqn, whole: JaxprEqn, count: int) -> BatchScaling:
         """Return the common scaling of the first `count` operands, one of which is the result."""

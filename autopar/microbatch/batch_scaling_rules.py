@@ -135,6 +135,14 @@ class LoopOverExamples(NotSeparable):
     remedy = "Apply its body to every example by jax.vmap, or use num_micro_batches=1"
 
 
+class LoopUntilLastExample(NotSeparable):
+    """A loop runs until its last example is done, and others change in the meantime."""
+
+    remedy = (
+        "Take a fixed number of steps, as with diffrax.ConstantStepSize, or use num_micro_batches=1"
+    )
+
+
 class ConstantDiffers(NotSeparable):
     """A constant of the step depends on the size of the batch."""
 
@@ -312,6 +320,8 @@ def _of_rows(
             return kinds
         case "max" | "min" if own and same_shapes:
             return [BatchScaling("linear", power)] * len(eqn.outvars)
+        case _ if eqn.primitive.name.startswith("unvmap_"):
+            raise LoopUntilLastExample(f"{where} depends on whether any example is not done")
         case _:
             raise AcrossExamples(f"{where} works across the examples of the batch")
 

@@ -1,0 +1,99 @@
+"""Loops in which every example stops by itself: those of Equinox under `jax.vmap`.
+
+`equinox.internal.while_loop`, with which optimistix and diffrax iterate, runs until the last
+example is done. Its condition is `unvmap_any` of the conditions of the examples. The values of an
+example that is done are those from before the iteration. So they are the same in a microbatch,
+which may run fewer iterations.
+"""
+
+from collections.abc import Callable, Collection
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from autopar.ir import control_flow
+from autopar.ir.graph import Atom
+
+_OF_CONDITIONS = ("copy", "convert_element_type", "nonbatchable")
+_OF_MASKS = ("copy", "broadcast_in_dim")
+
+
+class ExampleLoops:
+    """The while loops of a step, as far as their examples stop by themselves."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        """Index the equations of a flat jaxpr."""
+        self._made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+        self._read = {atom for atom in atoms if isinstance(atom, Var)}
+        self._results: dict[Var, list[JaxprEqn]] = {}
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is control_flow.loop_result_p:
+                self._results.setdefault(control_flow.token_of(eqn), []).append(eqn)
+
+    def is_of_equinox(self, test: JaxprEqn) -> bool:
+        """Return whether Equinox made a loop, by the marker on its condition.
+
+        Args:
+            test: the `loop_test` of the loop.
+        """
+        marker = self._maker(test.invars[0])
+        return marker is not None and "equinox.internal" in str(marker.params.get("msg", ""))
+
+    def stop_alone(self, test: JaxprEqn, form_of: Callable[[Atom], str | None]) -> bool:
+        """Return whether each example of a loop of Equinox keeps its values once it is done.
+
+        Args:
+            test: the `loop_test` of the loop.
+            form_of: the form of a value's batch scaling; None if it is not separable.
+        """
+        if not self.is_of_equinox(test):
+            return False
+        results = self._results.get(control_flow.token_of(test), [])
+        running = {result.invars[0] for result in results if self._is_mask(result, form_of)}
+        return self._is_of_any(test.invars[0], form_of) and all(
+            self._keeps_values(result, running) for result in results
+        )
+
+    def _is_of_any(self, condition: Atom, form_of: Callable[[Atom], str | None]) -> bool:
+        """Return whether a condition holds while it does for any example, and up to a limit."""
+        parts = [condition]
+        while parts:
+            part = self._source(parts.pop(), _OF_CONDITIONS)
+            made = self._maker(part)
+            if made is not None and made.primitive.name == "and":
+                parts += made.invars
+            elif made is not None and made.primitive.name == "unvmap_any":
+                if form_of(made.invars[0]) not in ("rows", "same"):
+                    return False
+            elif form_of(part) != "same":
+                return False
+        return True
+
+    def _is_mask(self, result: JaxprEqn, form_of: Callable[[Atom], str | None]) -> bool:
+        """Return whether a carry says which examples are not done: one that is done stays so."""
+        made = self._maker(self._source(result.invars[1], ("copy",)))
+        if made is None or made.primitive.name != "and" or form_of(result.invars[0]) is None:
+            return False
+        return result.invars[0] in [self._source(atom, ("copy",)) for atom in made.invars]
+
+    def _keeps_values(self, result: JaxprEqn, running: Collection[Atom]) -> bool:
+        """Return whether the carry of an example that is done stays, or is not read afterwards."""
+        carry, following = result.invars[0], self._source(result.invars[1], ("copy",))
+        if carry in running or following is carry or result.outvars[0] not in self._read:
+            return True
+        made = self._maker(following)
+        if made is None or made.primitive.name != "select_n" or len(made.invars) != 3:
+            return False
+        mask, done, _ = made.invars
+        return self._source(mask, _OF_MASKS) in running and self._source(done, ("copy",)) is carry
+
+    def _maker(self, atom: Atom) -> JaxprEqn | None:
+        return self._made.get(atom) if isinstance(atom, Var) else None
+
+    def _source(self, atom: Atom, primitives: Collection[str]) -> Atom:
+        """Return what a value is made from by some primitives alone."""
+        made = self._maker(atom)
+        while made is not None and made.primitive.name in primitives:
+            atom = made.invars[0]
+            made = self._maker(atom)
+        return atom
