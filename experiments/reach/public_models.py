@@ -7,31 +7,32 @@ from inspect import getmembers, isfunction
 from experiments.reach.public_step import PublicStep
 
 LIBRARIES = {
-    "transformers": "transformers_models",
-    "haiku": "haiku_models",
-    "equinox": "equinox_models",
-    "diffrax": "diffrax_models",
-    "distrax": "distrax_models",
-    "jraph": "jraph_models",
-    "penzai": "penzai_models",
-    "flaxmodels": "flaxmodels_models",
-    "flax": "flax_models",
-    "optax": "optax_optimizers",
-    "recipes": "training_recipes",
-    "generative": "generative_recipes",
-    "reinforcement": "reinforcement_recipes",
-    "sequence": "sequence_recipes",
-    "vision": "vision_recipes",
-    "science": "science_recipes",
+    "transformers": ("transformers_models", "transformers_pairs"),
+    "haiku": ("haiku_models",),
+    "equinox": ("equinox_models",),
+    "diffrax": ("diffrax_models",),
+    "distrax": ("distrax_models",),
+    "jraph": ("jraph_models",),
+    "penzai": ("penzai_models",),
+    "flaxmodels": ("flaxmodels_models",),
+    "flax": ("flax_models",),
+    "optax": ("optax_optimizers",),
+    "recipes": ("training_recipes",),
+    "generative": ("generative_recipes",),
+    "reinforcement": ("reinforcement_recipes",),
+    "sequence": ("sequence_recipes",),
+    "vision": ("vision_recipes",),
+    "science": ("science_recipes",),
 }
 """Modules of models by library."""
 
 
 def models_of(library: str) -> dict[str, Callable[[], PublicStep]]:
     """Return the models of a library by name; the library has to be installed."""
-    module = import_module(f"experiments.reach.libraries.{LIBRARIES[library]}")
+    modules = [import_module(f"experiments.reach.libraries.{name}") for name in LIBRARIES[library]]
     return {
         f"{library}/{name}": function
+        for module in modules
         for name, function in getmembers(module, isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     }

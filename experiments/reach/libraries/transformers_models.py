@@ -1,7 +1,5 @@
 """The Flax models of transformers 4.57, trained as in its examples."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,117 +8,138 @@ import optax
 import transformers as hf
 from flax.training.train_state import TrainState
 
+from experiments.reach.libraries.transformers_training import (
+    DECODER,
+    ENCODER,
+    SEQ2SEQ,
+    labelled,
+    language_model,
+    masked_loss,
+    masked_model,
+    next_token,
+    train,
+)
 from experiments.reach.public_step import LENGTH, PublicStep, classes, features, tokens
-
-_ENCODER = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
-}
-_DECODER = {**_ENCODER, "num_key_value_heads": 2, "attention_dropout": 0.1, "pad_token_id": 0}
-_SEQ2SEQ = {
-    "vocab_size": 64,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-}
-
-
-def _train(
-    model: Any,
-    batch: Mapping[str, jax.Array],
-    loss: Callable[[Any, Mapping[str, Any]], jax.Array],
-    training: Mapping[str, bool] = MappingProxyType({"train": True}),
-) -> PublicStep:
-    """Return the training step of the examples: a TrainState, AdamW, dropout.
-
-    Args:
-        model: the model, with its parameters.
-        batch: its keyword arguments, and "labels".
-        loss: the loss, from the model's output and the batch.
-        training: the keyword argument that turns dropout on.
-    """
-    state = TrainState.create(
-        apply_fn=model.__call__, params=model.params, tx=optax.adamw(1e-3, weight_decay=0.01)
-    )
-
-    def train_step(state, batch, dropout_rng):
-        dropout_rng, new_dropout_rng = jax.random.split(dropout_rng)
-
-        def loss_fn(params):
-            inputs = {name: value for name, value in batch.items() if name != "labels"}
-            outputs = state.apply_fn(**inputs, params=params, dropout_rng=dropout_rng, **training)
-            return loss(outputs, batch)
-
-        value, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": value}, new_dropout_rng
-
-    return PublicStep(train_step, (state, dict(batch), jax.random.key(1)))
-
-
-def _next_token(outputs: Any, batch: Mapping[str, Any]) -> jax.Array:
-    """Return the loss of run_clm_flax.py."""
-    return optax.softmax_cross_entropy_with_integer_labels(
-        outputs.logits[..., :-1, :], batch["labels"][..., 1:]
-    ).mean()
-
-
-def _labelled(outputs: Any, batch: Mapping[str, Any]) -> jax.Array:
-    """Return the loss of run_flax_glue.py and run_image_classification_flax.py."""
-    return optax.softmax_cross_entropy_with_integer_labels(outputs.logits, batch["labels"]).mean()
-
-
-def _masked(outputs: Any, batch: Mapping[str, Any]) -> jax.Array:
-    """Return the loss of run_mlm_flax.py: the mean over the tokens that were masked."""
-    chosen = jnp.where(batch["labels"] > 0, 1.0, 0.0)
-    losses = optax.softmax_cross_entropy_with_integer_labels(outputs.logits, batch["labels"])
-    return (losses * chosen).sum() / chosen.sum()
-
-
-def _language_model(model: Any) -> PublicStep:
-    ids = tokens()
-    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids}
-    return _train(model, batch, _next_token)
-
-
-def _masked_model(model: Any) -> PublicStep:
-    ids = tokens()
-    masked = (ids % 5 == 0) | (jnp.arange(LENGTH) == 3)
-    batch = {
-        "input_ids": jnp.where(masked, 2, ids),
-        "attention_mask": jnp.ones_like(ids),
-        "labels": jnp.where(masked, ids, 0),
-    }
-    return _train(model, batch, _masked)
 
 
 def bert() -> PublicStep:
     """FlaxBertForMaskedLM, as run_mlm_flax.py trains it."""
-    return _masked_model(hf.FlaxBertForMaskedLM(hf.BertConfig(**_ENCODER), (1, LENGTH)))
+    return masked_model(hf.FlaxBertForMaskedLM(hf.BertConfig(**ENCODER), (1, LENGTH)))
 
 
 def bert_classifier() -> PublicStep:
     """FlaxBertForSequenceClassification, as run_flax_glue.py trains it."""
     ids = tokens()
     model = hf.FlaxBertForSequenceClassification(
-        hf.BertConfig(**_ENCODER, num_labels=3), (1, LENGTH)
+        hf.BertConfig(**ENCODER, num_labels=3), (1, LENGTH)
     )
     batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": classes(3)}
-    return _train(model, batch, _labelled)
+    return train(model, batch, labelled)
 
 
 def albert() -> PublicStep:
     """FlaxAlbertForMaskedLM: all layers share their weights."""
-    return _masked_model(
-        hf.FlaxAlbertForMaskedLM(hf.AlbertConfig(**_ENCODER, embedding_size=16), (1, LENGTH))
+    return masked_model(
+        hf.FlaxAlbertForMaskedLM(hf.AlbertConfig(**ENCODER, embedding_size=16), (1, LENGTH))
     )
+
+
+def roberta() -> PublicStep:
+    """FlaxRobertaForMaskedLM, whose positions depend on the tokens."""
+    return masked_model(hf.FlaxRobertaForMaskedLM(hf.RobertaConfig(**ENCODER), (1, LENGTH)))
+
+
+def roberta_prelayernorm() -> PublicStep:
+    """FlaxRobertaPreLayerNormForMaskedLM."""
+    config = hf.RobertaPreLayerNormConfig(**ENCODER)
+    return masked_model(hf.FlaxRobertaPreLayerNormForMaskedLM(config, (1, LENGTH)))
+
+
+def bert_span() -> PublicStep:
+    """FlaxBertForQuestionAnswering, as run_qa.py trains it."""
+    ids = tokens()
+    model = hf.FlaxBertForQuestionAnswering(hf.BertConfig(**ENCODER), (1, LENGTH))
+    batch = {
+        "input_ids": ids,
+        "attention_mask": jnp.ones_like(ids),
+        "labels": jnp.stack([classes(8), 8 + classes(8)], axis=1),
+    }
+
+    def loss(outputs, batch):
+        start, end = (
+            optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"][:, k]).mean()
+            for k, logits in enumerate((outputs.start_logits, outputs.end_logits))
+        )
+        return (start + end) / 2
+
+    return train(model, batch, loss)
+
+
+def bert_choices() -> PublicStep:
+    """FlaxBertForMultipleChoice: each example has four texts."""
+    ids = tokens(length=4 * LENGTH).reshape(-1, 4, LENGTH)
+    model = hf.FlaxBertForMultipleChoice(hf.BertConfig(**ENCODER), (1, 4, LENGTH))
+    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": classes(4)}
+    return train(model, batch, labelled)
+
+
+def bert_pretraining() -> PublicStep:
+    """FlaxBertForPreTraining: masked tokens and whether a sentence is the next one."""
+    ids = tokens()
+    masked = ids % 5 == 0
+    model = hf.FlaxBertForPreTraining(hf.BertConfig(**ENCODER), (1, LENGTH))
+    labels = jnp.concatenate([jnp.where(masked, ids, 0), classes(2)[:, None]], axis=1)
+    batch = {
+        "input_ids": jnp.where(masked, 2, ids),
+        "attention_mask": jnp.ones_like(ids),
+        "labels": labels,
+    }
+
+    def loss(outputs, batch):
+        targets, following = batch["labels"][:, :-1], batch["labels"][:, -1]
+        chosen = jnp.where(targets > 0, 1.0, 0.0)
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs.prediction_logits, targets)
+        next_ = optax.softmax_cross_entropy_with_integer_labels(
+            outputs.seq_relationship_logits, following
+        )
+        return (losses * chosen).sum() / chosen.sum() + next_.mean()
+
+    return train(model, batch, loss)
+
+
+def electra_detector() -> PublicStep:
+    """FlaxElectraForPreTraining, which finds replaced tokens."""
+    config = hf.ElectraConfig(**ENCODER, embedding_size=32)
+    ids = tokens()
+    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids % 3 == 0}
+
+    def loss(outputs, batch):
+        labels = batch["labels"].astype(jnp.float32)
+        losses = optax.sigmoid_binary_cross_entropy(outputs.logits, labels)
+        return (losses * batch["attention_mask"]).sum() / batch["attention_mask"].sum()
+
+    return train(hf.FlaxElectraForPreTraining(config, (1, LENGTH)), batch, loss)
+
+
+def bert_tokens() -> PublicStep:
+    """FlaxBertForTokenClassification, as run_flax_ner.py trains it, with ignored tokens."""
+    ids = tokens()
+    model = hf.FlaxBertForTokenClassification(hf.BertConfig(**ENCODER, num_labels=5), (1, LENGTH))
+    batch = {
+        "input_ids": ids,
+        "attention_mask": jnp.ones_like(ids),
+        "labels": jnp.where(ids % 4 == 0, -100, ids % 5),
+    }
+
+    def loss(outputs, batch):
+        labels = batch["labels"]
+        valid = labels >= 0
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            outputs.logits, jnp.where(valid, labels, 0)
+        )
+        return jnp.where(valid, losses, 0.0).sum() / valid.sum()
+
+    return train(model, batch, loss)
 
 
 def distilbert() -> PublicStep:
@@ -128,12 +147,12 @@ def distilbert() -> PublicStep:
     config = hf.DistilBertConfig(
         vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=32
     )
-    return _masked_model(hf.FlaxDistilBertForMaskedLM(config, (1, LENGTH)))
+    return masked_model(hf.FlaxDistilBertForMaskedLM(config, (1, LENGTH)))
 
 
 def roformer() -> PublicStep:
     """FlaxRoFormerForMaskedLM with rotary positions."""
-    return _masked_model(hf.FlaxRoFormerForMaskedLM(hf.RoFormerConfig(**_ENCODER), (1, LENGTH)))
+    return masked_model(hf.FlaxRoFormerForMaskedLM(hf.RoFormerConfig(**ENCODER), (1, LENGTH)))
 
 
 def dinov2() -> PublicStep:
@@ -149,18 +168,18 @@ def dinov2() -> PublicStep:
         drop_path_rate=0.1,
     )
     model = hf.FlaxDinov2ForImageClassification(config, (1, 16, 16, 3))
-    return _train(model, {"pixel_values": features(3, 16, 16), "labels": classes()}, _labelled)
+    return train(model, {"pixel_values": features(3, 16, 16), "labels": classes()}, labelled)
 
 
 def big_bird() -> PublicStep:
     """FlaxBigBirdForMaskedLM with block-sparse attention."""
     config = hf.BigBirdConfig(
-        **{**_ENCODER, "max_position_embeddings": 64}, block_size=2, num_random_blocks=1
+        **{**ENCODER, "max_position_embeddings": 64}, block_size=2, num_random_blocks=1
     )
     ids = tokens(length=32)
     batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids}
     state = hf.FlaxBigBirdForMaskedLM(config, (1, 32))
-    step = _train(state, batch, _masked)
+    step = train(state, batch, masked_loss)
 
     def train_step(state, batch, dropout_rng):
         dropout_rng, indices_rng = jax.random.split(dropout_rng)
@@ -174,7 +193,7 @@ def big_bird() -> PublicStep:
                 indices_rng=indices_rng,
                 train=True,
             )
-            return _masked(outputs, batch)
+            return masked_loss(outputs, batch)
 
         value, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), {"loss": value}
@@ -184,14 +203,14 @@ def big_bird() -> PublicStep:
 
 def electra() -> PublicStep:
     """FlaxElectraForMaskedLM."""
-    config = hf.ElectraConfig(**_ENCODER, embedding_size=32)
-    return _masked_model(hf.FlaxElectraForMaskedLM(config, (1, LENGTH)))
+    config = hf.ElectraConfig(**ENCODER, embedding_size=32)
+    return masked_model(hf.FlaxElectraForMaskedLM(config, (1, LENGTH)))
 
 
 def gpt2() -> PublicStep:
     """FlaxGPT2LMHeadModel, as run_clm_flax.py trains it."""
     config = hf.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
-    return _language_model(hf.FlaxGPT2LMHeadModel(config, (1, LENGTH)))
+    return language_model(hf.FlaxGPT2LMHeadModel(config, (1, LENGTH)))
 
 
 def gptj() -> PublicStep:
@@ -207,7 +226,7 @@ def gptj() -> PublicStep:
         embd_pdrop=0.1,
         attn_pdrop=0.1,
     )
-    return _language_model(hf.FlaxGPTJForCausalLM(config, (1, LENGTH)))
+    return language_model(hf.FlaxGPTJForCausalLM(config, (1, LENGTH)))
 
 
 def gpt_neo() -> PublicStep:
@@ -224,24 +243,24 @@ def gpt_neo() -> PublicStep:
         resid_dropout=0.1,
         attention_dropout=0.1,
     )
-    return _language_model(hf.FlaxGPTNeoForCausalLM(config, (1, LENGTH)))
+    return language_model(hf.FlaxGPTNeoForCausalLM(config, (1, LENGTH)))
 
 
 def llama() -> PublicStep:
     """FlaxLlamaForCausalLM with grouped queries."""
-    return _language_model(hf.FlaxLlamaForCausalLM(hf.LlamaConfig(**_DECODER), (1, LENGTH)))
+    return language_model(hf.FlaxLlamaForCausalLM(hf.LlamaConfig(**DECODER), (1, LENGTH)))
 
 
 def mistral() -> PublicStep:
     """FlaxMistralForCausalLM with a sliding window; its dropout fails in the library itself."""
-    config = hf.MistralConfig(**{**_DECODER, "attention_dropout": 0.0}, sliding_window=8)
-    return _language_model(hf.FlaxMistralForCausalLM(config, (1, LENGTH)))
+    config = hf.MistralConfig(**{**DECODER, "attention_dropout": 0.0}, sliding_window=8)
+    return language_model(hf.FlaxMistralForCausalLM(config, (1, LENGTH)))
 
 
 def gemma() -> PublicStep:
     """FlaxGemmaForCausalLM with tied embeddings."""
-    config = hf.GemmaConfig(**_DECODER, head_dim=8)
-    return _language_model(hf.FlaxGemmaForCausalLM(config, (1, LENGTH)))
+    config = hf.GemmaConfig(**DECODER, head_dim=8)
+    return language_model(hf.FlaxGemmaForCausalLM(config, (1, LENGTH)))
 
 
 def opt() -> PublicStep:
@@ -258,7 +277,21 @@ def opt() -> PublicStep:
     ids = tokens()
     batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids}
     model = hf.FlaxOPTForCausalLM(config, (1, LENGTH))
-    return _train(model, batch, _next_token, {"deterministic": False})
+    return train(model, batch, next_token, {"deterministic": False})
+
+
+def xglm() -> PublicStep:
+    """FlaxXGLMForCausalLM with sinusoidal positions and dropout."""
+    config = hf.XGLMConfig(
+        vocab_size=64,
+        max_position_embeddings=32,
+        d_model=32,
+        ffn_dim=64,
+        num_layers=2,
+        attention_heads=4,
+        layerdrop=0.0,
+    )
+    return language_model(hf.FlaxXGLMForCausalLM(config, (1, LENGTH)))
 
 
 def bloom() -> PublicStep:
@@ -271,12 +304,12 @@ def bloom() -> PublicStep:
         hidden_dropout=0.1,
         attention_dropout=0.1,
     )
-    return _language_model(hf.FlaxBloomForCausalLM(config, (1, LENGTH)))
+    return language_model(hf.FlaxBloomForCausalLM(config, (1, LENGTH)))
 
 
 def bart() -> PublicStep:
     """FlaxBartForConditionalGeneration, as run_summarization_flax.py trains it."""
-    config = hf.BartConfig(**_SEQ2SEQ, max_position_embeddings=32)
+    config = hf.BartConfig(**SEQ2SEQ, max_position_embeddings=32)
     model = hf.FlaxBartForConditionalGeneration(config, (1, LENGTH))
     ids, target = tokens(), tokens(1)
     batch = {
@@ -286,7 +319,7 @@ def bart() -> PublicStep:
         "decoder_attention_mask": jnp.ones_like(target),
         "labels": target,
     }
-    return _train(model, batch, _labelled)
+    return train(model, batch, labelled)
 
 
 def vit() -> PublicStep:
@@ -303,7 +336,52 @@ def vit() -> PublicStep:
         attention_probs_dropout_prob=0.1,
     )
     batch = {"pixel_values": features(3, 16, 16), "labels": classes()}
-    return _train(hf.FlaxViTForImageClassification(config), batch, _labelled)
+    return train(hf.FlaxViTForImageClassification(config), batch, labelled)
+
+
+def beit() -> PublicStep:
+    """FlaxBeitForImageClassification with relative positions and stochastic depth."""
+    config = hf.BeitConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=4,
+        num_labels=10,
+        drop_path_rate=0.1,
+        use_relative_position_bias=True,
+        layer_scale_init_value=0.1,
+    )
+    batch = {"pixel_values": features(3, 16, 16), "labels": classes()}
+    return train(hf.FlaxBeitForImageClassification(config, (1, 16, 16, 3)), batch, labelled)
+
+
+def beit_pretraining() -> PublicStep:
+    """FlaxBeitForMaskedImageModeling: the visual tokens of masked patches."""
+    config = hf.BeitConfig(
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=4,
+        use_mask_token=True,
+    )
+    model = hf.FlaxBeitForMaskedImageModeling(config, (1, 16, 16, 3))
+    masked = tokens(length=16) % 3 == 0
+    batch = {
+        "pixel_values": features(3, 16, 16),
+        "bool_masked_pos": masked,
+        "labels": tokens(1, length=16, vocabulary=32),
+    }
+
+    def loss(outputs, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs.logits, batch["labels"])
+        return (losses * batch["bool_masked_pos"]).sum() / batch["bool_masked_pos"].sum()
+
+    return train(model, batch, loss)
 
 
 def resnet() -> PublicStep:
@@ -327,7 +405,7 @@ def resnet() -> PublicStep:
         def loss_fn(params):
             variables = {"params": params, "batch_stats": state.batch_stats}
             outputs, stats = state.apply_fn(batch["pixel_values"], params=variables, train=True)
-            return _labelled(outputs, batch), stats
+            return labelled(outputs, batch), stats
 
         (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         state = state.apply_gradients(grads=grads, batch_stats=stats["batch_stats"])
@@ -340,7 +418,7 @@ def resnet() -> PublicStep:
 def whisper() -> PublicStep:
     """FlaxWhisperForConditionalGeneration with dropout."""
     config = hf.WhisperConfig(
-        **_SEQ2SEQ,
+        **SEQ2SEQ,
         num_mel_bins=8,
         max_source_positions=16,
         max_target_positions=16,
@@ -359,7 +437,7 @@ def whisper() -> PublicStep:
         "decoder_input_ids": jnp.roll(target, 1, 1),
         "labels": target,
     }
-    return _train(model, batch, _labelled)
+    return train(model, batch, labelled)
 
 
 def wav2vec2() -> PublicStep:
@@ -388,4 +466,4 @@ def wav2vec2() -> PublicStep:
         ).mean()
 
     batch = {"input_values": features(256), "labels": tokens(length=4, vocabulary=16)}
-    return _train(model, batch, loss)
+    return train(model, batch, loss)
