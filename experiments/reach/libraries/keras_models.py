@@ -4,12 +4,12 @@ import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import keras  # noqa: E402
-from keras import layers  # noqa: E402
+import jax
+import jax.numpy as jnp
+import keras
+from keras import layers
 
-from experiments.reach.public_step import PublicStep, classes, features, tokens  # noqa: E402
+from experiments.reach.public_step import PublicStep, classes, features, tokens
 
 
 def _training(model, optimizer, metric, x, y) -> PublicStep:
