@@ -250,6 +250,9 @@ def array_difference(
     noise = max(float(np.abs(other[finite] - wanted).max(initial=0.0)) for other in others)
     change = float(np.abs(wanted - old).max(initial=0.0))
     allowed = NOISE_FACTOR * noise
+    if allowed > change > 0 and (wanted >= 0).all():
+        # zero but for rounding, and squared, as the second moments of Adam
+        allowed *= NOISE_FACTOR
     if inexact:
         rounding = 4 * float(np.finfo(expected.dtype).eps) * float(np.abs(wanted).max(initial=0.0))
         allowed += RELATIVE_TOLERANCE * change + rounding

@@ -41,6 +41,10 @@ def test_the_tolerance_is_relative_to_the_change_of_an_array() -> None:
 def test_a_number_that_changes_by_rounding_on_one_device_may_change_as_much() -> None:
     assert array_difference(ONES * 1e-3, ZEROS, [ONES * 5e-4]) == ""
     assert "off by" in array_difference(ONES * 1e-2, ZEROS, [ONES * 5e-4])
+    squares = ONES * 1e-25
+    assert array_difference(20 * squares, squares, [2 * squares]) == ""
+    assert "off by" in array_difference(200 * squares, squares, [2 * squares])
+    assert "off by" in array_difference(-20 * squares, -squares, [-2 * squares])
 
 
 def test_integers_shapes_dtypes_and_infinities_are_compared() -> None:
