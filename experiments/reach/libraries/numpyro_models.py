@@ -13,14 +13,14 @@ from numpyro.infer.autoguide import AutoNormal
 from experiments.reach.public_step import PublicStep, features
 
 
-class _Encoder(nn.Module):
+class _Recognition(nn.Module):
     @nn.compact
     def __call__(self, x):
         hidden = nn.softplus(nn.Dense(32)(x))
         return nn.Dense(8)(hidden), jnp.exp(nn.Dense(8)(hidden))
 
 
-class _Decoder(nn.Module):
+class _Generation(nn.Module):
     @nn.compact
     def __call__(self, z):
         return nn.Dense(16)(nn.softplus(nn.Dense(32)(z)))
@@ -30,13 +30,13 @@ def vae() -> PublicStep:
     """examples/vae.py: a variational autoencoder of Flax modules."""
 
     def model(batch):
-        decode = flax_module("decoder", _Decoder(), input_shape=(1, 8))
+        decode = flax_module("decoder", _Generation(), input_shape=(1, 8))
         with numpyro.plate("batch", batch.shape[0]):
             z = numpyro.sample("z", dist.Normal(0, 1).expand([8]).to_event(1))
             numpyro.sample("obs", dist.Bernoulli(logits=decode(z)).to_event(1), obs=batch)
 
     def guide(batch):
-        encode = flax_module("encoder", _Encoder(), input_shape=(1, 16))
+        encode = flax_module("encoder", _Recognition(), input_shape=(1, 16))
         mean, deviation = encode(batch)
         with numpyro.plate("batch", batch.shape[0]):
             numpyro.sample("z", dist.Normal(mean, deviation).to_event(1))
