@@ -12,6 +12,7 @@ from experiments.reach.libraries.transformers_training import (
     DECODER,
     ENCODER,
     SEQ2SEQ,
+    VISION,
     labelled,
     language_model,
     masked_loss,
@@ -325,12 +326,7 @@ def bart() -> PublicStep:
 def vit() -> PublicStep:
     """FlaxViTForImageClassification with dropout."""
     config = hf.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=4,
+        **VISION,
         num_labels=10,
         hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.1,
@@ -342,12 +338,7 @@ def vit() -> PublicStep:
 def beit() -> PublicStep:
     """FlaxBeitForImageClassification with relative positions and stochastic depth."""
     config = hf.BeitConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=4,
+        **VISION,
         num_labels=10,
         drop_path_rate=0.1,
         use_relative_position_bias=True,
@@ -361,12 +352,7 @@ def beit_pretraining() -> PublicStep:
     """FlaxBeitForMaskedImageModeling: the visual tokens of masked patches."""
     config = hf.BeitConfig(
         vocab_size=32,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=4,
+        **VISION,
         use_mask_token=True,
     )
     model = hf.FlaxBeitForMaskedImageModeling(config, (1, 16, 16, 3))

@@ -10,17 +10,8 @@ import jax.numpy as jnp
 import optax
 import transformers as hf
 
-from experiments.reach.libraries.transformers_training import ENCODER, SEQ2SEQ, train
+from experiments.reach.libraries.transformers_training import ENCODER, SEQ2SEQ, VISION, train
 from experiments.reach.public_step import LENGTH, PublicStep, features, tokens
-
-_VISION = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "image_size": 16,
-    "patch_size": 4,
-}
 
 
 def _summarization(model: Any, **inputs: jax.Array) -> PublicStep:
@@ -84,7 +75,7 @@ def bert2bert() -> PublicStep:
 def vit_gpt2() -> PublicStep:
     """FlaxVisionEncoderDecoderModel, which describes images."""
     config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        hf.ViTConfig(**_VISION),
+        hf.ViTConfig(**VISION),
         hf.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4),
     )
     model = hf.FlaxVisionEncoderDecoderModel(config, ((1, 16, 16, 3), (1, LENGTH)))
@@ -113,13 +104,13 @@ def _contrastive(model: Any) -> PublicStep:
 def clip() -> PublicStep:
     """FlaxCLIPModel."""
     text = {**ENCODER, "max_position_embeddings": LENGTH, "eos_token_id": 63}
-    config = hf.CLIPConfig(text_config=text, vision_config=_VISION, projection_dim=16)
+    config = hf.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16)
     return _contrastive(hf.FlaxCLIPModel(config, ((1, LENGTH), (1, 16, 16, 3))))
 
 
 def vit_bert() -> PublicStep:
     """FlaxVisionTextDualEncoderModel of a ViT and a BERT."""
     config = hf.VisionTextDualEncoderConfig.from_vision_text_configs(
-        hf.ViTConfig(**_VISION), hf.BertConfig(**ENCODER), projection_dim=16
+        hf.ViTConfig(**VISION), hf.BertConfig(**ENCODER), projection_dim=16
     )
     return _contrastive(hf.FlaxVisionTextDualEncoderModel(config, ((1, LENGTH), (1, 16, 16, 3))))

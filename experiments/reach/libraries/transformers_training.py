@@ -30,6 +30,14 @@ SEQ2SEQ = {
     "encoder_ffn_dim": 64,
     "decoder_ffn_dim": 64,
 }
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 16,
+    "patch_size": 4,
+}
 
 
 def train(
