@@ -164,7 +164,7 @@ class Stage(_Model):
 
     @model_validator(mode="after")
     def _check_mesh(self) -> Self:
-        """Check that specs name axes of the mesh, and that devices and mesh have the same size."""
+        """Check that specs name axes of the mesh, each once, and that it has as many devices."""
         if len(self.mesh_shape) != len(self.axis_names) or min(self.mesh_shape, default=1) < 1:
             raise ValueError(
                 f"mesh_shape {brief(self.mesh_shape)} with axis_names {brief(self.axis_names)}"
@@ -180,8 +180,9 @@ class Stage(_Model):
                 f"devices {brief(self.devices)} for a mesh of shape {brief(self.mesh_shape)}"
             )
         for array in (*self.inputs, *self.outputs, *self.constraints, *self.offloaded):
-            unknown = {axis for axes in array.spec for axis in axes}.difference(self.axis_names)
-            if unknown or len(array.spec) != len(array.shape):
+            axes = [axis for axes in array.spec for axis in axes]
+            is_valid = len(axes) == len(set(axes)) and set(axes) <= set(self.axis_names)
+            if not is_valid or len(array.spec) != len(array.shape):
                 raise ValueError(
                     f"spec {brief(array.spec)} of shape {brief(array.shape)}"
                     f" on axes {brief(self.axis_names)}"

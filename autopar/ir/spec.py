@@ -158,7 +158,7 @@ def from_partition_spec(spec: PartitionSpec, rank: int) -> Spec:
 
 
 def spec_problem(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> str:
-    """Return why `spec` does not divide an array evenly, and how to fix it; "" if it does.
+    """Return why `spec` does not shard an array evenly, and how to fix it; "" if it does.
 
     Args:
         spec: The spec.
@@ -170,10 +170,14 @@ def spec_problem(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, 
             f"{spec} is for {len(spec)} dims, but its shape {tuple(shape)} has {len(shape)}; leave"
             " some out"
         )
+    seen = set[str]()
     for dim, axes in enumerate(from_partition_spec(spec, len(shape))):
         for axis in axes:
             if axis not in sizes:
                 return f"{spec} names the axis {axis!r}; the mesh has {', '.join(sizes)}"
+            if axis in seen:
+                return f"{spec} names the axis {axis!r} twice; an axis can shard one dim, once"
+            seen.add(axis)
         ways = prod(sizes[axis] for axis in axes)
         if shape[dim] % ways:
             over = f"the {ways} devices along {', '.join(axes)}; use a multiple of {ways}"

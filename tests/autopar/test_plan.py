@@ -96,6 +96,15 @@ def test_the_error_of_a_damaged_plan_names_the_field(plan):
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize("spec", [["x", "x"], [["x", "x"], []], [["x"], ["x"]], [["x"]]])
+def test_a_spec_that_cannot_shard_its_array_is_refused(plan, spec):
+    data = json.loads(plan.to_json())
+    output = next(value for value in data["stages"][0]["outputs"] if len(value["shape"]) == 2)
+    output["spec"] = spec
+    with pytest.raises(PlanError, match=r"stages\.0.*spec"):
+        autopar.Plan.from_json(json.dumps(data))
+
+
 def test_a_whole_step_is_one_stage_and_each_layer_is_in_one_stage(plan):
     data = json.loads(plan.to_json())
     stage = data["stages"][0]

@@ -32,6 +32,7 @@ def test_every_array_gets_the_sharding_of_its_spec() -> None:
             r"dim 1 of .* can't be split over the 8 devices along i, j; use a multiple of 8",
         ),
         (P("k"), r"names the axis 'k'; the mesh has i, j"),
+        (P("j", "j"), r"batch/x: .* names the axis 'j' twice"),
         (P(None, None, "i"), r"batch/x: .* is for 3 dims, but its shape \(6, 4\) has 2"),
     ],
 )

@@ -177,6 +177,8 @@ def test_reduce_scatter_can_be_preferred(step):
     ("pins", "message"),
     [
         ({KERNEL: P("z")}, "names the axis 'z'; the mesh has x"),
+        ({KERNEL: P("x", "x")}, "names the axis 'x' twice"),
+        ({KERNEL: P(("x", "x"))}, "names the axis 'x' twice"),
         (
             {"0/params/params/Dense_0/bias": P(None, "x")},
             r"is for 2 dims, but its shape \(64,\) has 1",
