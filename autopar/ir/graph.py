@@ -20,6 +20,9 @@ from autopar.ir import control_flow
 
 type Atom = Var | Literal
 
+_MOST_LINES = 6
+"""How many lines of code a message lists."""
+
 
 def needed(
     eqns: Iterable[tuple[int, JaxprEqn]], outvars: Iterable[Atom], given: Collection[Var] = ()
@@ -65,6 +68,12 @@ def source_line(eqn: JaxprEqn) -> str:
     if frame is not None:
         return f"{frame.file_name}:{frame.line_num}"
     return str(eqn.source_info.name_stack) or "the step"
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Return the first of some lines of code, and how many more there are."""
+    more = f" and {len(lines) - _MOST_LINES} more lines" if len(lines) > _MOST_LINES else ""
+    return ", ".join(lines[:_MOST_LINES]) + more
 
 
 def error_line(error: Exception) -> str:

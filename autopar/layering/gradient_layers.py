@@ -113,7 +113,14 @@ def _cluster(jaxpr: Jaxpr, forward: Sequence[Unit], option: AutoLayerOption) -> 
     ]
     received = received_bytes(len(forward), values)
     light = after_heavy(flops > 0, values)
-    layers = cluster_layers(work, received, option.layer_num, option.eps, light=light)
+    layers = cluster_layers(
+        work,
+        received,
+        option.layer_num,
+        option.eps,
+        light=light,
+        line_of=lambda position: source_line(forward[position].eqns[0][1]),
+    )
     return np.searchsorted(layers.stops, np.arange(len(forward)), side="right").tolist()
 
 

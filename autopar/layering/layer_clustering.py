@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.ir.graph import listed
+
 MIN_HEAVY = 3
 """The least number of heavy equations (matrix products, convolutions) of a layer; fewer only if
 there are not that many for every layer."""
@@ -55,6 +57,7 @@ def cluster_layers(
     eps: float | None = None,
     heavy: np.ndarray | None = None,
     light: np.ndarray | None = None,
+    line_of: Callable[[int], str] | None = None,
 ) -> Layers:
     """Divide equations into `num_layers` layers.
 
@@ -67,6 +70,7 @@ def cluster_layers(
             smallest number that leaves layers if work is too uneven for it.
         heavy: Which equations are heavy, [equations]; by default those with FLOP.
         light: Which equations count as heavy, too, if there are more layers than heavy ones.
+        line_of: Returns the line of the user's code that makes an equation, for the error.
 
     Raises:
         NoLayersError: There are too few heavy equations, or work is too uneven for `eps`.
@@ -78,7 +82,7 @@ def cluster_layers(
         most = f"1 to {heavy.sum()} layers, and no more stages than layers"
         raise NoLayersError(
             f"{num_layers} layers asked of {heavy.sum()} {_KINDS[light is not None]}; use"
-            f" {most if heavy.any() else 'a method without a pipeline'}"
+            f" {most if heavy.any() else 'a method without a pipeline'}{_places(heavy, line_of)}"
         )
     flops = np.asarray(flops, float)
     if eps is not None:
@@ -88,6 +92,14 @@ def cluster_layers(
     except NoLayersError:
         eps = _least_eps(flops, received, num_layers, heavy)
         return _cluster(flops, received, num_layers, eps, heavy)
+
+
+def _places(heavy: np.ndarray, line_of: Callable[[int], str] | None) -> str:
+    """Return where heavy equations are, for an error; "" if there are none."""
+    if line_of is None or not heavy.any():
+        return ""
+    lines = dict.fromkeys(line_of(int(number)) for number in np.flatnonzero(heavy))
+    return f"; the equations are at {listed(list(lines))}"
 
 
 def _cluster(

@@ -126,8 +126,20 @@ class AutoLayerOption:
         values = iterations.values()
         received = received_bytes(iterations.total, values)
         light = after_heavy(flops > 0, values)
+        eqns = [
+            eqn
+            for eqn, count in zip(jaxpr.eqns, iterations.counts, strict=True)
+            for _ in range(count)
+        ]
         try:
-            layers = cluster_layers(work, received, self.layer_num, self.eps, light=light)
+            layers = cluster_layers(
+                work,
+                received,
+                self.layer_num,
+                self.eps,
+                light=light,
+                line_of=lambda position: source_line(eqns[position]),
+            )
         except NoLayersError as error:
             raise NoLayersError(f"{error}{uncut_loops(jaxpr, iterations.scans)}") from None
         return np.searchsorted(layers.stops, np.arange(iterations.total), side="right").tolist()

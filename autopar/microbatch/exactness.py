@@ -5,12 +5,11 @@ Microbatches may differ from the whole batch only where the user allows it, by `
 `created_rows` and `own_statistics` implement them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from autopar.ir.graph import listed
 from autopar.ir.step_graph import Exactness, FirstPass, StepGraph
 from autopar.microbatch.created_rows import folds_position
-
-_MOST_LINES = 6
 
 
 def exactness_of(step: StepGraph) -> Exactness:
@@ -66,9 +65,3 @@ def _first_passes(step: StepGraph) -> Iterator[FirstPass]:
     while first is not None:
         yield first
         first = first.step.first_pass
-
-
-def listed(lines: Sequence[str]) -> str:
-    """Return the first of some lines of code, and how many more there are."""
-    more = f" and {len(lines) - _MOST_LINES} more lines" if len(lines) > _MOST_LINES else ""
-    return ", ".join(lines[:_MOST_LINES]) + more

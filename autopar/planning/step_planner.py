@@ -12,12 +12,12 @@ from autopar._cpython import builds_graphs
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.analysis.reasons import print_if_asked
 from autopar.ir.control_flow import endless_loops
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import aval_of, listed
 from autopar.ir.host_memory import is_on_host, to_host_p
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import Remat, StepGraph
 from autopar.lowering.planned import PlannedStep
-from autopar.microbatch.exactness import exactness_of, exactness_warnings, listed
+from autopar.microbatch.exactness import exactness_of, exactness_warnings
 from autopar.plan import (
     MemorySplit,
     OffloadedValue,

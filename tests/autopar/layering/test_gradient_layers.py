@@ -14,6 +14,7 @@ from flax import nnx
 from jax.extend.core.primitives import dot_general_p
 
 import autopar
+from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import layer_of
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
@@ -123,6 +124,18 @@ def test_layers_that_jax_has_differentiated_are_not_recomputed():
     step = autopar.parallelize(make_step(jax.value_and_grad), method=pipeline(remat_layer=True))
     with pytest.raises(autopar.LayerError, match=r"remat_layer=True needs .* autopar\.grad"):
         step(PARAMS, BATCH)
+
+
+def test_a_step_with_too_few_products_is_refused_with_their_lines():
+    def step(weight, x):
+        return weight - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weight)
+
+    method = autopar.PipeshardParallel(
+        devices=8, num_micro_batches=2, layer_option=autopar.AutoLayerOption(8)
+    )
+    args = np.ones((WIDTH, WIDTH), np.float32), BATCH["x"]
+    with pytest.raises(NoLayersError, match=r"8 layers asked of .* at \S*test_gradient_layers.py:"):
+        autopar.plan_step(step, args, method=method, cluster="p3.16xlarge")
 
 
 def test_recomputation_is_left_out_where_it_is_a_choice():

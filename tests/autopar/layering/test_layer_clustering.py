@@ -139,8 +139,14 @@ def test_a_stack_of_blocks_is_cut_between_blocks():
 def test_more_layers_than_heavy_equations_are_refused():
     with pytest.raises(NoLayersError, match=r"3 layers asked of 2 heavy .*; use 1 to 2"):
         cluster_layers(np.array([1.0, 0.0, 1.0]), received_bytes(3, []), 3)
-    with pytest.raises(NoLayersError, match="use a method without a pipeline"):
-        cluster_layers(np.zeros(3), received_bytes(3, []), 2)
+    with pytest.raises(NoLayersError, match=r"use a method without a pipeline$"):
+        cluster_layers(np.zeros(3), received_bytes(3, []), 2, line_of="step.py:{}".format)
+
+
+def test_the_error_of_too_few_heavy_equations_names_their_lines():
+    flops = np.array([1.0, 0.0, 1.0])
+    with pytest.raises(NoLayersError, match=r"the equations are at step\.py:0, step\.py:2$"):
+        cluster_layers(flops, received_bytes(3, []), 3, line_of="step.py:{}".format)
 
 
 def test_equations_that_depend_on_heavy_ones_are_layers_if_there_are_too_few_of_these():
