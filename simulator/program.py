@@ -8,11 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, Self, assert_never, get_args
 
-from simulator.files import one_line
+from simulator.files import brief, one_line
 from simulator.memory import Level, MemoryUse
 from simulator.work import Collective, Groups, OpList, matrix_flops, unmodelled_kernels
+
+MAX_BYTES = 10**18
+"""The most bytes that a program may send at a time: more than all memory of any cluster."""
 
 Phase = Literal["F", "B", "I", "W", "U", "S"]
 """Forward; backward or its halves, input and weight gradients; update; whole step."""
@@ -162,6 +166,9 @@ class Program:
                 f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists;"
                 " one each"
             )
+        for instruction in chain.from_iterable(self.instructions):
+            if isinstance(instruction, Send | Recv):
+                self._check_transfer(instruction)
         if self.memory and len(self.memory) != len(self.meshes):
             raise ValueError(
                 f"{len(self.meshes)} meshes but memory of {len(self.memory)}; one each, or none"
@@ -177,6 +184,25 @@ class Program:
                     f"task {task} has {len(self.bodies.get(task, ()))} ops but {len(levels)} levels"
                     " of memory; one each"
                 )
+
+    def _check_transfer(self, transfer: Send | Recv) -> None:
+        """Check that a send or receive has a mesh at its other end, and a size.
+
+        Raises:
+            ValueError: it has not.
+        """
+        is_send = isinstance(transfer, Send)
+        other = transfer.to if is_send else transfer.source
+        what = f"{'send' if is_send else 'recv'} of {brief(transfer.value)}"
+        if not 0 <= other < len(self.meshes):
+            raise ValueError(
+                f"{what} has mesh {brief(other)} at its other end; the program has"
+                f" {len(self.meshes)} meshes, numbered from 0 on"
+            )
+        if is_send and not 0 <= transfer.num_bytes <= MAX_BYTES:
+            raise ValueError(
+                f"{what} has {brief(transfer.num_bytes)} bytes; expected 0 to {MAX_BYTES:.0e}"
+            )
 
     def body(self, run: Run) -> OpList:
         """Return what one device launches for a task.

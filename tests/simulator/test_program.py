@@ -121,5 +121,23 @@ def test_every_mesh_must_have_instructions_memory_and_levels() -> None:
         Program(((0,),), ((Run(0, "S"),),), op_levels={"0S": ({},)})
 
 
+@pytest.mark.parametrize(
+    ("transfer", "message"),
+    [
+        (Send("x", 2), "send of 'x' has mesh 2 at its other end; the program has 2 meshes"),
+        (Send("x", -1), "has mesh -1 at its other end"),
+        (Send("x", 10**5000), "has mesh a int too long to print at its other end"),
+        (Recv("x", 10**30), "recv of 'x' has mesh 1000"),
+        (Send("x", 1, -1), r"send of 'x' has -1 bytes; expected 0 to 1e\+18"),
+        (Send("x", 1, 10**400), r"bytes; expected 0 to 1e\+18"),
+    ],
+)
+def test_a_transfer_without_a_mesh_or_of_no_size_is_refused(
+    transfer: Send | Recv, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Program(((0,), (1,)), ((transfer,), ()))
+
+
 def test_aliased_outputs_are_counted_once() -> None:
     assert MemoryUse(arguments=10, outputs=7, aliased=6, temporaries=3).total == 14
