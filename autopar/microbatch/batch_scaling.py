@@ -505,7 +505,8 @@ class BatchScalings:
         return found
 
     def _is_ratio(self, eqn: JaxprEqn, whole: JaxprEqn) -> bool:
-        """Return whether a division is by a statistic of the batch, outside of loops."""
+        """Return whether a division of what can be accumulated is by a statistic of the batch."""
+        of = self._operand(eqn.invars[0], whole.invars[0])
         by = self._operand(eqn.invars[1], whole.invars[1])
         statistic = by.form == "function" or (
             by.form == "linear" and by.power is not None and not by.per
@@ -515,7 +516,8 @@ class BatchScalings:
             is_statistic
             and eqn.invars[1] not in self._inside
             and eqn.invars[1] not in self._rules.never_completed
-            and not self._operand(eqn.invars[0], whole.invars[0]).per
+            and of.form != "function"
+            and not of.per
         )
 
     def _is_function(self, eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:

@@ -213,6 +213,8 @@ COMPUTED_TWICE = {
     "perplexity": lambda p, b: jnp.exp(mean_loss(p, b)),
     "square of the mean": lambda p, b: mean_loss(p, b) ** 2,
     "square of a masked mean": lambda p, b: masked_mean(p, b) ** 2,
+    "perplexity by a masked mean": lambda p, b: jnp.exp(masked_mean(p, b)),
+    "limit of a masked mean": lambda p, b: jnp.tanh(masked_mean(p, b)),
     "weights that are learned": lambda p, b: (
         (outputs(p, b)[:, 0]).sum() / (outputs(p, b)[:, 1] ** 2).sum()
     ),
