@@ -140,45 +140,69 @@ class BatchScalings:
         self.carries: dict[Var, BatchScaling | NotSeparable] = {}
         self._unrepaired: set[int] = set()
         while True:
-            while not self._follow(micro.eqns, full.eqns):
-                pass
+            self._follow(micro.eqns, full.eqns)
             conflicts = self._repaired_statistics(micro.eqns) if rules.own else set()
             if not conflicts:
                 break
             self._unrepaired |= conflicts
 
-    def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> bool:
-        """Derive the scalings in order; return False if another pass is needed.
-
-        It is if a loop changes the scaling of its carry.
-        """
+    def _follow(self, eqns: Sequence[JaxprEqn], wholes: Sequence[JaxprEqn]) -> None:
+        """Derive the scalings in order, again from the start of a loop if its carry changes."""
         self.divided: set[Var] = set()
         self.functions: dict[Var, JaxprEqn] = {}
         self.repairs: dict[Var, Repair] = {}
         self.own: dict[Var, JaxprEqn] = {}
         self.copies: dict[Var, int] = {}
-        for number, (eqn, whole) in enumerate(zip(eqns, wholes, strict=True)):
-            results: Sequence[BatchScaling | NotSeparable]
-            try:
-                if eqn.primitive in control_flow.MARKERS:
-                    results = self._of_marker(eqn, whole)
-                else:
-                    check_parameters(eqn, whole)
-                    results = self._of_equation(number, eqn, whole)
-            except ConstantDiffers as unfit:
-                results = [NotSeparable(f"{unfit}; {Where(eqn)} reads it")] * len(eqn.outvars)
-            except NotSeparable as unfit:
-                results = [unfit] * len(eqn.outvars)
+        starts: list[int] = []
+        changed: set[Var] = set()
+        number = 0
+        while number < len(eqns):
+            eqn = eqns[number]
+            if eqn.primitive in control_flow.OPENING:
+                starts.append(number)
+            results = self._results_of(number, eqn, wholes[number])
             self.kinds.update(zip(eqn.outvars, results, strict=True))
-            if eqn.primitive is control_flow.loop_result_p:
-                carry = eqn.invars[0]
-                assert isinstance(carry, Var)
-                if results[0] != self.kinds[carry] and not isinstance(
-                    self.kinds[carry], NotSeparable
-                ):
-                    self.carries[carry] = results[0]
-                    return False
+            if eqn.primitive is control_flow.loop_result_p and self._changes_carry(eqn):
+                changed.add(control_flow.token_of(eqn))
+            number += 1
+            if eqn.primitive is control_flow.end_p:
+                start = starts.pop()
+                if control_flow.token_of(eqn) in changed:
+                    changed.remove(control_flow.token_of(eqn))
+                    self._forget(var for each in eqns[start:number] for var in each.outvars)
+                    number = start
+
+    def _changes_carry(self, eqn: JaxprEqn) -> bool:
+        """Return whether a loop changes the scaling of its carry, and note the new one."""
+        carry = eqn.invars[0]
+        assert isinstance(carry, Var)
+        result = self.kinds[eqn.outvars[0]]
+        if result == self.kinds[carry] or isinstance(self.kinds[carry], NotSeparable):
+            return False
+        self.carries[carry] = result
         return True
+
+    def _forget(self, made: Iterable[Var]) -> None:
+        """Forget what was noted of values."""
+        for var in made:
+            self.divided.discard(var)
+            for notes in (self.functions, self.repairs, self.own, self.copies):
+                notes.pop(var, None)
+
+    def _results_of(
+        self, number: int, eqn: JaxprEqn, whole: JaxprEqn
+    ) -> Sequence[BatchScaling | NotSeparable]:
+        """Return the scalings of the results of an equation, or why they are not separable."""
+        try:
+            if eqn.primitive in control_flow.MARKERS:
+                return self._of_marker(eqn, whole)
+            check_parameters(eqn, whole)
+            return self._of_equation(number, eqn, whole)
+        except ConstantDiffers as unfit:
+            unfit = NotSeparable(f"{unfit}; {Where(eqn)} reads it")
+            return [unfit] * len(eqn.outvars)
+        except NotSeparable as unfit:
+            return [unfit] * len(eqn.outvars)
 
     def _of_equation(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
         """Return the scalings of the results of an equation that is no marker."""
