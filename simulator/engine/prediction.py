@@ -14,9 +14,10 @@ PARTS = ("forward", "backward", "recompute", "update", "unattributed", "bubble",
 # Standard deviations of the relative error of each kind of time. On rows outside the fits, products
 # and collectives measured one by one have mean errors of 6 to 7 % and 5 to 9 %; standard deviations
 # are a quarter larger than mean errors. Those measurements lack NIC contention, so the network's
-# deviation is half as large again. The host's is a guess. `python -m simulator validate` prints how
-# often published steps are in the interval, also with all three scaled to the other sets.
-_DEVIATION = {"compute": 0.08, "network": 0.15, "host": 0.25}
+# deviation is half as large again. The host's is a guess. That of the software, its versions and
+# kernels, is about what the mean errors of sets of published steps have. `python -m simulator
+# validate` prints how often these are in the interval, also with all four scaled to the other sets.
+_DEVIATION = {"compute": 0.08, "network": 0.15, "host": 0.25, "software": 0.04}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ class Prediction:
             "compute": self.seconds - network - self.host,
             "network": network,
             "host": self.host,
+            "software": self.seconds,
         }
         deviation = sqrt(
             sum((_DEVIATION[kind] * part / self.seconds) ** 2 for kind, part in parts.items())
