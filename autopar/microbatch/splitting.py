@@ -378,12 +378,16 @@ def _repaired(
     """
     totals: dict[Var, Var] = {}
     combine: dict[Var, Combine] = {}
+    divisors: dict[Var, float] = {}
     for number, repair in repairs.items():
         for k in repair.totals:
             var, known = micro.eqns[number].invars[k], traced.eqns[number].invars[k]
             assert isinstance(var, Var)
             total = totals.setdefault(var, Var(var.aval))
-            combine[total] = _combine(found.of(known, known))
+            kind = found.of(known, known)
+            combine[total] = _combine(kind)
+            if power := _divided_by(kind):
+                divisors[var] = found.count**power
     repair_at = {numbers[number]: repair for number, repair in repairs.items()}
     eqns: list[JaxprEqn] = []
     later: list[int] = []
@@ -404,12 +408,16 @@ def _repaired(
         later.append(len(eqns))
         eqns.append(eqn)
         for var in eqn.outvars:
-            if var in totals:
-                eqns.append(
-                    eqn.replace(
-                        primitive=accumulate_p, invars=[var], outvars=[totals[var]], params={}
-                    )
-                )
+            if var not in totals:
+                continue
+            operand, total = var, totals[var]
+            if var in divisors:
+                operand = Var(var.aval)
+                by = partial(_divided, divisors[var])
+                eqns += equations(by, [var], operand, eqn.source_info)
+            eqns.append(
+                eqn.replace(primitive=accumulate_p, invars=[operand], outvars=[total], params={})
+            )
     return jaxpr.replace(eqns=eqns), later, combine
 
 
@@ -495,9 +503,8 @@ def _combination(
     kinds = [kind for kind in every if kind.form != "function"]
     divisors = statistics([*late, *weights], found.functions)
     kinds += [found.of(var, var) for var in divisors]
-    scaled = {k: -kind.power for k, kind in enumerate(kinds) if kind.power and _is_scaled(kind)}
-    combine: list[Combine] = []
-    combine.extend(_combine(replace(kind, power=0) if _is_scaled(kind) else kind) for kind in kinds)
+    scaled = {k: power for k, kind in enumerate(kinds) if (power := _divided_by(kind))}
+    combine: list[Combine] = [_combine(kind) for kind in kinds]
     return combine, weights, scaled
 
 
@@ -620,25 +627,20 @@ def _named(jaxpr: Jaxpr, primitive: Primitive) -> list[Numbered]:
 
 
 def _combine(kind: BatchScaling) -> Combine:
-    """Return how values of that scaling are combined; raise MicrobatchError if they can't be."""
+    """Return how values of that scaling are combined, after their division (`_divided_by`)."""
     if kind.form == "rows":
         return "rows"
-    match kind.power:
-        case 0 | None:
-            return "same" if kind.form == "same" else "mean"
-        case 1:
-            return "sum"
-        case power:
-            raise MicrobatchError(
-                f"a statistic of the batch that grows with its size to the power {power} can't be"
-                " accumulated over microbatches; write it as a sum or a mean over the examples"
-            )
+    if kind.power == 1:
+        return "sum"
+    return "same" if kind.form == "same" else "mean"
 
 
-def _is_scaled(kind: BatchScaling) -> bool:
-    """Return whether an accumulated value is scaled to its value in the whole batch first.
+def _divided_by(kind: BatchScaling) -> int:
+    """Return the power of the number of microbatches by which accumulated values are divided first.
 
     Rows are, and so is what is neither a sum nor a mean over the examples, such as their mean
     divided by their number.
     """
-    return kind.power is not None and (kind.form == "rows" or kind.power not in (0, 1))
+    if not kind.power or (kind.power == 1 and kind.form != "rows"):
+        return 0
+    return -kind.power
