@@ -27,7 +27,14 @@ from autopar.checks import (
 )
 from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
 from autopar.ir.host_memory import Offload
-from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, Remat, StepGraph
+from autopar.ir.step_graph import (
+    BatchStatistics,
+    Exactness,
+    RandomBits,
+    Remat,
+    StepGraph,
+    WhileLoops,
+)
 from autopar.layering.layers import AutoLayerOption, LayerOption, ManualLayerOption
 from autopar.pipeline.pipeline_schedules import schedule_kind, schedule_names, splits_backward
 from autopar.pipeline.schedule_kinds import Pipeline
@@ -52,6 +59,7 @@ _COMMON: dict[str, Any] = {
     "memory_budget": BYTES | NONE,
     "rng": one_of(*get_args(RandomBits.__value__)),
     "batch_statistics": one_of(*get_args(BatchStatistics.__value__)),
+    "while_loops": one_of(*get_args(WhileLoops.__value__)),
     "remat": one_of(*get_args(Remat.__value__)),
     "offload": one_of(*get_args(Offload.__value__)),
 }
@@ -93,6 +101,12 @@ class PlanningMethod:
             "microbatch" each microbatch uses its own in such places, and the plan's warnings name
             the lines. The loss, its gradients and running averages are then the means of those of
             the microbatches.
+        while_loops: the loops of Equinox that run until the last example is done, as those of
+            diffrax with adaptive steps. With "exact" a step is refused if what they keep of the
+            other examples may depend on the number of iterations. With "microbatch" each microbatch
+            runs them until the last of its own examples is done, and the plan's warnings name the
+            lines. The results are those of the batch if an example that is done is left alone, as
+            Equinox and diffrax do.
         remat: what the backward pass computes again instead of keeping it in memory. "keep" does
             what `jax.checkpoint` says, "none" recomputes nothing. With "auto" the planner chooses,
             value by value, so that the step fits into memory in least time. In loops,
@@ -114,6 +128,7 @@ class PlanningMethod:
     memory_budget: float | None = None
     rng: RandomBits = field(default="exact", kw_only=True)
     batch_statistics: BatchStatistics = field(default="exact", kw_only=True)
+    while_loops: WhileLoops = field(default="exact", kw_only=True)
     remat: Remat = field(default="keep", kw_only=True)
     offload: Offload = field(default="none", kw_only=True)
 
@@ -130,7 +145,7 @@ class PlanningMethod:
     @property
     def exactness(self) -> Exactness:
         """In what microbatches may differ from the whole batch."""
-        return Exactness(self.rng, self.batch_statistics)
+        return Exactness(self.rng, self.batch_statistics, self.while_loops)
 
     @property
     def sharding(self) -> ShardingOptions:
@@ -389,6 +404,7 @@ class PipeshardParallel(PlanningMethod):
             options=self.default_auto_sharding_option,
             rng=self.rng,
             batch_statistics=self.batch_statistics,
+            while_loops=self.while_loops,
             remat="auto",
         )
         return 'ShardParallel with remat="auto"', whole

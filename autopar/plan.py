@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.ir.spec import LogicalMesh, Spec, local_shape, partition_spec
-from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, Remat
+from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, Remat, WhileLoops
 from autopar.layering.layers import LayerOption
 from autopar.progress import ranges
 from autopar.sharding.dataflow import InputRole
@@ -290,6 +290,7 @@ class Plan(_Model):
             step that is one program may repeat equations or offload values instead.
         rng: the random bits of microbatches (`autopar.PlanningMethod`).
         batch_statistics: the statistics of the batch in microbatches (`autopar.PlanningMethod`).
+        while_loops: the while loops in microbatches (`autopar.PlanningMethod`).
         remat: what the backward pass computes again (`autopar.PlanningMethod`).
         recomputed: with remat="auto", the numbers of the equations that the backward pass repeats.
             They are those of the step without recomputation; constraints have the numbers of the
@@ -328,6 +329,7 @@ class Plan(_Model):
     memory_limited: bool = False
     rng: RandomBits = "exact"
     batch_statistics: BatchStatistics = "exact"
+    while_loops: WhileLoops = "exact"
     remat: Remat = "keep"
     recomputed: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
@@ -362,7 +364,7 @@ class Plan(_Model):
     @property
     def exactness(self) -> Exactness:
         """In what microbatches differ from the whole batch."""
-        return Exactness(self.rng, self.batch_statistics)
+        return Exactness(self.rng, self.batch_statistics, self.while_loops)
 
     @property
     def num_passes(self) -> int:

@@ -40,6 +40,14 @@ can't be accumulated, each microbatch uses its own (`autopar.microbatch.own_stat
 """
 
 
+type WhileLoops = Literal["exact", "microbatch"]
+"""The while loops of microbatches that run until the last example is done.
+
+exact: refused where what they keep of the others may depend on the number of iterations.
+microbatch: each microbatch runs them until the last of its own examples is done.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Exactness:
     """In what the microbatches of a step may differ from the whole batch.
@@ -47,10 +55,12 @@ class Exactness:
     Attributes:
         rng: The random bits of microbatches.
         batch_statistics: The statistics of the batch.
+        while_loops: The while loops that run until the last example is done.
     """
 
     rng: RandomBits = "exact"
     batch_statistics: BatchStatistics = "exact"
+    while_loops: WhileLoops = "exact"
 
 
 EXACT = Exactness()
@@ -99,6 +109,8 @@ class Microbatching:
             the sum of a mask that divides a loss.
         own_statistics: The lines of code where each microbatch uses statistics of its own in place
             of those of the batch, as "FILE:LINE".
+        own_loops: The lines of code where each microbatch runs a while loop until the last of its
+            own examples is done.
     """
 
     count: int
@@ -110,6 +122,7 @@ class Microbatching:
     chunks: int = 1
     loops: tuple[Loop, ...] = ()
     own_statistics: tuple[str, ...] = ()
+    own_loops: tuple[str, ...] = ()
 
     @property
     def num_marks(self) -> list[int]:

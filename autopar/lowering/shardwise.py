@@ -39,13 +39,21 @@ def shardwise(mesh: AnyMesh, pinned: PinnedSpecs | None = None) -> Apply:
     specs = pinned or {}
 
     def apply(number: int, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        if not runs_on_shards(eqn):
+        if not runs_on_shards(eqn) and not _is_callback_on_shards(eqn):
             return as_traced(number, eqn, operands)
         return _on_shards(
             eqn, operands, specs.get((number, "in"), {}), specs.get((number, "out"), {}), mesh
         )
 
     return apply
+
+
+def _is_callback_on_shards(eqn: JaxprEqn) -> bool:
+    """Return whether an equation calls Python inside of `jax.shard_map`.
+
+    JAX lowers no callback there if XLA is to partition it along other axes of the mesh.
+    """
+    return eqn.primitive.name == "pure_callback" and bool(get_abstract_mesh().manual_axes)
 
 
 def _on_shards(

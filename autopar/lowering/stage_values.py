@@ -6,6 +6,8 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.host_memory import is_on_host
 from autopar.ir.spec import Spec, local_shape, replicated
+from autopar.microbatch.batch_rows import rows_dim
+from autopar.pipeline.partition import Total
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.plan import Stage
 from autopar.sharding.memory_roles import MEMORY_ROLES
@@ -54,14 +56,22 @@ class StageValues:
         totals = [total for task in stage_graph.tasks for total in partition.totals.get(task, ())]
         for total in totals:
             spec = self._specs.get(total.total, replicated(aval_of(total.total).ndim))
-            joined = total.index is not None
-            self._specs[total.sum] = spec if joined else _without(spec, stage.deferred)
+            summed = _without(spec, stage.deferred)
+            self._specs[total.sum] = (
+                summed if total.index is None else self._with_rows(summed, total)
+            )
         self.per_device: frozenset[Var] = frozenset()
         if stage.deferred and not is_whole_step:
             self.per_device = partition.batch_facts.mixed.union(
                 total.sum for total in totals if total.index is None
             )
         self.joined = frozenset(total.sum for total in totals if total.index is not None)
+
+    def _with_rows(self, spec: Spec, total: Total) -> Spec:
+        """Return a spec with the rows of all microbatches on the devices that compute them."""
+        whole, part = aval_of(total.sum).shape, aval_of(total.part).shape
+        dim = rows_dim(whole, part)
+        return (*spec[:dim], (*self.deferred, *spec[dim]), *spec[dim + 1 :])
 
     def shape(self, var: Var) -> tuple[int, ...]:
         """Return the shape of a value between tasks."""

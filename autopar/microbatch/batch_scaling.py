@@ -37,7 +37,7 @@ from autopar.microbatch.batch_scaling_rules import (
     result_scalings,
 )
 from autopar.microbatch.example_blocks import common_blocks
-from autopar.microbatch.example_loops import ExampleLoops
+from autopar.microbatch.example_loops import ExampleLoops, is_over_examples
 from autopar.microbatch.same_step import check_same_step
 from autopar.primitives import record_of
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
@@ -91,6 +91,8 @@ class BatchScalings:
         copies: maps values that repeat a block per example or group of examples to the number of
             blocks.
         carries: scalings of loop carries that differ from the scalings of their initial values.
+        own_loops: the lines of code where each microbatch runs a while loop until the last of its
+            own examples is done.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class BatchScalings:
         batch: frozenset[int],
         count: int,
         rules: StatisticRules = StatisticRules(),
+        own_loops: bool = False,
     ) -> None:
         """Derive the scalings from the first equation to the last.
 
@@ -109,6 +112,8 @@ class BatchScalings:
             batch: inputs whose first dim is the batch.
             count: number of microbatches.
             rules: what it may do with statistics of the batch.
+            own_loops: whether each microbatch runs loops until the last of its own examples is
+                done.
 
         Raises:
             MicrobatchError: the equations or constants of the step depend on the batch size, or a
@@ -116,6 +121,8 @@ class BatchScalings:
         """
         self.count = count
         self._rules = rules
+        self._allows_own_loops = own_loops
+        self.own_loops: dict[str, None] = {}
         self._micro = micro
         self._eqns = micro.eqns
         backward = (eqn for eqn in micro.eqns if is_backward(eqn))
@@ -208,6 +215,11 @@ class BatchScalings:
         """Return the scalings of the results of an equation that is no marker."""
         if not eqn.outvars:
             return []  # it has an effect, such as that of jax.debug.print
+        if self._allows_own_loops and is_over_examples(eqn):
+            kind = self._operand(eqn.invars[0], whole.invars[0])
+            if kind.form == "rows":
+                self.own_loops[source_line(eqn)] = None
+                return [BatchScaling("same")]
         try:
             repairable = number in self._rules.repaired and number not in self._unrepaired
             repaired = self._repaired(eqn, whole) if repairable else None
@@ -337,7 +349,7 @@ class BatchScalings:
                 f"{where} its last example is done, and what it keeps of the others may depend on"
                 " the number of iterations"
             )
-            if self._loops.is_of_equinox(eqn)
+            if self._loops.is_of_equinox(eqn) and not self._allows_own_loops
             else LoopOverExamples(
                 f"{where} the batch meets a condition, so microbatches would run it for different"
                 " times"

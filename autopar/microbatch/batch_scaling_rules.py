@@ -23,6 +23,7 @@ from autopar.microbatch.example_blocks import (
     common_blocks,
     examples_factor,
 )
+from autopar.microbatch.example_loops import is_over_examples
 from autopar.microbatch.inner_bodies import why_body_differs
 from autopar.primitives import op_factors
 from autopar.primitives.index import indexed_dims, is_scatter
@@ -139,7 +140,9 @@ class LoopUntilLastExample(NotSeparable):
     """A loop runs until its last example is done, and others change in the meantime."""
 
     remedy = (
-        "Take a fixed number of steps, as with diffrax.ConstantStepSize, or use num_micro_batches=1"
+        "Use while_loops='microbatch' in the method, with which each microbatch runs the loop until"
+        " the last of its own examples is done; or take a fixed number of steps, as with"
+        " diffrax.ConstantStepSize, or use num_micro_batches=1"
     )
 
 
@@ -320,7 +323,7 @@ def _of_rows(
             return kinds
         case "max" | "min" if own and same_shapes:
             return [BatchScaling("linear", power)] * len(eqn.outvars)
-        case _ if eqn.primitive.name.startswith("unvmap_"):
+        case _ if is_over_examples(eqn):
             raise LoopUntilLastExample(f"{where} depends on whether any example is not done")
         case _:
             raise AcrossExamples(f"{where} works across the examples of the batch")

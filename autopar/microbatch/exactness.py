@@ -21,6 +21,7 @@ def exactness_of(step: StepGraph) -> Exactness:
     return Exactness(
         rng="fold_in" if any(map(folds_position, step.jaxpr.eqns)) else "exact",
         batch_statistics="microbatch" if own else "exact",
+        while_loops="microbatch" if _own_loops(step) else "exact",
     )
 
 
@@ -56,7 +57,21 @@ def exactness_warnings(step: StepGraph) -> list[str]:
             ", so the results are not those of the step without microbatches; what is"
             " computed from these statistics afterwards, as running averages, has their mean"
         )
+    if exactness.while_loops == "microbatch":
+        named = listed(_own_loops(step))
+        warnings.append(
+            "while_loops='microbatch': each microbatch runs a loop until the last of its own"
+            f" examples is done at {named}; the results are those of the step without microbatches"
+            " if further iterations leave an example that is done as it is"
+        )
     return warnings
+
+
+def _own_loops(step: StepGraph) -> list[str]:
+    """Return the lines of the loops that each microbatch runs for its own examples."""
+    steps = step, *(first.step for first in _first_passes(step))
+    splits = (each.microbatching for each in steps if each.microbatching)
+    return list(dict.fromkeys(line for split in splits for line in split.own_loops))
 
 
 def _first_passes(step: StepGraph) -> Iterator[FirstPass]:

@@ -17,6 +17,11 @@ _OF_CONDITIONS = ("copy", "convert_element_type", "nonbatchable")
 _OF_MASKS = ("copy", "broadcast_in_dim")
 
 
+def is_over_examples(eqn: JaxprEqn) -> bool:
+    """Return whether Equinox asks all examples, to run a loop or branch only if one needs it."""
+    return eqn.primitive.name.startswith("unvmap_")
+
+
 class ExampleLoops:
     """The while loops of a step, as far as their examples stop by themselves."""
 

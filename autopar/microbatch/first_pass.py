@@ -45,6 +45,7 @@ def more_completed(
     count: int,
     stages: bool,
     completed: Collection[int] = (),
+    own_loops: bool = False,
 ) -> tuple[TracedValue, ...]:
     """Return values that a first pass may complete, so that more of the step is separable.
 
@@ -61,6 +62,7 @@ def more_completed(
         count: number of microbatches.
         stages: whether the step is cut into pipeline stages.
         completed: the inputs that a first pass completes already.
+        own_loops: whether each microbatch runs loops until the last of its own examples is done.
 
     Returns:
         The values; empty if no such values help.
@@ -72,7 +74,7 @@ def more_completed(
     small = with_constants_of(sizes[1], sizes[0], count) or sizes[0]
     *_, rules = exact_rules(small, {*examples, *completed}, stages)
     try:
-        found = BatchScalings(small, sizes[1], batch, count, rules)
+        found = BatchScalings(small, sizes[1], batch, count, rules, own_loops)
         boundary = find_boundary(small, examples, found, completed=completed)
     except MicrobatchError:
         return ()

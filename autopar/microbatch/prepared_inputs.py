@@ -89,7 +89,11 @@ def prepared_rows(micro: Jaxpr, whole: Jaxpr, places: Sequence[TracedValue]) -> 
 
 
 def more_prepared(
-    traces: Sequence[Jaxpr], sizes: tuple[Jaxpr, Jaxpr], batch: frozenset[int], count: int
+    traces: Sequence[Jaxpr],
+    sizes: tuple[Jaxpr, Jaxpr],
+    batch: frozenset[int],
+    count: int,
+    own_loops: bool = False,
 ) -> tuple[TracedValue, ...]:
     """Return values that a step may compute before its microbatches, which else refuse it.
 
@@ -100,6 +104,7 @@ def more_prepared(
             positions of the examples.
         batch: inputs of `sizes` whose first dim is the batch.
         count: number of microbatches.
+        own_loops: whether each microbatch runs loops until the last of its own examples is done.
 
     Returns:
         The values that are not separable and, if there are none, the statistics of the batch.
@@ -109,7 +114,7 @@ def more_prepared(
     if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
         return ()
     try:
-        found = BatchScalings(*sizes, batch, count)
+        found = BatchScalings(*sizes, batch, count, own_loops=own_loops)
     except MicrobatchError:
         return ()
     search = PreparableValues(traces, sizes[0], batch, found)

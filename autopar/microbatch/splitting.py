@@ -54,6 +54,7 @@ def split(
     stages: bool = False,
     positions: int | None = None,
     own_statistics: bool = False,
+    own_loops: bool = False,
     first_pass: bool = False,
     completed: Collection[int] = (),
 ) -> tuple[Jaxpr, Microbatching]:
@@ -74,6 +75,7 @@ def split(
             (`autopar.microbatch.row_positions`); None if the step needs none.
         own_statistics: whether microbatches may use statistics of their own
             (`autopar.microbatch.own_statistics`).
+        own_loops: whether each microbatch runs loops until the last of its own examples is done.
         first_pass: whether the step is a first pass (`autopar.microbatch.first_pass`).
         completed: inputs that a first pass completes, and which depend on the batch.
 
@@ -86,7 +88,7 @@ def split(
     """
     _check_gradient(micro, gradient_free)
     scaled = _scalings(
-        sizes, batch, positions, count, stages, own_statistics, first_pass, completed
+        sizes, batch, positions, count, stages, own_statistics, own_loops, first_pass, completed
     )
     found = scaled.found
     if scaled.small is not sizes[0]:
@@ -127,7 +129,13 @@ def split(
     chunks = _chunks(micro, sizes[0], found, batch)
     microbatching = _microbatching(jaxpr, batch, count, combine, before)
     lines = _lines_of_own_statistics(traced_body, found)
-    return jaxpr, replace(microbatching, powers=powers, chunks=chunks, own_statistics=lines)
+    return jaxpr, replace(
+        microbatching,
+        powers=powers,
+        chunks=chunks,
+        own_statistics=lines,
+        own_loops=tuple(found.own_loops),
+    )
 
 
 def _microbatching(
@@ -203,6 +211,7 @@ def _scalings(
     count: int,
     stages: bool,
     own_statistics: bool,
+    own_loops: bool,
     first_pass: bool,
     completed: Collection[int],
 ) -> _Scaled:
@@ -220,7 +229,7 @@ def _scalings(
     def separable(small: Jaxpr, attempts: Iterable[StatisticRules]) -> _Scaled | None:
         nonlocal refused
         for rules in attempts:
-            found = BatchScalings(small, large, batch, count, rules)
+            found = BatchScalings(small, large, batch, count, rules, own_loops)
             boundary = find_boundary(small, examples, found, first_pass, completed)
             if not boundary.values:
                 raise _no_batch()

@@ -149,13 +149,20 @@ class MicrobatchTraces:
                 return self._split(numbered, places)
             except MicrobatchError as error:
                 refused = refused or error
-                more = more_prepared(self.traces, numbered.pairs[-1], numbered.batch, self.count)
+                more = more_prepared(
+                    self.traces, numbered.pairs[-1], numbered.batch, self.count, self._own_loops
+                )
             if not more:
                 break
             places += more
         with suppress(MicrobatchError):
             return self._in_two_passes(numbered, places)
         raise refused from None
+
+    @property
+    def _own_loops(self) -> bool:
+        """Whether each microbatch runs loops until the last of its own examples is done."""
+        return self.exactness.while_loops == "microbatch"
 
     def _numbered(self, places: Sequence[TracedValue]) -> _Numbered:
         """Return the traces with the values at `places` and the positions as inputs."""
@@ -187,6 +194,7 @@ class MicrobatchTraces:
             stages=self.stages,
             positions=numbered.positions,
             own_statistics=self.exactness.batch_statistics == "microbatch",
+            own_loops=self._own_loops,
             first_pass=self.is_first_pass,
             completed=_last_inputs(numbered, num_completed),
         )
@@ -222,6 +230,7 @@ class MicrobatchTraces:
                 self.count,
                 self.stages,
                 _last_inputs(second, len(completed)),
+                self._own_loops,
             )
             if not more:
                 break

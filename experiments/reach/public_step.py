@@ -46,6 +46,7 @@ class PublicStep:
         uses_batch_statistics: whether the model normalizes by statistics of the batch. Its
             microbatches use their own. The step then has to be linear in the gradients, and its
             first argument has no examples, the others consist of examples.
+        method_options: options that each method gets.
         computes_in: the narrowest type of numbers that the step computes in. Rounding to it is what
             results are compared up to.
     """
@@ -57,6 +58,7 @@ class PublicStep:
     observed: Callable[[Any, Any], Any] = only_result
     options: dict[str, Any] = field(default_factory=dict)
     uses_batch_statistics: bool = False
+    method_options: dict[str, Any] = field(default_factory=dict)
     computes_in: Any = jnp.float32
 
     def mean_over_microbatches(self, step: Callable[..., Any], args: Any, count: int) -> Any:

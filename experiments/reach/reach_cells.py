@@ -97,7 +97,7 @@ class ReachRun:
             if method == PREDICTION:
                 plan, notes = self._predicted(method)
                 return "predicted", "", "", round(plan.planning_seconds, 3), notes
-            chosen, parts = METHODS[method], 1
+            chosen, parts = replace(METHODS[method], **self.public.method_options), 1
             if self.public.uses_batch_statistics:
                 parts = int(chosen.num_micro_batches)
                 chosen = replace(chosen, batch_statistics="microbatch")

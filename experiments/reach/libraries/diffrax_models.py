@@ -58,7 +58,8 @@ def neural_ode() -> PublicStep:
         return loss, eqx.apply_updates(model, updates), opt_state
 
     args = (jnp.linspace(0.0, 1.0, 5), features(5, 2), model, opt_state)
-    return PublicStep(make_step, args, jit=eqx.filter_jit)
+    options = {"while_loops": "microbatch"}
+    return PublicStep(make_step, args, jit=eqx.filter_jit, method_options=options)
 
 
 def euler() -> PublicStep:

@@ -1,5 +1,7 @@
 """Loops of Equinox run in microbatches where every example that is done keeps its values."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,16 +44,24 @@ def fixed_points(w, x, kind):
     def condition(carry):
         iteration, running, *_ = carry
         goes_on = UNVMAP_ANY.bind(running) & (iteration < 64)
+        if kind == "batch":
+            goes_on = (jnp.max(jnp.abs(carry[2])) < 0.9) & (iteration < 64)
         return goes_on if kind == "no marker" else NONBATCHABLE.bind(goes_on, msg=MESSAGE)
 
     def body(carry):
         iteration, running, z, counts = carry
         after = jnp.tanh(z @ w + x)
         is_far = jnp.max(jnp.abs(after - z), axis=1) > 1e-3
+        following = jnp.where(running[:, None], after, z)
+        if kind == "goes on":
+            following = after
+        if kind == "blends":
+            weight = running.astype(z.dtype)[:, None]
+            following = weight * after + (1 - weight) * z
         return (
             iteration + 1,
             is_far if kind == "starts again" else running & is_far,
-            after if kind == "goes on" else jnp.where(running[:, None], after, z),
+            following,
             jnp.where(running, counts + 1, counts),
         )
 
@@ -88,6 +98,7 @@ def test_examples_that_keep_their_values_may_stop_earlier(method):
     ("kind", "message"),
     [
         ("goes on", "runs until its last example is done"),
+        ("blends", "runs until its last example is done.* Use while_loops='microbatch'"),
         ("starts again", "runs until its last example is done"),
         ("reads the number", "runs until its last example is done"),
         ("no marker", "runs until the batch meets a condition"),
@@ -97,3 +108,41 @@ def test_other_loops_over_a_batch_are_refused(kind, message):
     parallel = autopar.parallelize(step_of(kind), method=METHODS["microbatches"])
     with pytest.raises(autopar.MicrobatchError, match=message):
         parallel(WEIGHTS, BATCH)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_microbatches_may_run_loops_until_their_own_examples_are_done(method):
+    own = replace(METHODS[method], while_loops="microbatch")
+    parallel = autopar.parallelize(
+        step_of("blends"), method=own, donate_argnums=(), batch_argnums=(1,)
+    )
+    results = parallel(WEIGHTS, BATCH)
+    assert_allclose(results, jax.jit(step_of("blends"))(WEIGHTS, BATCH), rtol=1e-5)
+    plan = parallel.get_last_executable().plan
+    assert plan.while_loops == "microbatch"
+    again = autopar.PlanMethod(autopar.Plan.from_json(plan.to_json()))
+    same = autopar.parallelize(
+        step_of("blends"), method=again, donate_argnums=(), batch_argnums=(1,)
+    )
+    assert_allclose(same(WEIGHTS, BATCH), results, rtol=1e-6)
+    (warning,) = (text for text in plan.warnings if "while_loops" in text)
+    assert (
+        f"each microbatch runs a loop until the last of its own examples is done at {__file__}:"
+        in (warning)
+    )
+
+
+def test_a_loop_by_a_condition_on_the_batch_is_no_choice():
+    own = replace(METHODS["microbatches"], while_loops="microbatch")
+    with pytest.raises(autopar.MicrobatchError, match="runs until the batch meets a condition"):
+        autopar.parallelize(step_of("batch"), method=own)(WEIGHTS, BATCH)
+
+
+def test_plans_without_such_loops_have_no_choice():
+    own = replace(METHODS["microbatches"], while_loops="microbatch")
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    plan = autopar.plan_step(step, (WEIGHTS, BATCH), method=own, cluster="p3.16xlarge")
+    assert plan.while_loops == "exact"
