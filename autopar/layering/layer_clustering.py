@@ -79,10 +79,13 @@ def cluster_layers(
     if light is not None and num_layers > heavy.sum():
         heavy = heavy | light
     if not 1 <= num_layers <= heavy.sum():
-        most = f"1 to {heavy.sum()} layers, and no more stages than layers"
+        advice = "a method without a pipeline"
+        if heavy.any():
+            layers = "1 layer" if heavy.sum() == 1 else f"1 to {heavy.sum()} layers"
+            advice = f"{layers}, and no more stages than layers"
         raise NoLayersError(
-            f"{num_layers} layers asked of {heavy.sum()} {_KINDS[light is not None]}; use"
-            f" {most if heavy.any() else 'a method without a pipeline'}{_places(heavy, line_of)}"
+            f"{num_layers} layers asked of {heavy.sum()} {_KINDS[light is not None]}; use {advice}"
+            f"{_places(heavy, line_of)}"
         )
     flops = np.asarray(flops, float)
     if eps is not None:

@@ -139,6 +139,8 @@ def test_a_stack_of_blocks_is_cut_between_blocks():
 def test_more_layers_than_heavy_equations_are_refused():
     with pytest.raises(NoLayersError, match=r"3 layers asked of 2 heavy .*; use 1 to 2"):
         cluster_layers(np.array([1.0, 0.0, 1.0]), received_bytes(3, []), 3)
+    with pytest.raises(NoLayersError, match=r"2 layers asked of 1 heavy .*; use 1 layer, and no"):
+        cluster_layers(np.array([1.0, 0.0]), received_bytes(2, []), 2)
     with pytest.raises(NoLayersError, match=r"use a method without a pipeline$"):
         cluster_layers(np.zeros(3), received_bytes(3, []), 2, line_of="step.py:{}".format)
 
