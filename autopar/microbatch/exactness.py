@@ -1,8 +1,9 @@
 """Whether microbatches compute what the whole batch does: the record in the plan, and warnings.
 
 Microbatches may differ from the whole batch only where the user allows it, by `rng="fold_in"` or
-`batch_statistics="microbatch"`. This module reports which of the two a traced step needs.
-`created_rows` and `own_statistics` implement them.
+`batch_statistics="microbatch"`, and may run loops otherwise by `while_loops="microbatch"`. This
+module reports which of the three a traced step needs. `created_rows`, `own_statistics` and
+`batch_scaling` implement them.
 """
 
 from collections.abc import Iterator

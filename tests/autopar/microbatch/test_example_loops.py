@@ -132,6 +132,19 @@ def test_microbatches_may_run_loops_until_their_own_examples_are_done(method):
     )
 
 
+@pytest.mark.parametrize(("kind", "equal"), [("blends", True), ("reads the number", False)])
+def test_the_check_of_the_first_step_compares_such_loops(kind, equal):
+    own = replace(METHODS["microbatches"], while_loops="microbatch")
+    parallel = autopar.parallelize(
+        step_of(kind), method=own, donate_argnums=(), batch_argnums=(1,), check="first step"
+    )
+    if equal:
+        parallel(WEIGHTS, BATCH)
+    else:
+        with pytest.raises(autopar.FirstStepError, match="gives something else than one device"):
+            parallel(WEIGHTS, BATCH)
+
+
 def test_a_loop_by_a_condition_on_the_batch_is_no_choice():
     own = replace(METHODS["microbatches"], while_loops="microbatch")
     with pytest.raises(autopar.MicrobatchError, match="runs until the batch meets a condition"):
