@@ -101,12 +101,11 @@ class PlanningMethod:
             "microbatch" each microbatch uses its own in such places, and the plan's warnings name
             the lines. The loss, its gradients and running averages are then the means of those of
             the microbatches.
-        while_loops: the loops of Equinox that run until the last example is done, as those of
-            diffrax with adaptive steps. With "exact" a step is refused if what they keep of the
-            other examples may depend on the number of iterations. With "microbatch" each microbatch
-            runs them until the last of its own examples is done, and the plan's warnings name the
-            lines. The results are those of the batch if an example that is done is left alone, as
-            Equinox and diffrax do.
+        while_loops: the loops of Equinox that run until the last example is done, such as the
+            adaptive steps of diffrax. With "exact" a step is refused if further iterations may
+            change finished examples. With "microbatch" each microbatch runs them until its own last
+            example is done, and the plan's warnings name the lines. The results equal those of the
+            batch if further iterations do not change a finished example; in diffrax they do not.
         remat: what the backward pass computes again instead of keeping it in memory. "keep" does
             what `jax.checkpoint` says, "none" recomputes nothing. With "auto" the planner chooses,
             value by value, so that the step fits into memory in least time. In loops,

@@ -62,8 +62,8 @@ def exactness_warnings(step: StepGraph) -> list[str]:
         named = listed(_own_loops(step))
         warnings.append(
             "while_loops='microbatch': each microbatch runs a loop until the last of its own"
-            f" examples is done at {named}; the results are those of the step without microbatches"
-            " if further iterations leave an example that is done as it is"
+            f" examples is done at {named}; the results equal those of the step without"
+            " microbatches if further iterations do not change a finished example"
         )
     return warnings
 
