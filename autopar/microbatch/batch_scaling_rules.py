@@ -142,7 +142,7 @@ class LoopUntilLastExample(NotSeparable):
     remedy = (
         "Use while_loops='microbatch' in the method, with which each microbatch runs the loop until"
         " the last of its own examples is done; or take a fixed number of steps, as with"
-        " diffrax.ConstantStepSize, or use num_micro_batches=1"
+        " diffrax.ConstantStepSize and diffrax.DirectAdjoint, or use num_micro_batches=1"
     )
 
 
