@@ -126,11 +126,7 @@ class AutoLayerOption:
         values = iterations.values()
         received = received_bytes(iterations.total, values)
         light = after_heavy(flops > 0, values)
-        eqns = [
-            eqn
-            for eqn, count in zip(jaxpr.eqns, iterations.counts, strict=True)
-            for _ in range(count)
-        ]
+        numbers = np.repeat(np.arange(len(jaxpr.eqns)), iterations.counts)
         try:
             layers = cluster_layers(
                 work,
@@ -138,7 +134,7 @@ class AutoLayerOption:
                 self.layer_num,
                 self.eps,
                 light=light,
-                line_of=lambda position: source_line(eqns[position]),
+                line_of=lambda position: source_line(jaxpr.eqns[numbers[position]]),
             )
         except NoLayersError as error:
             raise NoLayersError(f"{error}{uncut_loops(jaxpr, iterations.scans)}") from None
