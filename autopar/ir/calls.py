@@ -3,6 +3,9 @@
 Loops, branches and `shard_map` regions are no calls.
 """
 
+from functools import partial
+
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import (
     closed_call_p,
@@ -11,6 +14,8 @@ from jax.extend.core.primitives import (
     jit_p,
     remat_p,
 )
+
+from autopar.ir.graph import aval_of
 
 _CALLED = {
     jit_p: "jaxpr",
@@ -21,9 +26,18 @@ _CALLED = {
 }
 """Primitives that call a jaxpr, with the parameter that is the jaxpr."""
 
+MAPPED = "vprim"
+"""Name of a primitive of Equinox's `create_vprim` under `jax.vmap`, such as lineax's solvers.
+
+It calls its implementation, which is a function of JAX.
+"""
+
 
 def called_jaxpr(eqn: JaxprEqn) -> Jaxpr | None:
     """Return the jaxpr that an equation calls; None if it is no call."""
+    if eqn.primitive.name == MAPPED:
+        implementation = partial(eqn.primitive.impl, **eqn.params)
+        return jax.make_jaxpr(implementation)(*map(aval_of, eqn.invars))
     param = _CALLED.get(eqn.primitive)
     return None if param is None else eqn.params[param]
 

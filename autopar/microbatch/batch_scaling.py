@@ -305,7 +305,7 @@ class BatchScalings:
                 return [self._joined(eqn, whole, 2)]
             case control_flow.switch_result_p:
                 token = self._operand(eqn.invars[-1], whole.invars[-1])
-                if token != BatchScaling("same"):
+                if token.form != "same" or token.power or token.per:
                     raise NotSeparable(
                         f"a branch at {source_line(eqn)} is taken for what is in the batch"
                     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 from typing import Literal as OneOf
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import integer_pow_p, pad_p, slice_p
@@ -27,7 +28,9 @@ def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
         ConstantDiffers: the two values do not differ by a power of `count`.
     """
     if value is whole:
-        return BatchScaling("same")
+        # An array of JAX stays on its device; it may also be a random key.
+        has_scale = isinstance(value, jax.Array) or _has_scale(_numbers(value))
+        return BatchScaling("same", 0 if has_scale else None)
     small, full = _numbers(value), _numbers(whole)
     grown = [
         dim
@@ -196,11 +199,12 @@ def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"]
         count: ratio of the batch sizes.
 
     Returns:
-        0, 1 or -1; None for zeros, which fit any power; "none" if no power fits.
+        0, 1 or -1; None for zeros, infinities and NaN, which fit any power; "none" if no power
+        fits.
     """
     a, b = _numbers(small), _numbers(large)
-    if not a.any() and not b.any():
-        return None
+    if not _has_scale(a) and not _has_scale(b):
+        return None if _close(a, b) else "none"
     if a.shape == b.shape and (a == b).all():  # a tolerance takes longer
         return 0
     for power in (0, 1, -1):
@@ -213,6 +217,11 @@ def _numbers(value: Any) -> np.ndarray:
     """Return a constant as an array of float64 or complex128; random keys as their data."""
     array = constant(value)
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+
+
+def _has_scale(array: np.ndarray) -> bool:
+    """Return whether some element changes if it is multiplied."""
+    return bool((array[np.isfinite(array)] != 0).any())
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:

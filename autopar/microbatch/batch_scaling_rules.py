@@ -27,6 +27,7 @@ from autopar.microbatch.example_loops import is_over_examples
 from autopar.microbatch.inner_bodies import why_body_differs
 from autopar.primitives import op_factors
 from autopar.primitives.index import indexed_dims, is_scatter
+from autopar.primitives.library_markers import raises_error
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
 
 ONE_GRADIENT = (
@@ -151,7 +152,9 @@ class ConstantDiffers(NotSeparable):
 
 
 def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> int | None:
-    """Return the power of the result from the powers of the operands; None for zeros.
+    """Return the power of the result from the powers of the operands; None if any power fits.
+
+    Zeros fit any power, and so does what is not computed because the step ends with an error.
 
     Args:
         eqn: the equation.
@@ -161,6 +164,8 @@ def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> i
     Raises:
         NotSeparable: the result does not scale with a power of the batch size.
     """
+    if raises_error(eqn):
+        return None
     data = data_operands(eqn)
     if any(kind.power for k, kind in enumerate(operands) if k not in data):
         raise IndexBySize(f"{where} has an index or a matrix that depends on the size of the batch")
@@ -179,6 +184,8 @@ def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> i
             if len(set(nonzero)) > 1:
                 raise NotSeparable(f"{where} adds a sum over examples to a mean over examples")
             return nonzero[0] if nonzero else None
+        case "invariant" if len(set(nonzero)) == 1:
+            return 0
     if any(powers):
         raise NotSeparable(f"{where} is not linear in the size of the batch")
     return 0

@@ -97,6 +97,8 @@ def batch_facts(step: StepGraph) -> BatchFacts:
             ):
                 continue
             reached.update(eqn.outvars)
+            if eqn.primitive is control_flow.loop_test_p:  # how often the loop runs
+                reached.add(control_flow.token_of(eqn))
             if eqn.primitive is control_flow.loop_result_p:
                 reached.update(a for a in eqn.invars[:1] if isinstance(a, Var))
         if len(reached) == num_reached:

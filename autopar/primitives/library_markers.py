@@ -3,15 +3,9 @@
 They have the values of simple JAX operations. The records go by name, so Equinox is not imported.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 from jax.extend.core import JaxprEqn
 
-from autopar.ir.evaluate import bind
-from autopar.ir.spec import Spec
 from autopar.primitives.factors import FactorBuilder, Kind, OpFactors
-from autopar.primitives.local_forms import Shapes
 from autopar.primitives.pointwise import pointwise
 from autopar.primitives.registry import PrimitiveRecord
 from autopar.primitives.rule_helpers import ShardingRule, shape_of
@@ -26,27 +20,6 @@ def _over_all(kind: Kind) -> ShardingRule:
         return build.build([operand], [()])
 
     return rule
-
-
-def _mapped(eqn: JaxprEqn) -> OpFactors:
-    """Share the dim over which `jax.vmap` maps a primitive of Equinox; keep the others whole."""
-    build = FactorBuilder()
-    mapped = build.new(eqn.params["__axis_size"])
-    operands = [
-        tuple(
-            mapped if dim == axis else build.new(size, "whole")
-            for dim, size in enumerate(shape_of(atom))
-        )
-        for atom, axis in zip(eqn.invars, eqn.params["__batch_axes"], strict=True)
-    ]
-    results = [(mapped, *build.dims(shape_of(var)[1:], "whole")) for var in eqn.outvars]
-    return build.build(operands, results)
-
-
-def _mapped_on_shard(
-    eqn: JaxprEqn, _in: Sequence[Spec], _out: Sequence[Spec], shapes: Shapes, shards: Sequence[Any]
-) -> list[Any]:
-    return bind(eqn, shards, __axis_size=shapes[0][0])
 
 
 _MARK = PrimitiveRecord(movement="identity", is_view=True)
@@ -65,6 +38,15 @@ RECORDS = {
     "unvmap_all": PrimitiveRecord(factors=_over_all("min"), fusion="reduction"),
     "unvmap_any": PrimitiveRecord(factors=_over_all("max"), fusion="reduction"),
     "unvmap_max": PrimitiveRecord(factors=_over_all("max"), fusion="reduction"),
-    # a primitive of Equinox's `create_vprim`, or another vprim, under `jax.vmap`
-    "vprim": PrimitiveRecord(factors=_mapped, local=_mapped_on_shard),
 }
+
+
+def raises_error(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is the call of Python by which `equinox.error_if` ends a step.
+
+    Its results are read by nothing that runs, whatever they are.
+    """
+    if eqn.primitive.name != "pure_callback":
+        return False
+    function = getattr(eqn.params["callback"], "callback_func", None)
+    return getattr(function, "__module__", None) == "equinox._errors"

@@ -30,19 +30,20 @@ _NONLINEAR = PrimitiveRecord(factors=pointwise, fusion="elementwise")
 _SYMMETRIC = replace(_NONLINEAR, commutes=True)
 _COSTLY = replace(_NONLINEAR, is_recomputed=False)
 _LINEAR = replace(_NONLINEAR, algebra="linear")
+_INVARIANT = replace(_NONLINEAR, algebra="invariant")
 _SUM = replace(_NONLINEAR, algebra="sum")
 _LARGEST = replace(_NONLINEAR, algebra="homogeneous", commutes=True)
 
 _PLAIN = """
     acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh
-    eq_to exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac is_finite le le_to log log1p
-    log2 logistic lt lt_to nextafter not one_minus_square polygamma population_count pow
-    reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan zeta
+    exp exp2 expm1 floor igamma igamma_grad_a igammac log log1p log2 logistic nextafter not
+    one_minus_square polygamma population_count pow reduce_precision regularized_incomplete_beta
+    rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sin sinh sqrt tan zeta
 """
 
 RECORDS = {
     **dict.fromkeys(_PLAIN.split(), _NONLINEAR),
+    **dict.fromkeys(("ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "sign"), _INVARIANT),
     "abs": replace(_NONLINEAR, algebra="homogeneous"),
     "add": replace(_SUM, commutes=True),
     "add_any": replace(_SUM, commutes=True),
@@ -53,7 +54,7 @@ RECORDS = {
     "copy": replace(_LINEAR, movement="shape"),
     "digamma": _COSTLY,
     "div": replace(_NONLINEAR, algebra="quotient"),
-    "eq": _SYMMETRIC,
+    **dict.fromkeys(("eq", "eq_to", "ne"), replace(_INVARIANT, commutes=True)),
     "erf": _COSTLY,
     "erf_inv": _COSTLY,
     "erfc": _COSTLY,
@@ -64,7 +65,6 @@ RECORDS = {
     "min": _LARGEST,
     "mul": replace(_NONLINEAR, algebra="product", commutes=True),
     "name": _LINEAR,
-    "ne": _SYMMETRIC,
     "neg": _LINEAR,
     "or": _SYMMETRIC,
     "real": _LINEAR,

@@ -50,13 +50,16 @@ identity: result i is operand i. shape: elements are rearranged or repeated. cas
 converted. part: some elements are picked.
 """
 
-Algebra = Literal["product", "quotient", "power", "sum", "linear", "selection", "homogeneous"]
+Algebra = Literal[
+    "product", "quotient", "power", "sum", "linear", "selection", "homogeneous", "invariant"
+]
 """How a result depends on the scale and on sums of its operands.
 
 product: linear in each operand. quotient: linear in the first operand, divided by the second.
 power: an integer power of its operand. sum: linear in its data operands jointly. linear: linear in
 its data operand. selection: picks one of its data operands for each element. homogeneous: scales
-with a positive factor, but is not additive (max, abs, sort).
+with a positive factor, but is not additive (max, abs, sort). invariant: does not change with a
+positive factor that its operands have in common (comparisons, sign, is_finite).
 """
 
 

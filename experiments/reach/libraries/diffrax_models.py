@@ -1,5 +1,7 @@
 """Neural differential equations of diffrax, trained as in its examples."""
 
+from dataclasses import replace
+
 import diffrax
 import equinox as eqx
 import jax
@@ -64,21 +66,25 @@ def neural_ode() -> PublicStep:
 
 def euler() -> PublicStep:
     """A neural ODE with constant steps and direct differentiation, by partition and combine."""
+    return _of_final_states(diffrax.Euler(), max_steps=8, adjoint=diffrax.DirectAdjoint())
+
+
+def stiff() -> PublicStep:
+    """Adaptive implicit steps, each of which solves equations by an iteration of its own."""
+    steps = diffrax.PIDController(rtol=1e-3, atol=1e-6)
+    step = _of_final_states(diffrax.Kvaerno3(), max_steps=64, stepsize_controller=steps)
+    return replace(step, method_options={"while_loops": "microbatch"})
+
+
+def _of_final_states(solver, **options) -> PublicStep:
+    """Return a step that fits the final states of a neural ODE."""
     model = _Func(2, key=jr.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     optim = optax.adam(3e-3)
 
     def solve(func, y0):
-        return diffrax.diffeqsolve(
-            diffrax.ODETerm(func),
-            diffrax.Euler(),
-            t0=0.0,
-            t1=1.0,
-            dt0=0.25,
-            y0=y0,
-            max_steps=8,
-            adjoint=diffrax.DirectAdjoint(),
-        ).ys[-1]
+        term = diffrax.ODETerm(func)
+        return diffrax.diffeqsolve(term, solver, 0.0, 1.0, dt0=0.25, y0=y0, **options).ys[-1]
 
     def make_step(state, batch):
         params, opt_state = state

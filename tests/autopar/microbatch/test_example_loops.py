@@ -67,6 +67,8 @@ def fixed_points(w, x, kind):
 
     start = 0, jnp.ones(len(x), bool), jnp.zeros_like(x), jnp.zeros(len(x), jnp.int32)
     iteration, _, z, counts = jax.lax.while_loop(condition, body, start)
+    if kind == "returns the number":
+        return z, (counts, iteration)
     return z, jnp.where(iteration > 10, counts, 0) if kind == "reads the number" else counts
 
 
@@ -130,6 +132,47 @@ def test_microbatches_may_run_loops_until_their_own_examples_are_done(method):
         f"each microbatch runs a loop until the last of its own examples is done at {__file__}:"
         in (warning)
     )
+
+
+def followed(w, x, counts, iterations):
+    """Apply a layer to each example as often as counted, in a loop of as many iterations."""
+
+    def body(carry):
+        iteration, h = carry
+        is_running = (iteration < counts)[:, None]
+        return iteration + 1, jnp.where(is_running, jnp.tanh(h @ w + x), h)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < iterations, body, (0, x))[1]
+
+
+def test_a_stage_gets_the_number_of_iterations_of_its_own_examples():
+    """Devices of the stage before have other examples, and so other numbers of iterations."""
+
+    def step(w, x):
+        @autopar.manual_layer_construction
+        def loss(w):
+            fixed = jax.lax.stop_gradient(w)
+            z, (counts, iterations) = fixed_points(fixed, x, "returns the number")
+            y = jnp.tanh(z @ w + x)
+            autopar.mark_pipeline_boundary()
+            h = followed(fixed, jax.lax.stop_gradient(y), counts, iterations)
+            return jnp.mean(jnp.tanh((y + h) @ w) ** 2)
+
+        value, gradient = autopar.value_and_grad(loss)(w)
+        return w - gradient, value
+
+    own = autopar.PipeshardParallel(
+        3,
+        num_micro_batches=2,
+        stage_option=autopar.ManualStageOption([[0], [1]], [(1, 2), (1, 1)], [(2,), (1,)]),
+        default_auto_sharding_option=autopar.ShardingOptions(data_parallel=True),
+        while_loops="microbatch",
+    )
+    batch = BATCH[::-1]
+    parallel = autopar.parallelize(step, method=own, donate_argnums=(), batch_argnums=(1,))
+    assert_allclose(parallel(WEIGHTS, batch), jax.jit(step)(WEIGHTS, batch), rtol=1e-5)
+    warnings = parallel.get_last_executable().plan.warnings
+    assert any("a stage sends a statistic of the batch" in text for text in warnings)
 
 
 @pytest.mark.parametrize(("kind", "equal"), [("blends", True), ("reads the number", False)])

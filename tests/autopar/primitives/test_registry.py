@@ -55,7 +55,7 @@ def test_records_are_of_primitives_that_exist() -> None:
         *("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"),
         *("platform_index", "random_clone", "random_unwrap", "random_wrap"),
         *("nonbatchable", "nondifferentiable_backward", "nontraceable", "select_if_vmap"),
-        *("unvmap_all", "unvmap_any", "unvmap_max", "vprim"),
+        *("unvmap_all", "unvmap_any", "unvmap_max"),
     }
 
 
