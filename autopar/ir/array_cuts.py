@@ -93,6 +93,10 @@ class CutTree:
         ]
 
     @cached_property
+    def _has_cuts(self) -> bool:
+        return any(cut is not None for cut in self.cuts)
+
+    @cached_property
     def piece_paths(self) -> tuple[str, ...]:
         """The name of each piece: the array's name, with a slice if the array is cut."""
         return tuple(
@@ -107,12 +111,14 @@ class CutTree:
 
     def pieces(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the pieces of the user's arrays, in order."""
+        if not self._has_cuts:
+            return [_as_array(leaf) for leaf in leaves]
         pieces: list[Any] = []
         for leaf, cut in zip(leaves, self.cuts, strict=True):
             if cut is not None:
                 pieces += cut.split(leaf)
             else:
-                pieces.append(leaf.__jax_array__() if isinstance(leaf, JoinedArray) else leaf)
+                pieces.append(_as_array(leaf))
         return pieces
 
     def joined(
@@ -126,6 +132,8 @@ class CutTree:
             pieces: The pieces of all arrays in order, or something of each of them.
             join: Returns what the pieces of one array are together, given its dim that is cut.
         """
+        if not self._has_cuts:
+            return jax.tree.unflatten(self.tree, pieces)
         leaves = [
             pieces[numbers[0]]
             if cut is None
@@ -133,6 +141,10 @@ class CutTree:
             for numbers, cut in zip(self._piece_numbers, self.cuts, strict=True)
         ]
         return jax.tree.unflatten(self.tree, leaves)
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf.__jax_array__() if isinstance(leaf, JoinedArray) else leaf
 
 
 _SLICE = re.compile(r"\[[:,]*\d+:\d+\]$")

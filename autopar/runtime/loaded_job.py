@@ -140,8 +140,16 @@ class LoadedJob:
         self._copies = {
             output.number: self._copier(output) for output in job.outputs if output.is_copy
         }
-        self._inputs = [
-            (given, self._splitter(given) if len(given.parts) > 1 else None) for given in job.inputs
+        # Most inputs are one part that is in place. A step may have hundreds of them.
+        self._in_place = [
+            (given.mesh, given.number, given.parts[0].name)
+            for given in job.inputs
+            if self._is_in_place(given)
+        ]
+        self._other_inputs = [
+            (given, self._splitter(given) if len(given.parts) > 1 else None)
+            for given in job.inputs
+            if not self._is_in_place(given)
         ]
         self._positions = {
             given.mesh: self._given_parts(given, np.arange(*given.home.shape, dtype=np.int32))
@@ -166,7 +174,15 @@ class LoadedJob:
         for (number, _), (carrier, offset) in self._spreads.items():
             if number in kept:
                 carrier.send(kept[number], tag + offset, is_used_up=True)
-        for job_input, split in self._inputs:
+        for mesh, number, name in self._in_place:
+            if number in kept:
+                values[mesh][name] = kept[number]
+        elsewhere = [
+            (job_input, None)
+            for job_input in (self.job.inputs if given else ())
+            if job_input.number in given and self._is_in_place(job_input)
+        ]
+        for job_input, split in (*self._other_inputs, *elsewhere):
             if job_input.number == self.job.positions:
                 parts = self._positions[job_input.mesh]
             elif job_input.number in given:
@@ -178,6 +194,15 @@ class LoadedJob:
             names = (part.name for part in job_input.parts)
             values[job_input.mesh].update(zip(names, parts, strict=True))
         return values
+
+    def _is_in_place(self, job_input: Input) -> bool:
+        """Return whether a mesh reads an input as it is, if it is sharded as the plan says."""
+        at = job_input.number, job_input.mesh
+        return (
+            len(job_input.parts) == 1
+            and at not in self.job.spreads
+            and job_input.number != self.job.positions
+        )
 
     def _given_parts(self, job_input: Input, whole: Any) -> list[jax.Array]:
         """Return the parts of an input from elsewhere on their mesh."""
