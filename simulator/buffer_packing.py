@@ -8,6 +8,7 @@ compiled program, the result is the size that XLA reserves.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,7 +25,16 @@ def packed_bytes(ranges: Iterable[tuple[int, int, float]]) -> float:
     Args:
         ranges: first point, last point (included) and bytes of each buffer.
     """
-    table = np.array([*ranges], dtype=float).reshape(-1, 3)
+    return _packed_bytes(np.array([*ranges], dtype=float).tobytes())
+
+
+@lru_cache(maxsize=256)
+def _packed_bytes(ranges: bytes) -> float:
+    """Return the bytes of the heap for a table of live ranges, shape (buffers, 3), as bytes.
+
+    The search for shardings asks several times for the same choice.
+    """
+    table = np.frombuffer(ranges).reshape(-1, 3)
     first, last, size = table[table[:, 2] > _NEGLIGIBLE * table[:, 2].max(initial=0.0)].T
     by_size = np.lexsort((first, first - last, -size))
     by_lifetime = np.lexsort((first, -size, first - last))

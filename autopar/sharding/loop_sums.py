@@ -26,6 +26,8 @@ def summed_iterations(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> Mapp
     Returns:
         For each value that loops only add up, the product of their lengths.
     """
+    if not any(eqn.primitive is control_flow.loop_p for eqn in eqns):
+        return {}
     readers: dict[Atom, list[int]] = {}
     lengths: dict[Var, int] = {}
     carries: set[Atom] = set()

@@ -109,22 +109,25 @@ class ReshardedCopies:
 
 def divisible_values(step: StepGraph, decisions: Decisions) -> Mapping[Var, Sequence[Use]]:
     """Return the results of fused kernels that may be computed in parts, with their uses."""
-    uses: dict[tuple[int | None, int], Use] = {(u.eqn, u.operand): u for u in decisions.uses}
-    readers: dict[Var, list[Use | None]] = {}
-    for number, eqn in enumerate(step.jaxpr.eqns):
-        for operand, atom in enumerate(eqn.invars):
-            if isinstance(atom, Var):
-                use = None if is_view(eqn) else uses.get((number, operand))
-                readers.setdefault(atom, []).append(use)
     returned = (atom for atom in step.jaxpr.outvars if isinstance(atom, Var))
     kept = {*returned, *step.cross_task_values}
-    found: dict[Var, Sequence[Use]] = {}
-    for eqn in step.jaxpr.eqns:
-        for var in eqn.outvars if record_of(eqn).fusion == "elementwise" else ():
-            own = [use for use in readers.get(var, [None]) if use is not None]
-            if var not in kept and len(own) == len(readers.get(var, [None])):
-                found[var] = own
-    return found
+    found: dict[Var, list[Use]] = {
+        var: []
+        for eqn in step.jaxpr.eqns
+        if record_of(eqn).fusion == "elementwise"
+        for var in eqn.outvars
+        if var not in kept
+    }
+    uses = {(use.eqn, use.operand): use for use in decisions.uses}
+    for number, eqn in enumerate(step.jaxpr.eqns):
+        for operand, atom in enumerate(eqn.invars):
+            if isinstance(atom, Var) and atom in found:
+                use = None if is_view(eqn) else uses.get((number, operand))
+                if use is None:
+                    del found[atom]
+                else:
+                    found[atom].append(use)
+    return {var: own for var, own in found.items() if own}
 
 
 def _read_late(step: StepGraph) -> Iterator[int]:

@@ -21,6 +21,7 @@ from simulator.work import (
     Groups,
     Kernel,
     Loop,
+    Op,
     OpList,
     Start,
     TrainingPhase,
@@ -99,10 +100,13 @@ class RecordedStreams(MeshStreams[float]):
         """
         if not levels:
             self.play_body(body)
+            return
+        last: Level | None = self._task_levels[-1][1] if self._task_levels else None
         for op, level in zip(body, levels, strict=False):
-            if not self._task_levels or self._task_levels[-1][1] != level:
+            if level is not last and level != last:
                 self._task_levels.append((self.compute, level))
-            self.play_body((op,))
+                last = level
+            self._play_op(op)
 
     def play_body(self, body: OpList) -> None:
         """Run ops one after the other.
@@ -111,27 +115,41 @@ class RecordedStreams(MeshStreams[float]):
             ValueError: the task waits for a collective that is not running.
         """
         for op in body:
-            match op:
-                case Kernel():
-                    self._launch(op.name)
-                    start = self.compute
-                    self.run(kernel_seconds(self._costs, op, self.devices[0]))
-                    self._record(op.name, "compute", start, self.compute, op.kind, phase=op.phase)
-                case Start(collective):
-                    self._launch(collective.name)
-                    self._start(collective)
-                case Done(name):
-                    transfer = self.finish_named(name)
-                    if transfer is None:
-                        raise ValueError(
-                            f"task {self.task}: waits for collective {name!r}, which is not running"
-                        )
-                    assert isinstance(transfer, _CollectiveTransfer)
-                    self.idle_until(transfer.end, name, "wait", transfer.collective)
-                case Loop():
-                    self._loop(op)
-                case _:
-                    assert_never(op)
+            self._play_op(op)
+
+    def _play_op(self, op: Op) -> None:
+        match op:
+            case Kernel():
+                self._launch(op.name)
+                start = self.compute
+                self.run(kernel_seconds(self._costs, op, self.devices[0]))
+                self.spans.append(
+                    Span(
+                        op.name,
+                        self.mesh,
+                        "compute",
+                        start,
+                        self.compute,
+                        op.kind,
+                        self.task,
+                        phase=op.phase,
+                    )
+                )
+            case Start(collective):
+                self._launch(collective.name)
+                self._start(collective)
+            case Done(name):
+                transfer = self.finish_named(name)
+                if transfer is None:
+                    raise ValueError(
+                        f"task {self.task}: waits for collective {name!r}, which is not running"
+                    )
+                assert isinstance(transfer, _CollectiveTransfer)
+                self.idle_until(transfer.end, name, "wait", transfer.collective)
+            case Loop():
+                self._loop(op)
+            case _:
+                assert_never(op)
 
     def send(self, name: str, seconds: float, link: Link) -> Span:
         """Send a value that contends with nothing, and return the span of its transfer."""
