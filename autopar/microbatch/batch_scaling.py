@@ -30,6 +30,7 @@ from autopar.microbatch.batch_scaling_constants import (
 from autopar.microbatch.batch_scaling_rules import (
     BatchScaling,
     ConstantDiffers,
+    DependsOnOwnLoop,
     LoopOverExamples,
     LoopUntilLastExample,
     NotSeparable,
@@ -123,6 +124,7 @@ class BatchScalings:
         self._rules = rules
         self._allows_own_loops = own_loops
         self.own_loops: dict[str, None] = {}
+        self._own_tests: set[Var] = set()
         self._micro = micro
         self._eqns = micro.eqns
         backward = (eqn for eqn in micro.eqns if is_backward(eqn))
@@ -219,6 +221,7 @@ class BatchScalings:
             kind = self._operand(eqn.invars[0], whole.invars[0])
             if kind.form == "rows":
                 self.own_loops[source_line(eqn)] = None
+                self._own_tests.update(eqn.outvars)
                 return [BatchScaling("same")]
         try:
             repairable = number in self._rules.repaired and number not in self._unrepaired
@@ -401,11 +404,23 @@ class BatchScalings:
                     f"a statistic of each microbatch becomes an array of {aval_of(atom).dtype},"
                     " which has no mean"
                 )
+            if kind.form == "same" and atom in self._of_own_loops:
+                raise DependsOnOwnLoop(
+                    f"a result depends on how often the loop at {next(iter(self.own_loops))} runs:"
+                    " each microbatch runs it until the last of its own examples is done"
+                )
             return kind
         except NotSeparable as unfit:
             raise MicrobatchError(
                 f"can't accumulate over microbatches: {unfit}. {unfit.remedy}"
             ) from None
+
+    @cached_property
+    def _of_own_loops(self) -> Set[Atom]:
+        """The values that depend on how often a microbatch runs loops of its own."""
+        eqns = self._micro.eqns
+        loops = (u for u in units(enumerate(eqns)) if not self._own_tests.isdisjoint(u.makes))
+        return dependents(enumerate(eqns), {var for loop in loops for var in loop.makes})
 
     def why_not(self, values: Iterable[Var]) -> MicrobatchError | None:
         """Return why some value can't be accumulated; None if all can."""

@@ -147,6 +147,12 @@ class LoopUntilLastExample(NotSeparable):
     )
 
 
+class DependsOnOwnLoop(NotSeparable):
+    """A value is of no example, and depends on how often a microbatch runs a loop of its own."""
+
+    remedy = "Return a number for each example instead, or use num_micro_batches=1"
+
+
 class ConstantDiffers(NotSeparable):
     """A constant of the step depends on the size of the batch."""
 

@@ -194,6 +194,17 @@ def test_a_loop_by_a_condition_on_the_batch_is_no_choice():
         autopar.parallelize(step_of("batch"), method=own)(WEIGHTS, BATCH)
 
 
+def test_the_number_of_iterations_is_no_result_of_a_microbatch():
+    def step(w, x):
+        z, (_, iterations) = fixed_points(w, x, "returns the number")
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean((z @ w) ** 2))(w)
+        return w - gradient, value, iterations
+
+    own = replace(METHODS["microbatches"], while_loops="microbatch")
+    with pytest.raises(autopar.MicrobatchError, match="depends on how often the loop at"):
+        autopar.parallelize(step, method=own)(WEIGHTS, BATCH)
+
+
 def test_plans_without_such_loops_have_no_choice():
     own = replace(METHODS["microbatches"], while_loops="microbatch")
 
