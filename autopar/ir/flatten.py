@@ -19,10 +19,12 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 from jax.extend.core.primitives import (
     broadcast_in_dim_p,
+    concatenate_p,
     cond_p,
     device_put_p,
     iota_p,
     linear_solve_p,
+    pad_p,
     pmax_p,
     pmin_p,
     psum_p,
@@ -36,6 +38,7 @@ from jax.extend.core.primitives import (
     transpose_p,
     while_p,
 )
+from jax.lax import split_p
 
 from autopar.ir import control_flow
 from autopar.ir.calls import called_jaxpr
@@ -139,8 +142,8 @@ class _FlatJaxprBuilder:
             elif eqn.primitive is reshape_p and eqn.params["dimensions"] is not None:
                 outvars = self._transposed_reshape(_at(eqn, stack).replace(invars=invars))
             else:
-                known = _host_move(_reduction(_at(eqn, stack)))
-                outvars = self._apply(known.replace(invars=invars))
+                known = _host_move(_reduction(_at(eqn, stack))).replace(invars=invars)
+                outvars = self._without_empty(known) or self._apply(known)
             env.update(zip(eqn.outvars, outvars, strict=True))
         return [rename(atom) for atom in jaxpr.outvars]
 
@@ -172,6 +175,38 @@ class _FlatJaxprBuilder:
         if key not in self._known:
             self._known[key] = self._append(eqn)
         return self._known[key]
+
+    def _without_empty(self, eqn: JaxprEqn) -> Sequence[Atom]:
+        """Return the results of an equation without its arrays that have no elements.
+
+        `jax.lax.associative_scan` joins, pads and splits such arrays, and XLA:CPU crashes while it
+        compiles them sharded. Empty if the equation is to stay as it is.
+        """
+        if eqn.primitive is concatenate_p:
+            filled = [atom for atom in eqn.invars if aval_of(atom).size]
+            if len(filled) == 1:
+                return filled
+            return self._apply(eqn.replace(invars=filled)) if filled else []
+        if eqn.primitive is pad_p and not aval_of(eqn.invars[0]).size:
+            return self._filled(eqn, eqn.invars[1], eqn.outvars[0])
+        if eqn.primitive is split_p and sum(bool(aval_of(v).size) for v in eqn.outvars) == 1:
+            scalar = ShapedArray((), aval_of(eqn.invars[0]).dtype)
+            zero = Literal(np.zeros((), scalar.dtype), scalar)
+            return [
+                eqn.invars[0] if aval_of(var).size else self._filled(eqn, zero, var)[0]
+                for var in eqn.outvars
+            ]
+        return []
+
+    def _filled(self, eqn: JaxprEqn, value: Atom, result: Var) -> list[Var]:
+        """Append an array of one value, in place of a result of an equation."""
+        shape = aval_of(result).shape
+        params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
+        return self._apply(
+            eqn.replace(
+                primitive=broadcast_in_dim_p, invars=[value], outvars=[result], params=params
+            )
+        )
 
     def _transposed_reshape(self, eqn: JaxprEqn) -> list[Var]:
         """Append a reshape with an order of dims, such as `order="F"`, as transpose and reshape."""
