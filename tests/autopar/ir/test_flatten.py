@@ -5,16 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
 from autopar.ir.flatten import flatten
+from autopar.testing import assert_allclose
 
 
-def recurrence(x: jax.Array) -> jax.Array:
-    """Return x_t + x_(t-1) / 2 + ..., whose tree of sums has arrays without elements."""
+def recurrence(x: jax.Array, decay: jax.Array) -> jax.Array:
+    """Return x_t + decay * x_(t-1) + ..., whose tree of sums has arrays without elements."""
 
     def combine(earlier, later):
         return earlier[0] * later[0], later[0] * earlier[1] + later[1]
 
-    return jax.lax.associative_scan(combine, (jnp.full_like(x, 0.5), x))[1]
+    decays = decay * jnp.ones(x.shape)
+    return jax.lax.associative_scan(jax.vmap(combine), (decays, x))[1]
 
 
 @pytest.mark.parametrize("length", [2, 4, 8])
@@ -22,10 +25,35 @@ def test_arrays_without_elements_are_not_computed(length: int) -> None:
     x = jnp.arange(2.0 * length).reshape(length, 2)
 
     def loss(x):
-        return jnp.sum(jnp.sin(recurrence(x)))
+        return jnp.sum(jnp.sin(recurrence(x, jnp.arange(2.0))))
 
     traced = jax.make_jaxpr(jax.grad(loss))(x)
     flat = flatten(traced)
     assert all(var.aval.size for eqn in flat.eqns for var in eqn.outvars)
     (result,) = jax.jit(jax.extend.core.jaxpr_as_fun(flat))(x)
     np.testing.assert_allclose(result, jax.grad(loss)(x), rtol=1e-6)
+
+
+def test_a_recurrence_in_a_pipeline_equals_one_device() -> None:
+    """XLA:CPU crashes on arrays without elements in the stages, which have two devices each."""
+
+    def step(params, x):
+        def loss(params):
+            hidden = x
+            for weights in params:
+                decay = jax.nn.sigmoid(weights[0])
+                mixed = jax.vmap(lambda one, w=weights, d=decay: recurrence(one @ w, d))(hidden)
+                hidden = hidden + jnp.tanh(mixed) @ weights
+            return jnp.mean(hidden**2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), value
+
+    rng = np.random.default_rng(0)
+    params = [0.3 * rng.normal(size=(8, 8)).astype(np.float32) for _ in range(4)]
+    x = rng.normal(size=(8, 4, 8)).astype(np.float32)
+    method = autopar.PipeshardParallel(
+        4, num_micro_batches=4, layer_option=autopar.AutoLayerOption(2)
+    )
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(parallel(params, x), jax.jit(step)(params, x), rtol=1e-5)
