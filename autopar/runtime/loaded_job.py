@@ -140,16 +140,13 @@ class LoadedJob:
         self._copies = {
             output.number: self._copier(output) for output in job.outputs if output.is_copy
         }
-        # Most inputs are one part that is in place. A step may have hundreds of them.
-        self._in_place = [
-            (given.mesh, given.number, given.parts[0].name)
+        self._inputs = [
+            (
+                given,
+                given.parts[0].name if self._is_in_place(given) else None,
+                self._splitter(given) if len(given.parts) > 1 else None,
+            )
             for given in job.inputs
-            if self._is_in_place(given)
-        ]
-        self._other_inputs = [
-            (given, self._splitter(given) if len(given.parts) > 1 else None)
-            for given in job.inputs
-            if not self._is_in_place(given)
         ]
         self._positions = {
             given.mesh: self._given_parts(given, np.arange(*given.home.shape, dtype=np.int32))
@@ -174,15 +171,10 @@ class LoadedJob:
         for (number, _), (carrier, offset) in self._spreads.items():
             if number in kept:
                 carrier.send(kept[number], tag + offset, is_used_up=True)
-        for mesh, number, name in self._in_place:
-            if number in kept:
-                values[mesh][name] = kept[number]
-        elsewhere = [
-            (job_input, None)
-            for job_input in (self.job.inputs if given else ())
-            if job_input.number in given and self._is_in_place(job_input)
-        ]
-        for job_input, split in (*self._other_inputs, *elsewhere):
+        for job_input, name, split in self._inputs:
+            if name is not None and job_input.number in kept:  # a step may have hundreds of these
+                values[job_input.mesh][name] = kept[job_input.number]
+                continue
             if job_input.number == self.job.positions:
                 parts = self._positions[job_input.mesh]
             elif job_input.number in given:
