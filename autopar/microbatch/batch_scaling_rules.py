@@ -31,8 +31,8 @@ from autopar.primitives.library_markers import raises_error
 from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
 
 ONE_GRADIENT = (
-    "Instead of a loop that accumulates gradients over parts of the batch, write one gradient of"
-    " the whole batch: num_micro_batches accumulates it"
+    "If the step accumulates gradients over parts of the batch, write one gradient of the whole"
+    " batch instead: num_micro_batches accumulates it"
 )
 """What to write in place of the user's own microbatches."""
 
@@ -111,8 +111,8 @@ class PartsOfBatch(NotSeparable):
     """A value has another number of rows per example in a larger batch, as `x.reshape(2, -1)`."""
 
     remedy = (
-        f"{ONE_GRADIENT}. Otherwise keep the rows of an example together, as in x.reshape(-1, 2),"
-        " or use num_micro_batches=1"
+        "Keep the rows of an example together, as in x.reshape(-1, 2), or use num_micro_batches=1."
+        f" {ONE_GRADIENT}"
     )
 
 

@@ -105,6 +105,6 @@ def _different(what: str, eqn: JaxprEqn | None = None) -> DifferentStepsError:
     where = f" at {source_line(eqn)}" if eqn else ""
     return DifferentStepsError(
         f"the step does different things for batches of different size{where}: {what}; that can't"
-        f" run in microbatches. {ONE_GRADIENT}. Otherwise make it compute the same for batches of"
-        " any size, or use num_micro_batches=1"
+        " run in microbatches. Make it compute the same for batches of any size, or use"
+        f" num_micro_batches=1. {ONE_GRADIENT}"
     )
