@@ -26,7 +26,7 @@ _CALLED = {
 }
 """Primitives that call a jaxpr, with the parameter that is the jaxpr."""
 
-MAPPED = "vprim"
+_MAPPED = "vprim"
 """Name of a primitive of Equinox's `create_vprim` under `jax.vmap`, such as lineax's solvers.
 
 It calls its implementation, which is a function of JAX.
@@ -35,7 +35,7 @@ It calls its implementation, which is a function of JAX.
 
 def called_jaxpr(eqn: JaxprEqn) -> Jaxpr | None:
     """Return the jaxpr that an equation calls; None if it is no call."""
-    if eqn.primitive.name == MAPPED:
+    if eqn.primitive.name == _MAPPED:
         implementation = partial(eqn.primitive.impl, **eqn.params)
         return jax.make_jaxpr(implementation)(*map(aval_of, eqn.invars))
     param = _CALLED.get(eqn.primitive)

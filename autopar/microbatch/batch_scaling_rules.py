@@ -148,7 +148,7 @@ class LoopUntilLastExample(NotSeparable):
 
 
 class DependsOnOwnLoop(NotSeparable):
-    """A value is of no example, and depends on how often a microbatch runs a loop of its own."""
+    """A value for all examples together depends on how often a microbatch runs a loop."""
 
     remedy = "Return a number for each example instead, or use num_micro_batches=1"
 

@@ -42,9 +42,9 @@ RECORDS = {
 
 
 def raises_error(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is the call of Python by which `equinox.error_if` ends a step.
+    """Return whether an equation calls the function by which `equinox.error_if` ends a step.
 
-    Its results are read by nothing that runs, whatever they are.
+    Its results are never read, because it raises an error.
     """
     if eqn.primitive.name != "pure_callback":
         return False

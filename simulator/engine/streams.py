@@ -123,7 +123,7 @@ class RecordedStreams(MeshStreams[float]):
                 self._launch(op.name)
                 start = self.compute
                 self.run(kernel_seconds(self._costs, op, self.devices[0]))
-                self.spans.append(
+                self.spans.append(  # most spans are of kernels, and `_record` takes longer
                     Span(
                         op.name,
                         self.mesh,

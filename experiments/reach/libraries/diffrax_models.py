@@ -70,7 +70,7 @@ def euler() -> PublicStep:
 
 
 def stiff() -> PublicStep:
-    """Adaptive implicit steps, each of which solves equations by an iteration of its own."""
+    """Adaptive implicit steps, which solve nonlinear equations."""
     steps = diffrax.PIDController(rtol=1e-3, atol=1e-6)
     step = _of_final_states(diffrax.Kvaerno3(), max_steps=64, stepsize_controller=steps)
     return replace(step, method_options={"while_loops": "microbatch"})

@@ -194,6 +194,42 @@ def test_a_loop_by_a_condition_on_the_batch_is_no_choice():
         autopar.parallelize(step_of("batch"), method=own)(WEIGHTS, BATCH)
 
 
+def raises(has_error):
+    raise ValueError("the gradient is not finite")
+
+
+raises.__module__ = "equinox._errors"
+
+
+@jax.custom_vjp
+def checked(x):
+    """Return `x`. Its gradient is checked as by `equinox.error_if`."""
+    return x
+
+
+def checked_gradient(_, gradient):
+    has_error = UNVMAP_ANY.bind(~jnp.isfinite(gradient).all(axis=1))
+    of_one = jax.ShapeDtypeStruct(gradient.shape[1:], gradient.dtype)
+
+    def raising(gradient):
+        return jnp.broadcast_to(jax.pure_callback(raises, of_one, has_error), gradient.shape)
+
+    return (jax.lax.cond(has_error, raising, lambda each: each, gradient),)
+
+
+checked.defvjp(lambda x: (x, None), checked_gradient)
+
+
+def test_gradients_that_are_checked_for_errors_run_in_microbatches():
+    def step(w, x):
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean(checked(x @ w) ** 2))(w)
+        return w - gradient, value
+
+    own = autopar.ShardParallel(1, num_micro_batches=4, while_loops="microbatch")
+    parallel = autopar.parallelize(step, method=own, donate_argnums=())
+    assert_allclose(parallel(WEIGHTS, BATCH), jax.jit(step)(WEIGHTS, BATCH), rtol=1e-5)
+
+
 def test_the_number_of_iterations_is_no_result_of_a_microbatch():
     def step(w, x):
         z, (_, iterations) = fixed_points(w, x, "returns the number")

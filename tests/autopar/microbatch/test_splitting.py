@@ -149,7 +149,7 @@ def branching(params, batch):
 
 @jax.custom_vjp
 def bounded(x):
-    """Return `x`, the gradient of which depends on the signs of the gradient of the result."""
+    """Return `x`. Its gradient depends on the signs of the gradient of the result."""
     return x
 
 
@@ -265,7 +265,7 @@ GROUPED = {
 
 @jax.custom_vjp
 def limited(x):
-    """Return `x`, the gradient of which is a nonlinear function of the gradient of the result."""
+    """Return `x`. Its gradient is a nonlinear function of the gradient of the result."""
     return x
 
 
