@@ -117,12 +117,22 @@ class PartsOfBatch(NotSeparable):
 
 
 class MinorExamples(NotSeparable):
-    """The examples of the batch are the minor part of a dim."""
+    """The examples of the batch are the minor part of a dim.
+
+    Attributes:
+        eqn: an equation that combines this dim with one of another order.
+        blocks: the number of blocks in the dim of the examples, for each operand with one.
+    """
 
     remedy = (
-        "Draw, combine and return arrays with both dims, as (time, batch, ...), and merge them"
+        "Combine and return arrays with both dims, as (time, batch, ...), and merge them"
         " afterwards; or put the batch first, or use num_micro_batches=1"
     )
+
+    def __init__(self, message: str, eqn: JaxprEqn, blocks: Mapping[int, int | None]) -> None:
+        super().__init__(message)
+        self.eqn = eqn
+        self.blocks = blocks
 
 
 class IndexBySize(NotSeparable):
@@ -305,7 +315,9 @@ def _of_rows(
     blocks = common_blocks(kind.blocks for kind in rows.values())
     if blocks == "none":
         raise MinorExamples(
-            f"{where} combines a dim of examples with one that has another dim merged into it"
+            f"{where} combines a dim of examples with one that has another dim merged into it",
+            eqn,
+            {k: kind.blocks for k, kind in rows.items()},
         )
     if len(batch) != 1:
         raise AcrossExamples(f"{where} pairs examples with one another")

@@ -47,19 +47,28 @@ class _Traced(Primitive):
         return self._fun(*operands, **params)
 
 
-def row_numbers(positions: jax.Array, rows: int) -> jax.Array:
+def row_numbers(
+    positions: jax.Array, rows: int, blocks: int = 1, size: int | None = None
+) -> jax.Array:
     """Return where the rows of a microbatch are in an array of the whole batch.
 
     The array may have several rows per example, or one for several neighbouring examples, which
-    are in the same microbatch.
+    are in the same microbatch. It may consist of blocks, each with the rows of all examples
+    (`autopar.microbatch.example_blocks`).
 
     Args:
         positions: the positions of the microbatch's examples in the batch.
         rows: the number of rows that the microbatch has.
+        blocks: the number of blocks.
+        size: the number of rows for the whole batch; needed for several blocks.
 
     Returns:
         An array of shape `(rows,)` of uint32.
     """
+    if blocks > 1:
+        assert size is not None
+        first = lax.iota(jnp.uint32, blocks) * jnp.uint32(size // blocks)
+        return (first[:, None] + row_numbers(positions, rows // blocks)).reshape(rows)
     groups = gcd(positions.shape[0], rows)
     examples, rows_per_group = positions.shape[0] // groups, rows // groups
     numbers = positions.astype(jnp.uint32)
@@ -71,13 +80,16 @@ def row_numbers(positions: jax.Array, rows: int) -> jax.Array:
     return numbers
 
 
-def _row_numbers_of(positions: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
+def _row_numbers_of(
+    positions: jax.Array, shape: Sequence[int], dim: int, blocks: int, size: int
+) -> jax.Array:
     """Return `row_numbers` along `dim`, broadcast to `shape`."""
-    return lax.broadcast_in_dim(row_numbers(positions, shape[dim]), shape, (dim,))
+    numbers = row_numbers(positions, shape[dim], blocks, size)
+    return lax.broadcast_in_dim(numbers, shape, (dim,))
 
 
 def element_numbers(
-    positions: jax.Array, shape: Sequence[int], dim: int, whole: Sequence[int]
+    positions: jax.Array, shape: Sequence[int], dim: int, whole: Sequence[int], blocks: int = 1
 ) -> Words:
     """Return the numbers of a microbatch's elements in the array of the whole batch.
 
@@ -86,6 +98,7 @@ def element_numbers(
         shape: the shape of the microbatch's array.
         dim: the dim with a row per example.
         whole: the shape of the whole batch's array.
+        blocks: the number of blocks in `dim`.
 
     Returns:
         Two arrays of `shape` of uint32, the high and low words.
@@ -94,7 +107,7 @@ def element_numbers(
     total: Words = zeros, zeros
     for at in range(len(shape)):
         number = (
-            _row_numbers_of(positions, shape, dim)
+            _row_numbers_of(positions, shape, dim, blocks, whole[dim])
             if at == dim
             else lax.broadcasted_iota(jnp.uint32, shape, at)
         )
@@ -106,9 +119,12 @@ def element_numbers(
     return total
 
 
-def _element_numbers_of(positions: jax.Array, shape: Sequence[int], dim: int, size: int) -> Words:
+def _element_numbers_of(
+    positions: jax.Array, shape: Sequence[int], dim: int, size: int, blocks: int
+) -> Words:
     """Return `element_numbers` in an array that differs in the size of `dim`."""
-    return element_numbers(positions, shape, dim, (*shape[:dim], size, *shape[dim + 1 :]))
+    whole = (*shape[:dim], size, *shape[dim + 1 :])
+    return element_numbers(positions, shape, dim, whole, blocks)
 
 
 def _sum(a: Words, b: Words) -> Words:
@@ -142,9 +158,16 @@ def _threefry(keys: jax.Array, numbers: Words) -> Words:
 
 
 def _iota_rows(
-    positions: jax.Array, *, dtype: Any, shape: Sequence[int], dimension: int, **_: Any
+    positions: jax.Array,
+    *,
+    dtype: Any,
+    shape: Sequence[int],
+    dimension: int,
+    size: int,
+    blocks: int,
+    **_: Any,
 ) -> jax.Array:
-    return _row_numbers_of(positions, shape, dimension).astype(dtype)
+    return _row_numbers_of(positions, shape, dimension, blocks, size).astype(dtype)
 
 
 def _random_bits_rows(
@@ -155,13 +178,14 @@ def _random_bits_rows(
     shape: Sequence[int],
     dim: int,
     size: int,
+    blocks: int,
     folds: bool,
     **_: Any,
 ) -> jax.Array:
     dtype = jnp.dtype(f"uint{bit_width}")
     if folds:
         return _for_each_key(partial(jax.random.bits, shape=shape, dtype=dtype), keys, positions)
-    high, low = _threefry(keys, _element_numbers_of(positions, shape, dim, size))
+    high, low = _threefry(keys, _element_numbers_of(positions, shape, dim, size, blocks))
     if bit_width > _WORD:
         return (high.astype(dtype) << _WORD) | low.astype(dtype)
     return (high ^ low).astype(dtype)
@@ -174,12 +198,13 @@ def _random_split_rows(
     shape: Sequence[int],
     dim: int,
     size: int,
+    blocks: int,
     folds: bool,
     **_: Any,
 ) -> jax.Array:
     if folds:
         return _for_each_key(partial(jax.random.split, num=tuple(shape)), keys, positions)
-    words = _threefry(keys, _element_numbers_of(positions, shape, dim, size))
+    words = _threefry(keys, _element_numbers_of(positions, shape, dim, size, blocks))
     return jax.random.wrap_key_data(jnp.stack(words, -1), impl=jax.random.key_impl(keys))
 
 
@@ -212,10 +237,12 @@ ROWS_OF = {
 """The primitive of the rows of a microbatch, by the primitive that creates the whole array."""
 
 _ORIGINAL: dict[Primitive, Primitive] = {rows: whole for whole, rows in ROWS_OF.items()}
-_ADDED = ("dim", "size", "folds")
+_ADDED = ("dim", "size", "blocks", "folds")
 
 
-def rows_of(eqn: JaxprEqn, positions: Any, dim: int, size: int, folds: bool) -> JaxprEqn:
+def rows_of(
+    eqn: JaxprEqn, positions: Any, dim: int, size: int, folds: bool, blocks: int = 1
+) -> JaxprEqn:
     """Return the equation of a microbatch's rows of what `eqn` creates.
 
     Args:
@@ -224,11 +251,12 @@ def rows_of(eqn: JaxprEqn, positions: Any, dim: int, size: int, folds: bool) -> 
         dim: the dim of the created array with a row per example, without the dims of keys.
         size: the size of that dim for the whole batch.
         folds: whether to fold a position into the key instead of drawing the rows exactly.
+        blocks: the number of blocks in that dim.
     """
     return eqn.replace(
         primitive=ROWS_OF[eqn.primitive],
         invars=[*eqn.invars, positions],
-        params=dict(eqn.params) | dict(zip(_ADDED, (dim, size, folds), strict=True)),
+        params=dict(eqn.params) | dict(zip(_ADDED, (dim, size, blocks, folds), strict=True)),
     )
 
 
@@ -305,15 +333,16 @@ def generator_of(eqn: JaxprEqn) -> str:
 def _factors(eqn: JaxprEqn) -> OpFactors:
     """Shard the rows along the examples, and the other dims freely."""
     build = FactorBuilder()
-    shape, dim = eqn.params["shape"], eqn.params["dim"]
+    shape, dim, blocks = eqn.params["shape"], eqn.params["dim"], eqn.params["blocks"]
     *keys, positions = eqn.invars
     key_dims = [build.dims(aval_of(atom).shape) for atom in keys]
     count = aval_of(positions).shape[0]
-    groups = gcd(count, shape[dim])
+    rows = shape[dim] // blocks
+    groups = gcd(count, rows)
     group = build.new(groups)
     examples: Dims = (group + build.new(count // groups, "whole"),)
     created = tuple(
-        group + build.new(size // groups) if at == dim else build.new(size)
+        build.new(blocks) + group + build.new(rows // groups) if at == dim else build.new(size)
         for at, size in enumerate(shape)
     )
     keyed = tuple(factors for dims in key_dims for factors in dims)

@@ -19,7 +19,6 @@ from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.graph import Atom, aval_of, needed, source_line
 from autopar.ir.keys import is_key
 from autopar.ir.preparation import Preparation, TracedValue
-from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.created_rows import is_exact_by_row
@@ -89,22 +88,16 @@ def prepared_rows(micro: Jaxpr, whole: Jaxpr, places: Sequence[TracedValue]) -> 
 
 
 def more_prepared(
-    traces: Sequence[Jaxpr],
-    sizes: tuple[Jaxpr, Jaxpr],
-    batch: frozenset[int],
-    count: int,
-    own_loops: bool = False,
+    traces: Sequence[Jaxpr], small: Jaxpr, batch: frozenset[int], found: BatchScalings
 ) -> tuple[TracedValue, ...]:
     """Return values that a step may compute before its microbatches, which else refuse it.
 
     Args:
-        traces: the traces of the step, in turns for a part of the batch and for `count` times as
-            many examples.
-        sizes: the last two of the traces with further inputs: values that are prepared, and the
+        traces: the traces of the step, in turns for a part of the batch and for all of it.
+        small: the last but one of the traces with further inputs: values that are prepared, and the
             positions of the examples.
-        batch: inputs of `sizes` whose first dim is the batch.
-        count: number of microbatches.
-        own_loops: whether each microbatch runs loops until the last of its own examples is done.
+        batch: inputs of `small` whose first dim is the batch.
+        found: the scalings of its values.
 
     Returns:
         The values that are not separable and, if there are none, the statistics of the batch.
@@ -113,11 +106,7 @@ def more_prepared(
     names = [eqn.primitive for eqn in traces[0].eqns]
     if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
         return ()
-    try:
-        found = BatchScalings(*sizes, batch, count, own_loops=own_loops)
-    except MicrobatchError:
-        return ()
-    search = PreparableValues(traces, sizes[0], batch, found)
+    search = PreparableValues(traces, small, batch, found)
     return search.places(search.inseparable() or search.statistics())
 
 

@@ -7,8 +7,9 @@ by equations that compute the microbatch's rows from the positions
 stages like any other input with a batch dim. The runtime supplies them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,9 +18,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import Atom, aval_of
+from autopar.microbatch.batch_scaling_rules import BatchScaling, MinorExamples, NotSeparable
 from autopar.microbatch.created_rows import (
     ROWS_OF,
+    created_by,
     dim_of_examples,
     is_exact_by_row,
     rows_of,
@@ -37,11 +40,13 @@ class _Site(NamedTuple):
         order: its place among the equations that create arrays.
         number: the number of the equation, in the trace of the microbatch and in that of the batch.
         dim: the dim of the examples, without the dims of keys.
+        blocks: the number of blocks in that dim (`autopar.microbatch.example_blocks`).
     """
 
     order: int
     number: tuple[int, int]
     dim: int
+    blocks: int
 
 
 type Pair = tuple[Jaxpr, Jaxpr]
@@ -49,7 +54,11 @@ type Pair = tuple[Jaxpr, Jaxpr]
 
 
 def add_positions(
-    pairs: Sequence[Pair], batch: frozenset[int], count: int, folds: bool
+    pairs: Sequence[Pair],
+    batch: frozenset[int],
+    count: int,
+    folds: bool,
+    blocks: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Pair] | None:
     """Return traces that create the rows of a microbatch from the positions of its examples.
 
@@ -61,19 +70,21 @@ def add_positions(
         count: the number of microbatches.
         folds: whether random bits whose rows can't be drawn alone come from keys with a position
             folded in.
+        blocks: the number of blocks in the dim of the examples, if there are several, by the place
+            among the equations that create arrays.
 
     Returns:
         The new traces; None if the step creates no such array, or if the traces don't agree.
     """
     if not batch:
         return None
-    sites = [_sites(pair, batch, folds) for pair in pairs]
+    sites = [_sites(pair, batch, folds, blocks) for pair in pairs]
     if not sites[0] or len({tuple((site.order, site.dim) for site in s) for s in sites}) > 1:
         return None
     numbered = [
         (
-            _with_positions(micro, {s.number[0]: s.dim for s in of_pair}, batch, count, folds),
-            _with_positions(whole, {s.number[1]: s.dim for s in of_pair}, batch, 1, folds),
+            _with_positions(micro, {s.number[0]: s for s in of_pair}, batch, count, folds),
+            _with_positions(whole, {s.number[1]: s for s in of_pair}, batch, 1, folds),
         )
         for (micro, whole), of_pair in zip(pairs, sites, strict=True)
     ]
@@ -128,6 +139,64 @@ def _shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     return [aval_of(var).shape for var in eqn.outvars]
 
 
+def blocks_of_created(
+    jaxpr: Jaxpr,
+    batch: frozenset[int],
+    positions: int,
+    kinds: Mapping[Var, BatchScaling | NotSeparable],
+) -> dict[int, int]:
+    """Return how many blocks created arrays need, to be combined with others row by row.
+
+    An array is created with the rows of an example next to one another. Dropout of joined arrays,
+    as in `dropout(key, jnp.concatenate([x, y]))`, needs a block for each of them instead.
+
+    Args:
+        jaxpr: the trace of a microbatch with positions.
+        batch: inputs whose first dim is the batch, with the positions.
+        positions: the input with the positions.
+        kinds: the scaling of each variable, or why it is not separable.
+
+    Returns:
+        The number of blocks by the place among the equations that create arrays; empty if none
+        needs other blocks than it has.
+    """
+    of_batch = {jaxpr.invars[i] for i in batch if i != positions}
+    made_by: dict[Var, JaxprEqn] = {}
+    for eqn in jaxpr.eqns:
+        made_by.update(dict.fromkeys(eqn.outvars, eqn))
+        if any(atom in of_batch for atom in eqn.invars if isinstance(atom, Var)):
+            of_batch.update(eqn.outvars)
+    created = [eqn.outvars[0] for eqn in jaxpr.eqns if created_by(eqn) in ROWS_OF]
+    examples = aval_of(jaxpr.invars[positions]).shape[0]
+    needs: dict[int, int] = {}
+    for unfit in dict.fromkeys(kind for kind in kinds.values() if isinstance(kind, MinorExamples)):
+        blocks_of = {unfit.eqn.invars[k]: blocks for k, blocks in unfit.blocks.items() if blocks}
+        wanted = {blocks for var, blocks in blocks_of.items() if var in of_batch}
+        if len(wanted) != 1:
+            continue
+        (blocks,) = wanted
+        others = [var for var, of in blocks_of.items() if var not in of_batch and of != blocks]
+        for creator in _rows_behind(others, made_by):
+            rows, now = creator.params["shape"][creator.params["dim"]], creator.params["blocks"]
+            if now != blocks and rows % (blocks * examples) == 0:
+                needs.setdefault(created.index(creator.outvars[0]), blocks)
+    return needs
+
+
+def _rows_behind(atoms: Iterable[Atom], made_by: Mapping[Var, JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Yield the equations that create rows of examples which the atoms are computed from."""
+    pending, seen = list(atoms), set[Var]()
+    while pending:
+        atom = pending.pop()
+        if not isinstance(atom, Var) or atom in seen or atom not in made_by:
+            continue
+        seen.add(atom)
+        eqn = made_by[atom]
+        pending += eqn.invars
+        if eqn.primitive in ROWS_OF.values():
+            yield eqn
+
+
 def without_positions(whole: Jaxpr) -> Jaxpr:
     """Return the trace of a whole batch with the equations that it had before `add_positions`."""
     return whole.replace(eqns=[whole_of(eqn) for eqn in whole.eqns])
@@ -140,7 +209,9 @@ def without_unread_positions(jaxpr: Jaxpr, positions: int | None) -> Jaxpr:
     return jaxpr.replace(invars=jaxpr.invars[:positions])
 
 
-def _sites(pair: Pair, batch: frozenset[int], folds: bool) -> list[_Site]:
+def _sites(
+    pair: Pair, batch: frozenset[int], folds: bool, blocks: Mapping[int, int]
+) -> list[_Site]:
     """Return the equations of both traces that create an array with a row per example.
 
     Equations of one primitive correspond to one another in the order of the traces.
@@ -159,18 +230,18 @@ def _sites(pair: Pair, batch: frozenset[int], folds: bool) -> list[_Site]:
         if dim is None or not (folds or is_exact_by_row(mine)):
             continue
         if other.params["shape"][dim] == more // rows * mine.params["shape"][dim]:
-            sites.append(_Site(order, (number, other_number), dim))
+            sites.append(_Site(order, (number, other_number), dim, blocks.get(order, 1)))
     return sites
 
 
 def _with_positions(
-    jaxpr: Jaxpr, dim_of: Mapping[int, int], batch: frozenset[int], count: int, folds: bool
+    jaxpr: Jaxpr, sites: Mapping[int, _Site], batch: frozenset[int], count: int, folds: bool
 ) -> Jaxpr:
     """Return a trace in which some equations read the positions of the examples, its last input.
 
     Args:
         jaxpr: the trace.
-        dim_of: the dim of the examples in the results of these equations, by number.
+        sites: these equations by their numbers.
         batch: inputs whose first dim is the batch.
         count: the number of microbatches like that of the trace in the batch.
         folds: as in `add_positions`.
@@ -181,15 +252,15 @@ def _with_positions(
         token
         for token, (start, end) in control_flow.spans(jaxpr.eqns).items()
         if jaxpr.eqns[start].primitive is control_flow.loop_p
-        and any(start < number < end for number in dim_of)
+        and any(start < number < end for number in sites)
     }
     inner = [positions]  # the variable with the positions, for each of the open loops
     eqns: list[JaxprEqn] = []
     for number, eqn in enumerate(jaxpr.eqns):
-        if number in dim_of:
-            dim = dim_of[number]
-            size = count * eqn.params["shape"][dim]
-            eqn = rows_of(eqn, inner[-1], dim, size, folds and not is_exact_by_row(eqn))
+        if site := sites.get(number):
+            size = count * eqn.params["shape"][site.dim]
+            is_folded = folds and not is_exact_by_row(eqn)
+            eqn = rows_of(eqn, inner[-1], site.dim, size, is_folded, site.blocks)
         eqns.append(eqn)
         if eqn.primitive is control_flow.loop_p and eqn.outvars[0] in loops:
             local = Var(positions.aval)

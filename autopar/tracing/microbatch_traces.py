@@ -1,9 +1,10 @@
 """Split the traces of a step into microbatches, in one pass over them or in two."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from autopar.ir.step_graph import (
     StepGraph,
 )
 from autopar.layering.layer_clustering import NoLayersError
+from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.first_pass import (
     COMPLETED,
     check_no_model,
@@ -35,7 +37,12 @@ from autopar.microbatch.prepared_inputs import (
     prepared_rows,
     with_prepared,
 )
-from autopar.microbatch.row_positions import POSITIONS, add_positions, without_unread_positions
+from autopar.microbatch.row_positions import (
+    POSITIONS,
+    add_positions,
+    blocks_of_created,
+    without_unread_positions,
+)
 from autopar.microbatch.splitting import split
 from autopar.primitives import record_of
 
@@ -116,6 +123,7 @@ class MicrobatchTraces:
         divide: A function that divides each pass over the microbatches into layers; None if the
             traces are in layers as they are to run.
         is_first_pass: Whether the step is a first pass.
+        blocks: The number of blocks in the created arrays that have several, as in `add_positions`.
     """
 
     traces: tuple[Jaxpr, ...]
@@ -130,6 +138,7 @@ class MicrobatchTraces:
     in_layers: DividedTrace | None = None
     divide: Callable[[Jaxpr], Jaxpr] | None = None
     is_first_pass: bool = False
+    blocks: Mapping[int, int] = MappingProxyType({})
 
     def split(self) -> SplitStep:
         """Return the step as it runs in microbatches.
@@ -149,15 +158,34 @@ class MicrobatchTraces:
                 return self._split(numbered, places)
             except MicrobatchError as error:
                 refused = refused or error
-                more = more_prepared(
-                    self.traces, numbered.pairs[-1], numbered.batch, self.count, self._own_loops
-                )
+            found = self._scalings(numbered)
+            if found is None:
+                break
+            if blocks := self._blocks_of_created(numbered, found):
+                return replace(self, blocks={**self.blocks, **blocks}).split()
+            more = more_prepared(self.traces, numbered.pairs[-1][0], numbered.batch, found)
             if not more:
                 break
             places += more
         with suppress(MicrobatchError):
             return self._in_two_passes(numbered, places)
         raise refused from None
+
+    def _scalings(self, numbered: _Numbered) -> BatchScalings | None:
+        """Return the scalings of the values of a microbatch; None if the traces differ."""
+        with suppress(MicrobatchError):
+            return BatchScalings(
+                *numbered.pairs[-1], numbered.batch, self.count, own_loops=self._own_loops
+            )
+        return None
+
+    def _blocks_of_created(self, numbered: _Numbered, found: BatchScalings) -> dict[int, int]:
+        """Return the blocks of created arrays that need several and are not in `blocks`."""
+        if numbered.positions is None:
+            return {}
+        small = numbered.pairs[-1][0]
+        needed = blocks_of_created(small, numbered.batch, numbered.positions, found.kinds)
+        return {order: blocks for order, blocks in needed.items() if order not in self.blocks}
 
     @property
     def _own_loops(self) -> bool:
@@ -170,7 +198,8 @@ class MicrobatchTraces:
         batch = self.batch | prepared_rows(self.traces[0], self.traces[1], places)
         prepared = [with_prepared(trace, places) for trace in self.traces]
         pairs = list(zip(prepared[::2], prepared[1::2], strict=True))
-        numbered = add_positions(pairs, batch, self.count, self.exactness.rng == "fold_in")
+        folds = self.exactness.rng == "fold_in"
+        numbered = add_positions(pairs, batch, self.count, folds, self.blocks)
         if numbered is None:
             return _Numbered(pairs, batch, None)
         return _Numbered(numbered, batch | {num_inputs}, num_inputs)
@@ -295,6 +324,7 @@ class MicrobatchTraces:
             retrace=partial(_first_pass_of, self.retrace),
             in_layers=divided and divided._replace(trace=completing(divided.trace, completed)),
             is_first_pass=True,
+            blocks={},
         )
         if self.is_first_pass and len(traces.traces[1].eqns) >= len(self.traces[1].eqns):
             raise MicrobatchError("a pass before the first one would compute as much as it does")

@@ -36,7 +36,9 @@ def data(array):
     return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
 
 
-def assert_rows_are_those_of_the_whole(create, keys, count, chunks, run, rows, before, after):
+def assert_rows_are_those_of_the_whole(
+    create, keys, count, chunks, run, rows, before, after, blocks=1
+):
     """Compare the rows of every microbatch with those of the whole array.
 
     Args:
@@ -45,18 +47,21 @@ def assert_rows_are_those_of_the_whole(create, keys, count, chunks, run, rows, b
         count: number of microbatches.
         chunks: runs of examples per microbatch.
         run: examples per run.
-        rows: rows per run.
+        rows: rows per run, in each block.
         before: dims before the rows.
         after: dims after the rows.
+        blocks: blocks of rows.
     """
-    dim, size = len(before), count * chunks * rows
-    (eqn,) = jax.make_jaxpr(lambda keys: create(keys, (*before, chunks * rows, *after)))(keys).eqns
+    dim, own_rows = len(before), blocks * chunks * rows
+    size = count * own_rows
+    (eqn,) = jax.make_jaxpr(lambda keys: create(keys, (*before, own_rows, *after)))(keys).eqns
     whole = data(create(keys, (*before, size, *after)))
     at = keys.ndim + dim
-    parts = cut_rows(np.moveaxis(np.asarray(whole), at, 0), count, chunks)
+    of_blocks = np.split(np.moveaxis(np.asarray(whole), at, 0), blocks)
+    parts = np.concatenate([cut_rows(block, count, chunks) for block in of_blocks], 1)
     positions = cut_rows(np.arange(count * chunks * run, dtype=np.int32), count, chunks)
     for own, expected in zip(positions, parts, strict=True):
-        rows_eqn = rows_of(eqn, Var(jax.typeof(own)), dim, size, folds=False)
+        rows_eqn = rows_of(eqn, Var(jax.typeof(own)), dim, size, False, blocks)
         (found,) = bind(rows_eqn, [keys, own])
         np.testing.assert_array_equal(np.moveaxis(np.asarray(data(found)), at, 0), expected)
         original = whole_of(rows_eqn)
@@ -73,12 +78,13 @@ cases = given(
     per_run=per_run,
     before=dims,
     after=dims,
+    blocks=st.integers(1, 3),
 )
 
 
-def check(create, keys, count, chunks, per_run, before, after):
+def check(create, keys, count, chunks, per_run, before, after, blocks):
     assert_rows_are_those_of_the_whole(
-        CREATED[create], KEYS[keys], count, chunks, per_run[0], per_run[1], before, after
+        CREATED[create], KEYS[keys], count, chunks, *per_run, before, after, blocks
     )
 
 

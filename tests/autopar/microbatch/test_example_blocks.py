@@ -1,5 +1,6 @@
 """Examples that are the minor part of a dim, as after merging (time, batch)."""
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -104,23 +105,63 @@ def attention_with_heads_first(hidden):
     return mixed.reshape(2, -1, TIME, 4).transpose(2, 1, 0, 3).reshape(-1, 8)
 
 
+def dropout(key, hidden):
+    return jnp.where(jax.random.bernoulli(key, 0.5, hidden.shape), hidden, 0)
+
+
+def dropped_by_keys(hidden):
+    return jax.vmap(dropout)(jax.random.split(jax.random.key(1), len(hidden)), hidden)
+
+
+def dropped_in_layers(hidden):
+    """Dropout in each iteration of a scan, first of (time * batch) and then of (batch * time)."""
+
+    def layer(hidden, key):
+        hidden = jnp.tanh(dropout(key, hidden)).reshape(TIME, -1, 8)
+        hidden = dropout(jax.random.fold_in(key, 1), hidden.swapaxes(0, 1).reshape(-1, 8))
+        return hidden.reshape(-1, TIME, 8).swapaxes(0, 1).reshape(-1, 8), None
+
+    return jax.lax.scan(layer, hidden, jax.random.split(jax.random.key(2), 3))[0]
+
+
+def counted(hidden):
+    return hidden * jnp.arange(len(hidden))[:, None] / len(hidden)
+
+
 @pytest.mark.parametrize(
     "method",
     [
-        autopar.ShardParallel(2, num_micro_batches=2),
+        autopar.ShardParallel((2, 2), num_micro_batches=2),
         autopar.PipeshardParallel(2, 2, layer_option=autopar.AutoLayerOption(2)),
     ],
     ids=["sharded", "pipeline"],
 )
-def test_a_batch_that_is_merged_into_another_dim_is_exact(method):
-    step = time_first(attention_with_heads_first)
+@pytest.mark.parametrize(
+    "between",
+    [
+        attention_with_heads_first,
+        partial(dropout, jax.random.key(0)),
+        dropped_by_keys,
+        dropped_in_layers,
+        counted,
+    ],
+    ids=["attention", "dropout", "a key for each row", "dropout in a scan", "position"],
+)
+def test_a_batch_that_is_merged_into_another_dim_is_exact(between, method):
+    step = time_first(between)
     parallel = autopar.parallelize(step, method=method, batch_argnums={1: 1}, donate_argnums=())
     assert_allclose(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
 
 
-def dropped(hidden):
+def in_both_orders(hidden):
+    return hidden + hidden.reshape(TIME, -1, 8).swapaxes(0, 1).reshape(-1, 8)
+
+
+def in_both_orders_of_dropout(hidden):
+    """One array of random bits for the rows in both orders."""
     kept = jax.random.bernoulli(jax.random.key(0), 0.5, hidden.shape)
-    return jnp.where(kept, hidden, 0)
+    other = hidden.reshape(TIME, -1, 8).swapaxes(0, 1).reshape(-1, 8)
+    return jnp.where(kept, hidden, 0) + jnp.where(kept, other, 0)
 
 
 def assert_refused(step, words):
@@ -134,12 +175,12 @@ def assert_refused(step, words):
 @pytest.mark.parametrize(
     ("between", "words"),
     [
-        (dropped, r"select_n at .*test_example_blocks.py.*\(time, batch, \.\.\.\)"),
+        (in_both_orders, r"add at .*test_example_blocks.py.*\(time, batch, \.\.\.\)"),
+        (in_both_orders_of_dropout, "merged into it"),
         (lambda hidden: hidden - hidden[0], "examples"),
-        (lambda hidden: hidden * jnp.arange(len(hidden))[:, None], "merged into it"),
         (lambda hidden: jnp.cumsum(hidden, 0), "examples"),
     ],
-    ids=["dropout", "first example", "position", "earlier examples"],
+    ids=["both orders", "bits in both orders", "first example", "earlier examples"],
 )
 def test_rows_in_another_order_are_refused(between, words):
     assert_refused(time_first(between), words)

@@ -132,6 +132,10 @@ CHANGES: dict[str, Change] = {
     "keys of layers": lambda h, k, p, b: (
         h * jax.vmap(lambda k: jax.random.normal(k, h.shape))(jax.random.split(k, 3)).sum(0)
     ),
+    "joined arrays": lambda h, k, p, b: dropout(k, jnp.concatenate([h, -h]))[: len(h)],
+    "a key for each row of joined arrays": lambda h, k, p, b: with_keys(
+        jax.random.split(k, 2 * len(h)), jnp.concatenate([-h, h])
+    )[len(h) :],
     "in a scan": lambda h, k, p, b: in_scan(h, k),
     "in nested scans": lambda h, k, p, b: in_nested_scans(h, k),
     "in a while loop": lambda h, k, p, b: in_while_loop(h, k),
