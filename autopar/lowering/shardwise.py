@@ -1,4 +1,4 @@
-"""Shardwise equations: equations that run on shards, where XLA's partitioner would be wrong."""
+"""Shardwise equations: equations that run on shards because XLA's partitioner splits them badly."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

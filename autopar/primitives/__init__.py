@@ -164,7 +164,8 @@ def bind_shards(
 def runs_on_shards(eqn: JaxprEqn) -> bool:
     """Return whether the equation runs on shards (`bind_shards`), not through XLA's partitioner.
 
-    The partitioner would compute wrong numbers, or all of the results on every device.
+    The partitioner would compute wrong numbers, or all of the results on every device, or add
+    collectives.
     """
     condition = record_of(eqn).runs_on_shards
-    return condition is not None and condition(eqn)
+    return condition if isinstance(condition, bool) else condition(eqn)

@@ -148,6 +148,6 @@ def _needed_capability(eqn: JaxprEqn) -> tuple[int, int]:
     return (9, 0) if query.size > 128 or query.size != value.size or is_packed else (8, 0)
 
 
-_RECORD = PrimitiveRecord(factors=_factors, work=_kernel, runs_on_shards=lambda eqn: True)
+_RECORD = PrimitiveRecord(factors=_factors, work=_kernel, runs_on_shards=True)
 
 RECORDS: dict[str, PrimitiveRecord] = {_FORWARD: _RECORD, _BACKWARD: _RECORD}

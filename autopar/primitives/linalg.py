@@ -67,6 +67,7 @@ RECORDS = {
         work=memory_kernel(_triangular_solve_flops),
         algebra="linear",
         data=slice(1, 2),
+        runs_on_shards=True,
     ),
     "hessenberg": PrimitiveRecord(factors=_batched()),
     "householder_product": PrimitiveRecord(factors=_batched()),

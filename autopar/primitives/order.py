@@ -33,11 +33,19 @@ RECORDS = {
     "cummin": PrimitiveRecord(factors=along("axis"), algebra="homogeneous"),
     "cumprod": PrimitiveRecord(factors=along("axis")),
     "cumsum": PrimitiveRecord(factors=along("axis"), algebra="linear"),
-    "fft": PrimitiveRecord(factors=_fft, work=memory_kernel(_fft_flops), algebra="linear"),
+    "fft": PrimitiveRecord(
+        factors=_fft,
+        work=memory_kernel(_fft_flops),
+        algebra="linear",
+        runs_on_shards=True,
+    ),
     "sort": PrimitiveRecord(
         factors=along("dimension"), work=memory_kernel(_comparisons), algebra="homogeneous"
     ),
     "top_k": PrimitiveRecord(
-        factors=along("axis"), work=memory_kernel(_comparisons), algebra="homogeneous"
+        factors=along("axis"),
+        work=memory_kernel(_comparisons),
+        algebra="homogeneous",
+        runs_on_shards=True,
     ),
 }

@@ -36,14 +36,17 @@ _LARGEST = replace(_NONLINEAR, algebra="homogeneous", commutes=True)
 
 _PLAIN = """
     acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh
-    exp exp2 expm1 floor igamma igamma_grad_a igammac log log1p log2 logistic nextafter not
-    one_minus_square polygamma population_count pow reduce_precision regularized_incomplete_beta
-    rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sin sinh sqrt tan zeta
+    exp exp2 expm1 floor log log1p log2 logistic nextafter not one_minus_square polygamma
+    population_count pow reduce_precision rem round rsqrt shift_left shift_right_arithmetic
+    shift_right_logical sin sinh sqrt tan zeta
 """
+_IN_LOOPS = ("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta")
+"""Primitives that XLA computes in a loop, until the last element of all devices converges."""
 
 RECORDS = {
     **dict.fromkeys(_PLAIN.split(), _NONLINEAR),
     **dict.fromkeys(("ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "sign"), _INVARIANT),
+    **dict.fromkeys(_IN_LOOPS, replace(_NONLINEAR, runs_on_shards=True)),
     "abs": replace(_NONLINEAR, algebra="homogeneous"),
     "add": replace(_SUM, commutes=True),
     "add_any": replace(_SUM, commutes=True),

@@ -33,7 +33,7 @@ RECORDS = {
     "random_bits": PrimitiveRecord(factors=_per_key, is_recomputed=False),
     "random_clone": PrimitiveRecord(factors=pointwise),
     "random_fold_in": PrimitiveRecord(factors=pointwise),
-    "random_gamma": PrimitiveRecord(factors=_of_keys, is_recomputed=False),
+    "random_gamma": PrimitiveRecord(factors=_of_keys, is_recomputed=False, runs_on_shards=True),
     "random_seed": PrimitiveRecord(factors=pointwise),
     "random_split": PrimitiveRecord(factors=_per_key),
     "random_unwrap": PrimitiveRecord(factors=_wrapping),

@@ -112,7 +112,7 @@ class PrimitiveRecord:
         collective: the collective that it is inside a `jax.shard_map` region.
         runs_body: whether it runs a jaxpr of its own, of unknown cost.
         runs_on_shards: whether an equation runs on shards, because XLA's partitioner would compute
-            wrong numbers, or all of the results on every device.
+            wrong numbers, or all of the results on every device, or add collectives.
     """
 
     factors: ShardingRule = _whole_or_refused
@@ -129,7 +129,7 @@ class PrimitiveRecord:
     commutes: bool = False
     runs_body: bool = False
     collective: CollectiveKind | None = None
-    runs_on_shards: Callable[[JaxprEqn], bool] | None = None
+    runs_on_shards: bool | Callable[[JaxprEqn], bool] = False
 
     @property
     def is_replicated_only(self) -> bool:

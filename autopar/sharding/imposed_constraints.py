@@ -127,7 +127,7 @@ class _ConstraintBuilder:
         self.operands = [constraint for group in constraints_of.values() for constraint in group]
 
     def constrain_shardwise(self) -> None:
-        """Constrain all operands of equations that run on shards because XLA gets them wrong."""
+        """Constrain all operands of equations that run on shards (`runs_on_shards`)."""
         for use in self.decisions.uses:
             if use.eqn is not None and runs_on_shards(self.step.jaxpr.eqns[use.eqn]):
                 required = use.required[self.choice[use.decision]]

@@ -14,6 +14,7 @@ from autopar.testing import assert_allclose
 from tests.autopar.sharding.equation_cases import CASES
 from tests.autopar.sharding.shard_by_shard import equations
 from tests.autopar.sharding.split_by_xla import wrong_splits
+from tests.autopar.sharding.test_rules import pointwise_case
 from tests.tiers import fast, pairs, slow
 
 RNG = np.random.default_rng(0)
@@ -185,3 +186,56 @@ def test_every_split_of_a_convolution_with_groups_is_right(label):
     splits = list(wrong_splits(eqn, operands, mesh))
     assert len(splits) > 1
     assert not [(option, wrong) for option, wrong in splits if wrong]
+
+
+SPLIT = {
+    "fft: real": "fft",
+    "top_k": "top_k",
+    "triangular_solve: right-hand sides": "triangular_solve",
+    "igamma": "igamma",
+}
+"""Cases of primitives that XLA's partitioner would gather, or test in a loop on all devices."""
+
+
+@pytest.mark.parametrize("label", SPLIT)
+def test_splits_of_what_xla_would_gather_have_no_collectives(label):
+    if label in CASES:
+        fun, args = CASES[label](lambda: 8)
+    else:
+        fun, args = pointwise_case(label, 8)
+    ((eqn, operands),) = equations(SPLIT[label], fun, args)
+    splits = list(wrong_splits(eqn, operands, LogicalMesh((2, 4), ("x", "y"))))
+    assert len(splits) > 1
+    assert not [(option, wrong) for option, wrong in splits if wrong]
+
+
+def test_a_stage_with_fourier_transforms_is_that_of_one_device():
+    """XLA:CPU refused a gathered array of another layout in a Fourier transform (jaxlib 0.11.2)."""
+
+    def mixed(x, kernel):
+        transform = lambda a: jnp.fft.rfft(jnp.pad(a, (0, len(a))))  # noqa: E731
+        return jnp.fft.irfft(transform(x) * transform(kernel))[: len(x)]
+
+    def step(params, batch):
+        def loss(params):
+            hidden = batch["x"]
+            for layer in params:
+                over_features = jax.vmap(jax.vmap(mixed, (1, 1), 1), (0, None))
+                hidden = hidden + jnp.tanh(over_features(hidden, layer["kernel"]) @ layer["out"])
+            return jnp.mean((hidden.mean((1, 2)) - batch["y"]) ** 2)
+
+        value, gradients = autopar.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    shapes = {"kernel": (16, 8), "out": (8, 8)}
+    params = [
+        {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        for _ in range(4)
+    ]
+    batch = {
+        "x": RNG.standard_normal((16, 16, 8)).astype(np.float32),
+        "y": RNG.standard_normal(16).astype(np.float32),
+    }
+    method = autopar.PipeshardParallel(8, 4, layer_option=autopar.AutoLayerOption(2))
+    planned = autopar.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(planned(params, batch), jax.jit(step)(params, batch), rtol=1e-4, atol=1e-5)

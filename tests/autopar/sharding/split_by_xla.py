@@ -1,11 +1,13 @@
 """Run an equation under a candidate as plans do, with constraints for XLA's partitioner."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
+from jax.lax import scatter_sub_p
 
 from autopar.ir.evaluate import bind
 from autopar.ir.spec import LogicalMesh
@@ -23,6 +25,10 @@ from autopar.sharding.options import ShardingOptions
 from autopar.sharding.plan_shardings import Shardings
 from autopar.tracing.trace import trace
 from tests.autopar.sharding.shard_by_shard import candidates, device_mesh
+
+COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 
 
 def step_of(eqn: JaxprEqn, operands: Sequence[Any]) -> StepGraph:
@@ -76,10 +82,15 @@ def differing(
     expected: Sequence[np.ndarray],
     mesh: LogicalMesh,
 ) -> str:
-    """Describe the first result that differs from `expected` and by how much; "" if none does."""
+    """Describe what differs from one device, or from the plan; "" if nothing does.
+
+    That is the first result that is not as `expected`, and by how much; or collectives that the
+    candidate does not have.
+    """
     planned = PlannedStep(step, plan_of(step, factors, option, mesh))
     (function,) = lower_stage(planned, 0, device_mesh(mesh))
-    results = function.jitted(*operands)
+    compiled = function.jitted.lower(*operands).compile()
+    results = compiled(*operands)
     for r, (x, y) in enumerate(zip(map(_plain, results), expected, strict=True)):
         largest = float(
             np.abs(y, where=np.isfinite(y), out=np.zeros_like(y, np.float64)).max(initial=1.0)
@@ -88,7 +99,12 @@ def differing(
             return (
                 f"result {r} is off by {np.abs(x - y).max()} where values reach {np.abs(y).max()}"
             )
-    return ""
+    kinds = {collective[0] for collective in option.collectives}
+    # On two axes XLA may sum whole results and permute or slice them; it gathers what it subtracts.
+    if "reduce_scatter" in kinds or step.jaxpr.eqns[0].primitive is scatter_sub_p:
+        return ""
+    found = {name.replace("-", "_") for name in COLLECTIVE.findall(compiled.as_text())}
+    return f"XLA adds {sorted(found - kinds)}" if found - kinds else ""
 
 
 def wrong_splits(
