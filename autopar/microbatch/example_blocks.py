@@ -50,9 +50,10 @@ class ExamplesFactor:
             major = factors[: factors.index(self.number)]
             if major and not self.regular:
                 return None
-            if self.blocks is None:
-                return dim, None
-            return dim, self.blocks * prod(self.sizes[factor] for factor in major)
+            count = prod(self.sizes[factor] for factor in major)
+            if self.blocks is None:  # rows that differ from block to block are not all equal
+                return dim, count if count > 1 else None
+            return dim, self.blocks * count
         return None
 
 

@@ -164,6 +164,26 @@ def in_both_orders_of_dropout(hidden):
     return jnp.where(kept, hidden, 0) + jnp.where(kept, other, 0)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_rows_that_are_repeated_for_a_part_of_the_batch_are_those_of_the_whole(parts, count):
+    """Each of `parts` slices of the batch has weights of its own (Wen et al. 2020)."""
+
+    def step(params, x):
+        def loss_fn(params):
+            weights = jnp.repeat(params["part"], len(x) // parts, axis=0)
+            return (jnp.tanh(x * weights) @ params["in"]).mean()
+
+        return jax.value_and_grad(loss_fn)(params)
+
+    random = np.random.default_rng(1)
+    part, x = (random.standard_normal((n, WIDTH)).astype(np.float32) for n in (parts, 16))
+    args = {"in": PARAMS["in"], "part": part}, x
+    method = autopar.ShardParallel(1, num_micro_batches=count)
+    parallel = autopar.parallelize(step, method=method, batch_argnums=(1,), donate_argnums=())
+    assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-4, atol=1e-6)
+
+
 def assert_refused(step, words):
     method = autopar.ShardParallel(1, num_micro_batches=2)
     parallel = autopar.parallelize(step, method=method, batch_argnums={1: 1})
@@ -229,6 +249,11 @@ def preferences(scores, weight):
     return -jax.nn.log_sigmoid(chosen - rejected).mean() + (scores * weights).sum() / weights.sum()
 
 
+def by_array(scores, weight):
+    """Weigh each of the joined arrays by a row of a table, repeated for its examples."""
+    return (scores * jnp.repeat(jnp.array([1.0, -0.5]), len(weight)) + scores**2).mean()
+
+
 def without_first(scores, weight):
     return scores[1:].mean()
 
@@ -251,8 +276,9 @@ def run_on_pairs(loss_of_scores):
     return parallel(PARAMS["in"], PAIRS), jax.jit(step)(PARAMS["in"], PAIRS)
 
 
-def test_arrays_of_examples_may_be_joined_and_cut_again():
-    result, expected = run_on_pairs(preferences)
+@pytest.mark.parametrize("loss_of_scores", [preferences, by_array])
+def test_arrays_of_examples_may_be_joined_and_cut_again(loss_of_scores):
+    result, expected = run_on_pairs(loss_of_scores)
     assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
