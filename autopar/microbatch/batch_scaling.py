@@ -628,9 +628,9 @@ class BatchScalings:
         sizes = [aval_of(var).shape[0] for var in batch]
         for var in (var for eqn in eqns for var in eqn.outvars):
             kind = self.kinds[var]
-            if isinstance(kind, BatchScaling) and kind.form == "rows" and kind.blocks is not None:
+            if isinstance(kind, BatchScaling) and kind.form == "rows":
                 rows = aval_of(var).shape[kind.dim]
-                sizes.append(self.copies.get(var) or rows // kind.blocks)
+                sizes.append(self.copies.get(var) or rows // (kind.blocks or 1))
         return gcd(*sizes)
 
 

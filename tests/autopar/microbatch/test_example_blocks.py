@@ -164,14 +164,23 @@ def in_both_orders_of_dropout(hidden):
     return jnp.where(kept, hidden, 0) + jnp.where(kept, other, 0)
 
 
+def repeated(rows, times):
+    return jnp.repeat(rows, times, axis=0)
+
+
+def in_turns(rows, times):
+    return jnp.broadcast_to(rows, (times, *rows.shape)).reshape(-1, WIDTH)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("parts", [2, 4])
-def test_rows_that_are_repeated_for_a_part_of_the_batch_are_those_of_the_whole(parts, count):
+@pytest.mark.parametrize("expand", [repeated, in_turns])
+def test_rows_that_parts_of_the_batch_share_are_those_of_the_whole(expand, parts, count):
     """Each of `parts` slices of the batch has weights of its own (Wen et al. 2020)."""
 
     def step(params, x):
         def loss_fn(params):
-            weights = jnp.repeat(params["part"], len(x) // parts, axis=0)
+            weights = expand(params["part"], len(x) // parts)
             return (jnp.tanh(x * weights) @ params["in"]).mean()
 
         return jax.value_and_grad(loss_fn)(params)
