@@ -25,6 +25,7 @@ from autopar.microbatch.created_rows import is_exact_by_row
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.example_blocks import blocks_merged
 from autopar.primitives import record_of
+from autopar.primitives.linearity import algebra_of
 
 PREPARED = "prepared input"
 """The first words of the path of an input that is computed from the whole batch."""
@@ -107,7 +108,8 @@ def more_prepared(
     if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
         return ()
     search = PreparableValues(traces, small, batch, found)
-    return search.places(search.inseparable() or search.statistics())
+    chosen = search.inseparable() or search.statistics()
+    return search.places([*chosen, *filter(search.is_preparable, search.compared_with(chosen))])
 
 
 class PreparableValues:
@@ -170,6 +172,29 @@ class PreparableValues:
         )
         read = (var for unit in readers for var in unit.reads if var in self._candidates)
         return list(dict.fromkeys(read))
+
+    def compared_with(self, chosen: Collection[Var]) -> list[Var]:
+        """Return the values of examples that are compared with what depends on `chosen`.
+
+        The example with the largest value of the batch is the one that equals it. Where its value
+        is computed a second time, it may be rounded otherwise.
+        """
+        eqns = [each for unit in self.units for each in unit.eqns]
+        later = dependents(eqns, chosen)
+        found: dict[Var, None] = {}
+        for _, eqn in eqns:
+            operands = [atom for atom in eqn.invars if isinstance(atom, Var)]
+            if algebra_of(eqn) == "invariant" and not later.isdisjoint(operands):
+                found |= {var: None for var in operands if var not in later}
+        return [var for var in found if var in self.unit_of and self._is_of_examples(var)]
+
+    def _is_of_examples(self, var: Var) -> bool:
+        kind = self.kinds[var]
+        return isinstance(kind, BatchScaling) and kind.form == "rows"
+
+    def is_preparable(self, var: Var) -> bool:
+        """Return whether a value can be computed before the microbatches."""
+        return var in self._candidates and self.fits(var)
 
     def fits(self, var: Var) -> bool:
         """Return whether a value has a row per example, or one shape for any batch, and no keys."""

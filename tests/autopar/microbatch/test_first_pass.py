@@ -1,6 +1,8 @@
 """Losses that need all examples, in two passes over the microbatches, equal one device."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -68,6 +70,41 @@ def test_two_passes_equal_one_device(step, method):
 @pytest.mark.parametrize("name", ["clip", "alternating"])
 def test_two_passes_equal_one_device_in_any_schedule(name, method):
     assert_equals_one_device(STEPS[name], method)
+
+
+def scaled_by_extremes(hidden, losses):
+    least, largest = hidden.min(0), hidden.max(0)
+    return ((hidden - least) / (largest - least)).var() + losses.mean()
+
+
+def hardest_only(hidden, losses):
+    return jnp.mean(losses, where=losses >= jnp.sort(losses)[-3])
+
+
+def largest_thrice(hidden, losses):
+    is_largest = losses == jax.lax.stop_gradient(losses.max())
+    return jnp.sum(jnp.where(is_largest, 3.0, 1.0) * losses)
+
+
+@pytest.mark.parametrize("combine", [scaled_by_extremes, hardest_only, largest_thrice])
+def test_an_extreme_example_is_the_one_that_the_first_pass_found(combine):
+    """The second pass may round what it computes again, so that no example is the largest."""
+
+    def step(params, x, y):
+        def loss(params):
+            hidden = jnp.tanh(x @ params["first"])
+            return combine(hidden, jnp.sum((hidden @ params["second"] - y) ** 2, 1))
+
+        return jax.value_and_grad(loss)(params)
+
+    method = autopar.ShardParallel((2, 4), num_micro_batches=4)
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        shapes = (8, 8), (8, 8), (16, 8), (16, 8)
+        first, second, x, y = (random.standard_normal(s).astype(np.float32) for s in shapes)
+        args = {"first": first / 3, "second": second}, x, y
+        assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-3, atol=1e-4)
 
 
 def test_random_bits_are_the_same_in_both_passes():
