@@ -127,8 +127,6 @@ class BatchScalings:
         self._own_tests: set[Var] = set()
         self._micro = micro
         self._eqns = micro.eqns
-        backward = (eqn for eqn in micro.eqns if is_backward(eqn))
-        self._gradients = {var for eqn in backward for var in eqn.outvars}
         self._costly = _costly(micro) if rules.totals else set()
         self._inside = _inside_of_loops(micro.eqns)
         self.kinds: dict[Var, BatchScaling | NotSeparable] = dict.fromkeys(
@@ -416,6 +414,21 @@ class BatchScalings:
             ) from None
 
     @cached_property
+    def _of_gradients(self) -> Set[Var]:
+        """The values that are computed from gradients, in this or an earlier iteration."""
+        found: set[Var] = set()
+        size = -1
+        while len(found) > size:
+            size = len(found)
+            for eqn in self._eqns:
+                reads = [atom for atom in eqn.invars if isinstance(atom, Var)]
+                if is_backward(eqn) or not found.isdisjoint(reads):
+                    found.update(eqn.outvars)
+                    if eqn.primitive is control_flow.loop_result_p:
+                        found.update(reads[:1])  # the carry
+        return found
+
+    @cached_property
     def _of_own_loops(self) -> Set[Atom]:
         """The values that depend on how often a microbatch runs loops of its own."""
         eqns = self._micro.eqns
@@ -483,11 +496,14 @@ class BatchScalings:
         try:
             results = result_scalings(eqn, whole, operands, self.count)
         except NotSeparable:
-            if is_backward(eqn) or not any(
-                isinstance(atom, Var) and atom in self._gradients for atom in eqn.invars
+            if is_backward(eqn) or self._of_gradients.isdisjoint(
+                atom for atom in eqn.invars if isinstance(atom, Var)
             ):
                 raise
-            raise SecondGradient(f"{Where(eqn)} is not linear in a gradient of the batch") from None
+            raise SecondGradient(
+                f"{Where(eqn)} is not linear in a gradient of the batch, or in what a gradient has"
+                " changed"
+            ) from None
         if eqn.primitive is tile_p and operands[0].form != "rows":
             (kind,) = results
             if kind.form == "rows":

@@ -601,6 +601,20 @@ def test_a_loop_that_accumulates_gradients_is_refused_with_what_to_write(parts):
         autopar.parallelize(step, method=pipeline)(PARAMS, BATCH)
 
 
+def test_several_updates_in_a_scan_are_refused_as_gradients_after_an_update():
+    def step(params, batches):
+        def update(params, batch):
+            value, gradients = jax.value_and_grad(mean_loss)(params, batch)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+        return jax.lax.scan(update, params, batches)
+
+    batches = jax.tree.map(lambda rows: np.stack([rows, rows]), BATCH)
+    method = autopar.ShardParallel(1, num_micro_batches=2)
+    with pytest.raises(autopar.MicrobatchError, match=r"a gradient has changed.*of each update"):
+        autopar.parallelize(step, method=method, batch_argnums={1: 1})(PARAMS, batches)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_gradient_by_a_row_that_the_size_of_the_batch_names_is_of_the_whole_batch(count):
     """Nothing else of the loss is left that reads the row, so that its index is that of a pad."""
