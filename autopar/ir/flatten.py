@@ -24,6 +24,7 @@ from jax.extend.core.primitives import (
     device_put_p,
     iota_p,
     linear_solve_p,
+    lt_p,
     pad_p,
     pmax_p,
     pmin_p,
@@ -34,6 +35,7 @@ from jax.extend.core.primitives import (
     remat_p,
     reshape_p,
     scan_p,
+    select_n_p,
     sharding_constraint_p,
     transpose_p,
     while_p,
@@ -143,7 +145,7 @@ class _FlatJaxprBuilder:
                 outvars = self._transposed_reshape(_at(eqn, stack).replace(invars=invars))
             else:
                 known = _host_move(_reduction(_at(eqn, stack))).replace(invars=invars)
-                outvars = self._without_empty(known) or self._apply(known)
+                outvars = self._without_empty(known) or _decided(known) or self._apply(known)
             env.update(zip(eqn.outvars, outvars, strict=True))
         return [rename(atom) for atom in jaxpr.outvars]
 
@@ -393,6 +395,23 @@ def _host_move(eqn: JaxprEqn) -> JaxprEqn:
     if is_on_host(source) == is_on_host(target):
         return eqn
     return eqn.replace(primitive=to_host_p if is_on_host(target) else to_device_p, params={})
+
+
+def _decided(eqn: JaxprEqn) -> list[Atom]:
+    """Return the result of an equation that follows from its literals; empty for others.
+
+    For `x[:, i]`, JAX adds the size of the first dim to its start 0 if that is negative. The size
+    of the batch does not matter then, and is not to be read.
+    """
+    first = eqn.invars[0] if eqn.invars else None
+    if not isinstance(first, Literal) or aval_of(first).shape:
+        return []
+    if eqn.primitive is select_n_p:
+        return [eqn.invars[1 + int(first.val)]]
+    second = eqn.invars[1] if eqn.primitive is lt_p else None
+    if isinstance(second, Literal) and np.issubdtype(aval_of(first).dtype, np.integer):
+        return [Literal(np.asarray(first.val < second.val), aval_of(eqn.outvars[0]))]
+    return []
 
 
 _REDUCTIONS = {psum_p: reduce_sum_p, pmax_p: reduce_max_p, pmin_p: reduce_min_p}

@@ -125,7 +125,8 @@ class BatchScalings:
         self._allows_own_loops = own_loops
         self.own_loops: dict[str, None] = {}
         self._own_tests: set[Var] = set()
-        self._micro = micro
+        self._over_rows: set[Var] = set()
+        self._micro, self._full = micro, full
         self._eqns = micro.eqns
         self._costly = _costly(micro) if rules.totals else set()
         self._inside = _inside_of_loops(micro.eqns)
@@ -183,6 +184,8 @@ class BatchScalings:
         """Return whether a loop changes the scaling of its carry, and note the new one."""
         carry = eqn.invars[0]
         assert isinstance(carry, Var)
+        if control_flow.token_of(eqn) in self._over_rows:
+            return False
         result = self.kinds[eqn.outvars[0]]
         if result == self.kinds[carry] or isinstance(self.kinds[carry], NotSeparable):
             return False
@@ -288,37 +291,43 @@ class BatchScalings:
         match eqn.primitive:
             case control_flow.loop_p | control_flow.switch_p:
                 if eqn.params != whole.params:
-                    raise LoopOverExamples(
-                        f"a loop at {source_line(eqn)} is longer for a larger batch: it goes"
-                        " through the examples, or runs once for each"
-                    )
+                    self._note_over_rows(eqn, whole)
                 return [
                     self._operand(eqn.invars[0], whole.invars[0])
                     if eqn.invars
                     else BatchScaling("same")
                 ]
+            case control_flow.loop_carry_p if control_flow.token_of(eqn) in self._over_rows:
+                if self._loops.summands(eqn.outvars[0]) is None:
+                    raise LoopOverExamples(
+                        f"a loop at {source_line(eqn)} goes through the examples and carries"
+                        " something other than sums from each to the next"
+                    )
+                return [self._operand(eqn.invars[0], whole.invars[0])]
             case control_flow.loop_carry_p:
                 return [
                     self.carries.get(eqn.outvars[0])
                     or self._operand(eqn.invars[0], whole.invars[0])
                 ]
+            case control_flow.loop_result_p if control_flow.token_of(eqn) in self._over_rows:
+                return [self._summed(eqn, whole)]
             case control_flow.loop_result_p:
                 return [self._joined(eqn, whole, 2)]
             case control_flow.switch_result_p:
                 token = self._operand(eqn.invars[-1], whole.invars[-1])
-                if token.form != "same" or token.power or token.per:
+                if token.form not in ("same", "item") or token.power or token.per:
                     raise NotSeparable(
                         f"a branch at {source_line(eqn)} is taken for what is in the batch"
                     )
                 return [self._joined(eqn, whole, len(eqn.invars) - 1)]
+            case control_flow.loop_slice_p if control_flow.token_of(eqn) in self._over_rows:
+                return [self._item(eqn, whole)]
+            case control_flow.loop_stack_p if control_flow.token_of(eqn) in self._over_rows:
+                return [self._stacked(eqn, whole)]
             case control_flow.loop_slice_p | control_flow.loop_stack_p:
                 kind = self._operand(eqn.invars[0], whole.invars[0])
                 if kind.form != "rows":
                     return [kind]
-                if eqn.primitive is control_flow.loop_slice_p and kind.dim == 0:
-                    raise LoopOverExamples(
-                        f"a loop at {source_line(eqn)} goes through the examples of the batch"
-                    )
                 return [
                     replace(
                         kind,
@@ -340,7 +349,9 @@ class BatchScalings:
             kind = self._operand(eqn.invars[0], whole.invars[0])
         except NotSeparable:
             kind = None
-        if kind and kind.form in ("same", "rows") and not kind.power and not kind.per:
+        if kind and kind.form in ("same", "rows", "item") and not kind.power and not kind.per:
+            if kind.form == "item":
+                self.kinds[control_flow.token_of(eqn)] = kind
             return
         if self._loops.stop_alone(eqn, self._form_of):
             return
@@ -358,6 +369,10 @@ class BatchScalings:
         )
 
     @cached_property
+    def _loops_of_whole(self) -> ExampleLoops:
+        return ExampleLoops(self._full)
+
+    @cached_property
     def _loops(self) -> ExampleLoops:
         return ExampleLoops(self._micro)
 
@@ -365,6 +380,58 @@ class BatchScalings:
         """Return the form of a value's scaling; None if it is not separable."""
         kind = self.kinds[atom] if isinstance(atom, Var) else BatchScaling("same")
         return kind.form if isinstance(kind, BatchScaling) else None
+
+    def _note_over_rows(self, eqn: JaxprEqn, whole: JaxprEqn) -> None:
+        """Note a loop that has an iteration for each example, or for some neighbouring ones."""
+        params = [{**each.params, "length": None} for each in (eqn, whole)]
+        length, longer = (each.params.get("length") for each in (eqn, whole))
+        if not length or length * self.count != longer or params[0] != params[1]:
+            raise LoopOverExamples(
+                f"a loop at {source_line(eqn)} is longer for a larger batch, and not by an"
+                " iteration for each example"
+            )
+        self._over_rows.add(eqn.outvars[0])
+
+    def _item(self, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling:
+        """Return the scaling of the slice that an iteration of a loop over rows takes."""
+        kind = self._operand(eqn.invars[0], whole.invars[0])
+        if kind.form != "rows" or kind.dim or kind.blocks not in (1, None) or kind.per:
+            raise LoopOverExamples(
+                f"a loop at {source_line(eqn)} is longer for a larger batch, and does not go"
+                " through rows of examples"
+            )
+        return BatchScaling("item", kind.power)
+
+    def _stacked(self, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling:
+        """Return the scaling of what the iterations of a loop over rows stack."""
+        kind = self._operand(eqn.invars[0], whole.invars[0])
+        if kind.form not in ("item", "same") or kind.per:
+            raise NotSeparable(
+                f"a loop at {source_line(eqn)} goes through the examples and stacks what belongs"
+                " to all of them"
+            )
+        return BatchScaling("rows", kind.power, 0, 1 if kind.form == "item" else None)
+
+    def _summed(self, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling:
+        """Return the scaling of a carry to which each iteration of a loop over rows adds."""
+        carry, of_whole = eqn.invars[0], whole.invars[0]
+        assert isinstance(carry, Var)
+        assert isinstance(of_whole, Var)
+        start = self._operand(carry, of_whole)
+        added, also = self._loops.summands(carry), self._loops_of_whole.summands(of_whole)
+        kinds = [self._operand(*atoms) for atoms in zip(added or (), also or (), strict=True)]
+        if not kinds:
+            return start
+        powers = {kind.power for kind in kinds if kind.power is not None}
+        power = powers.pop() + 1 if powers else None
+        is_sum = not powers and {kind.form for kind in kinds} <= {"item", "same"}
+        starts_alike = start.form in ("same", "linear") and start.power in (None, power)
+        if not is_sum or not starts_alike or any(kind.per for kind in (start, *kinds)):
+            raise LoopOverExamples(
+                f"a loop at {source_line(eqn)} adds up what is no sum over the examples"
+            )
+        is_constant = start.form == "same" and all(kind.form == "same" for kind in kinds)
+        return BatchScaling("same" if is_constant else "linear", power)
 
     def _joined(self, eqn: JaxprEqn, whole: JaxprEqn, count: int) -> BatchScaling:
         """Return the common scaling of the first `count` operands, one of which is the result."""
@@ -377,6 +444,10 @@ class BatchScalings:
         pers = {kind.per for kind in kinds if kind.power is not None}
         blocks = common_blocks(kind.blocks for kind in forms if kind.form == "rows")
         alike = len({(kind.form, kind.dim) for kind in forms}) <= 1 and blocks != "none"
+        token = self._operand(eqn.invars[-1], whole.invars[-1])
+        if token.form == "item":  # each iteration of a loop outside chooses by its own example
+            alike &= {kind.form for kind in forms} <= {"item"}
+            forms = [token]
         if len(powers) > 1 or len(pers) > 1 or not alike:
             raise NotSeparable(
                 f"a loop or branch at {source_line(eqn)} mixes sums, means or examples of the batch"
@@ -447,8 +518,13 @@ class BatchScalings:
     def add_marked(self, micro: Jaxpr, full: Jaxpr) -> None:
         """Add the scalings of what marks of accumulated values add to both traces."""
         for eqn, whole in zip(micro.eqns, full.eqns, strict=True):
-            if not self.kinds.keys() >= set(eqn.outvars):
-                self.kinds.update(zip(eqn.outvars, self._results(eqn, whole), strict=True))
+            if self.kinds.keys() >= set(eqn.outvars):
+                continue
+            try:
+                results: Sequence[BatchScaling | NotSeparable] = self._results(eqn, whole)
+            except NotSeparable as unfit:
+                results = [unfit] * len(eqn.outvars)
+            self.kinds.update(zip(eqn.outvars, results, strict=True))
 
     def powers_of_rows(self, eqns: Sequence[JaxprEqn]) -> dict[tuple[int, int], int]:
         """Return the powers of results with a row per example, by equation and result."""
@@ -597,7 +673,7 @@ class BatchScalings:
             not self._rules.functions
             or not statistics
             or any(atom in self._rules.never_completed for atom in statistics)
-            or any(kind.per or kind.form == "rows" for kind in operands)
+            or any(kind.per or kind.form in ("rows", "item") for kind in operands)
         ):
             return False
         if len(eqn.outvars) != 1 or eqn.outvars[0] in self._inside:

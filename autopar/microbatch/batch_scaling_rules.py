@@ -44,7 +44,8 @@ class BatchScaling:
     Attributes:
         form: "same" if all microbatches have the same value; "rows" if it has a row per example
             along `dim`; "linear" if the mean over the microbatches gives it; "function" if it is a
-            scalar computed from linear ones, and is known only when these are complete.
+            scalar computed from linear ones, and is known only when these are complete; "item" if
+            it belongs to one iteration of a loop over the rows of examples.
         power: the value of the whole batch has an additional factor of count ** power, for `count`
             microbatches. None for zeros, which fit any power.
         dim: the dim of the examples if the form is "rows".
@@ -54,7 +55,7 @@ class BatchScaling:
             value times this scalar.
     """
 
-    form: OneOf["same", "rows", "linear", "function"]
+    form: OneOf["same", "rows", "linear", "function", "item"]
     power: int | None = 0
     dim: int = 0
     blocks: int | None = 1
@@ -142,9 +143,12 @@ class IndexBySize(NotSeparable):
 
 
 class LoopOverExamples(NotSeparable):
-    """A loop has an iteration for each example, or for each microbatch another number of them."""
+    """A loop over examples carries more than sums, or ends by a condition on the batch."""
 
-    remedy = "Apply its body to every example by jax.vmap, or use num_micro_batches=1"
+    remedy = (
+        "Let each iteration return what it computes, or add it to a sum; or apply its body to every"
+        " example by jax.vmap, or use num_micro_batches=1"
+    )
 
 
 class LoopUntilLastExample(NotSeparable):
@@ -249,6 +253,10 @@ def _result_scalings(
     power = _own_power(eqn, operands, where) if own else power_of(eqn, operands, where)
     linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
     rows = {k: kind for k, kind in enumerate(operands) if kind.form == "rows"}
+    if any(kind.form == "item" for kind in operands):
+        if linear or rows or _shapes(eqn) != _shapes(whole):
+            raise AcrossExamples(f"{where} combines the example of one iteration with others")
+        return [BatchScaling("item", power)] * len(eqn.outvars)
     if linear and rows and not own:
         raise NotSeparable(
             f"{where} mixes single examples with a statistic of the whole batch (batch"

@@ -1,20 +1,26 @@
-"""Loops in which every example stops by itself: those of Equinox under `jax.vmap`.
+"""Loops over the rows of examples, and loops in which every example stops by itself.
 
-`equinox.internal.while_loop`, with which optimistix and diffrax iterate, runs until the last
-example is done. Its condition is `unvmap_any` of the conditions of the examples. The values of an
-example that is done are those from before the iteration. So they are the same in a microbatch,
-which may run fewer iterations.
+A loop over rows, as of `jax.lax.map`, has fewer iterations in a microbatch. What it stacks has a
+row per example, and what it adds up is a sum over the examples.
+
+Loops of Equinox stop by themselves under `jax.vmap`. `equinox.internal.while_loop`, with which
+optimistix and diffrax iterate, runs until the last example is done. Its condition is `unvmap_any`
+of the conditions of the examples. The values of an example that is done are those from before the
+iteration. So they are the same in a microbatch, which may run fewer iterations.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom
+from autopar.ir.graph import Atom, aval_of
 
 _OF_CONDITIONS = ("copy", "convert_element_type", "nonbatchable")
 _OF_MASKS = ("copy", "broadcast_in_dim")
+_COPIES = ("copy", "convert_element_type")
+_SUMS = ("add", "add_any")
 
 
 def is_over_examples(eqn: JaxprEqn) -> bool:
@@ -23,17 +29,43 @@ def is_over_examples(eqn: JaxprEqn) -> bool:
 
 
 class ExampleLoops:
-    """The while loops of a step, as far as their examples stop by themselves."""
+    """The loops of a step, as far as they treat each example by itself."""
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         """Index the equations of a flat jaxpr."""
         self._made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
-        self._read = {atom for atom in atoms if isinstance(atom, Var)}
+        self._read = Counter(atom for atom in atoms if isinstance(atom, Var))
         self._results: dict[Var, list[JaxprEqn]] = {}
+        self._result_of: dict[Atom, JaxprEqn] = {}
         for eqn in jaxpr.eqns:
             if eqn.primitive is control_flow.loop_result_p:
                 self._results.setdefault(control_flow.token_of(eqn), []).append(eqn)
+                self._result_of[eqn.invars[0]] = eqn
+
+    def summands(self, carry: Var) -> list[Atom] | None:
+        """Return what each iteration adds to a carry; None if that is not all that it does."""
+        total = self._result_of[carry].invars[1]
+        if total is carry:
+            return []
+
+        def added(atom: Atom) -> list[Atom] | None:
+            if atom is carry:
+                return []
+            made = self._maker(atom)
+            if made is None or self._reads(atom) != 1:
+                return None
+            if made.primitive.name in _COPIES and aval_of(atom).dtype == aval_of(carry).dtype:
+                return added(made.invars[0])
+            if made.primitive.name not in _SUMS:
+                return None
+            first, second = made.invars
+            if (found := added(first)) is not None:
+                return [*found, second]
+            return None if (found := added(second)) is None else [*found, first]
+
+        is_read_once = self._reads(carry) == 2  # by the next sum, and by `result`
+        return added(total) if is_read_once else None
 
     def is_of_equinox(self, test: JaxprEqn) -> bool:
         """Return whether Equinox made a loop, by the marker on its condition.
@@ -91,6 +123,10 @@ class ExampleLoops:
             return False
         mask, done, _ = made.invars
         return self._source(mask, _OF_MASKS) in running and self._source(done, ("copy",)) is carry
+
+    def _reads(self, atom: Atom) -> int:
+        """Return how often a value is read."""
+        return self._read[atom] if isinstance(atom, Var) else 0
 
     def _maker(self, atom: Atom) -> JaxprEqn | None:
         return self._made.get(atom) if isinstance(atom, Var) else None

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal
 
 import autopar
 from autopar.ir.flatten import flatten
@@ -57,3 +58,16 @@ def test_a_recurrence_in_a_pipeline_equals_one_device() -> None:
     )
     parallel = autopar.parallelize(step, method=method, donate_argnums=())
     assert_allclose(parallel(params, x), jax.jit(step)(params, x), rtol=1e-5)
+
+
+def test_a_start_of_zero_does_not_read_the_size_of_its_dim():
+    """JAX adds the size of a dim to a start that is negative."""
+
+    def at(x, i):
+        return jax.lax.fori_loop(0, 3, lambda _, total: total + x[:, i], jnp.zeros(len(x)))
+
+    jaxpr = flatten(jax.make_jaxpr(at)(jnp.ones((16, 4)), 1))
+    (lookup,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dynamic_slice")
+    start = lookup.invars[1]
+    assert isinstance(start, Literal)
+    assert start.val == 0

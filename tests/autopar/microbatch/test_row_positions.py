@@ -137,6 +137,9 @@ CHANGES: dict[str, Change] = {
         jax.random.split(k, 2 * len(h)), jnp.concatenate([-h, h])
     )[len(h) :],
     "in a scan": lambda h, k, p, b: in_scan(h, k),
+    "index in a loop": lambda h, k, p, b: lax.fori_loop(
+        0, 3, lambda t, h: jnp.tanh(h + b["x"][:, t, None]), h
+    ),
     "in nested scans": lambda h, k, p, b: in_nested_scans(h, k),
     "in a while loop": lambda h, k, p, b: in_while_loop(h, k),
     "in branches": lambda h, k, p, b: in_branches(h, k, p),
@@ -199,6 +202,7 @@ SOME = (
     "typed key",
     "examples last",
     "a key for each example",
+    "index in a loop",
     "in nested scans",
     "halves of the batch",
     "element of each row",
@@ -410,7 +414,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "as many iterations as examples": (
         lambda h, k, p, b: lax.fori_loop(0, len(h), lambda _, h: jnp.sin(h), h),
-        "a loop at .* is longer for a larger batch",
+        "a loop at .* carries something other than sums",
     ),
 }
 

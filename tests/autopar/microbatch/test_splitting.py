@@ -989,15 +989,6 @@ def test_loops_over_layers_and_time_keep_what_they_carry():
     autopar.testing.assert_allclose(planned(w, x), jax.jit(step)(w, x), rtol=1e-5, atol=1e-6)
 
 
-def test_a_loop_over_the_examples_is_refused():
-    def step(w, x):
-        return autopar.grad(lambda w: jax.lax.map(lambda row: jnp.tanh(row @ w).sum(), x).mean())(w)
-
-    planned = autopar.parallelize(step, method=autopar.DataParallel(devices=2, num_micro_batches=2))
-    with pytest.raises(autopar.MicrobatchError, match="goes through the examples"):
-        planned(jnp.ones((4, 4)), jnp.ones((8, 4)))
-
-
 def test_a_branch_on_the_batch_is_taken_alike_in_all_microbatches():
     """A first pass completes the condition, here a sum that a part of the batch has otherwise."""
 
