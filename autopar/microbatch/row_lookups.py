@@ -25,10 +25,14 @@ from jax.extend.core.primitives import (
     select_n_p,
 )
 
+from autopar.ir.control_flow import loop_const_p, loop_slice_p, loop_stack_p
 from autopar.ir.equation_groups import dependents
 from autopar.ir.graph import Atom, aval_of, needed
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives.index import is_scatter
+
+_SHIFTS = {loop_const_p: 0, loop_stack_p: 1, loop_slice_p: -1}
+"""By how much the dims of a value shift when it enters or leaves a loop."""
 
 
 def with_own_rows(jaxpr: Jaxpr, batch: Collection[int]) -> Jaxpr:
@@ -76,6 +80,8 @@ class _Lookups:
             return
         self.eqns.append(eqn)
         match eqn.primitive:
+            case _ if eqn.primitive in _SHIFTS:
+                self._follow_marker(eqn)
             case _ if eqn.primitive is concatenate_p:
                 shape = aval_of(eqn.outvars[0]).shape
                 if eqn.params["dimension"] == len(shape) - 1:
@@ -88,6 +94,29 @@ class _Lookups:
                 dim = self._counted_dim(eqn)
                 if dim is not None:
                     self.counted[eqn.outvars[0]] = dim
+
+    def _follow_marker(self, eqn: JaxprEqn) -> None:
+        """Note what a value is that enters a loop, or that one loop stacks and another reads."""
+        value, token = eqn.invars
+        (out,) = eqn.outvars
+        shift = _SHIFTS[eqn.primitive]
+        if (dim := self._dim(value)) is not None and dim + shift >= 0:
+            self.counted[out] = dim + shift
+        if not isinstance(value, Var):
+            return
+        if value in self.negative:
+            self.negative.add(out)
+        if value not in self.columns:
+            return
+        lead = aval_of(out).shape[:shift] if shift > 0 else ()
+        self.columns[out] = []
+        for column in self.columns[value]:
+            shape = (*lead, *aval_of(column).shape[max(0, -shift) :])
+            own = Var(ShapedArray(shape, aval_of(column).dtype))
+            self.columns[out].append(own)
+            marker = eqn.replace(invars=[column, token], outvars=[own])
+            self.eqns.append(marker)
+            self._follow_marker(marker)
 
     def _dim(self, atom: Atom) -> int | None:
         return self.counted.get(atom) if isinstance(atom, Var) else None
