@@ -22,6 +22,7 @@ from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents, units
 from autopar.ir.graph import Atom, Where, aval_of, is_backward, is_forward, source_line
 from autopar.ir.step_graph import MicrobatchError
+from autopar.microbatch import row_loops
 from autopar.microbatch.batch_scaling_constants import (
     check_parameters,
     constant_scaling,
@@ -291,18 +292,15 @@ class BatchScalings:
         match eqn.primitive:
             case control_flow.loop_p | control_flow.switch_p:
                 if eqn.params != whole.params:
-                    self._note_over_rows(eqn, whole)
+                    row_loops.check_over_rows(eqn, whole, self.count)
+                    self._over_rows.add(eqn.outvars[0])
                 return [
                     self._operand(eqn.invars[0], whole.invars[0])
                     if eqn.invars
                     else BatchScaling("same")
                 ]
             case control_flow.loop_carry_p if control_flow.token_of(eqn) in self._over_rows:
-                if self._loops.summands(eqn.outvars[0]) is None:
-                    raise LoopOverExamples(
-                        f"a loop at {source_line(eqn)} goes through the examples and carries"
-                        " something other than sums from each to the next"
-                    )
+                row_loops.check_carry(eqn, self._loops)
                 return [self._operand(eqn.invars[0], whole.invars[0])]
             case control_flow.loop_carry_p:
                 return [
@@ -321,9 +319,9 @@ class BatchScalings:
                     )
                 return [self._joined(eqn, whole, len(eqn.invars) - 1)]
             case control_flow.loop_slice_p if control_flow.token_of(eqn) in self._over_rows:
-                return [self._item(eqn, whole)]
+                return [row_loops.item(eqn, self._operand(eqn.invars[0], whole.invars[0]))]
             case control_flow.loop_stack_p if control_flow.token_of(eqn) in self._over_rows:
-                return [self._stacked(eqn, whole)]
+                return [row_loops.stacked(eqn, self._operand(eqn.invars[0], whole.invars[0]))]
             case control_flow.loop_slice_p | control_flow.loop_stack_p:
                 kind = self._operand(eqn.invars[0], whole.invars[0])
                 if kind.form != "rows":
@@ -381,37 +379,6 @@ class BatchScalings:
         kind = self.kinds[atom] if isinstance(atom, Var) else BatchScaling("same")
         return kind.form if isinstance(kind, BatchScaling) else None
 
-    def _note_over_rows(self, eqn: JaxprEqn, whole: JaxprEqn) -> None:
-        """Note a loop that has an iteration for each example, or for some neighbouring ones."""
-        params = [{**each.params, "length": None} for each in (eqn, whole)]
-        length, longer = (each.params.get("length") for each in (eqn, whole))
-        if not length or length * self.count != longer or params[0] != params[1]:
-            raise LoopOverExamples(
-                f"a loop at {source_line(eqn)} is longer for a larger batch, and not by an"
-                " iteration for each example"
-            )
-        self._over_rows.add(eqn.outvars[0])
-
-    def _item(self, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling:
-        """Return the scaling of the slice that an iteration of a loop over rows takes."""
-        kind = self._operand(eqn.invars[0], whole.invars[0])
-        if kind.form != "rows" or kind.dim or kind.blocks not in (1, None) or kind.per:
-            raise LoopOverExamples(
-                f"a loop at {source_line(eqn)} is longer for a larger batch, and does not go"
-                " through rows of examples"
-            )
-        return BatchScaling("item", kind.power)
-
-    def _stacked(self, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling:
-        """Return the scaling of what the iterations of a loop over rows stack."""
-        kind = self._operand(eqn.invars[0], whole.invars[0])
-        if kind.form not in ("item", "same") or kind.per:
-            raise NotSeparable(
-                f"a loop at {source_line(eqn)} goes through the examples and stacks what belongs"
-                " to all of them"
-            )
-        return BatchScaling("rows", kind.power, 0, 1 if kind.form == "item" else None)
-
     def _summed(self, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling:
         """Return the scaling of a carry to which each iteration of a loop over rows adds."""
         carry, of_whole = eqn.invars[0], whole.invars[0]
@@ -420,18 +387,7 @@ class BatchScalings:
         start = self._operand(carry, of_whole)
         added, also = self._loops.summands(carry), self._loops_of_whole.summands(of_whole)
         kinds = [self._operand(*atoms) for atoms in zip(added or (), also or (), strict=True)]
-        if not kinds:
-            return start
-        powers = {kind.power for kind in kinds if kind.power is not None}
-        power = powers.pop() + 1 if powers else None
-        is_sum = not powers and {kind.form for kind in kinds} <= {"item", "same"}
-        starts_alike = start.form in ("same", "linear") and start.power in (None, power)
-        if not is_sum or not starts_alike or any(kind.per for kind in (start, *kinds)):
-            raise LoopOverExamples(
-                f"a loop at {source_line(eqn)} adds up what is no sum over the examples"
-            )
-        is_constant = start.form == "same" and all(kind.form == "same" for kind in kinds)
-        return BatchScaling("same" if is_constant else "linear", power)
+        return row_loops.summed(eqn, start, kinds)
 
     def _joined(self, eqn: JaxprEqn, whole: JaxprEqn, count: int) -> BatchScaling:
         """Return the common scaling of the first `count` operands, one of which is the result."""
