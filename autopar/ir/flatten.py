@@ -22,7 +22,6 @@ from jax.extend.core.primitives import (
     concatenate_p,
     cond_p,
     device_put_p,
-    iota_p,
     linear_solve_p,
     lt_p,
     pad_p,
@@ -160,14 +159,12 @@ class _FlatJaxprBuilder:
     def _apply(self, eqn: JaxprEqn) -> list[Var]:
         """Return the results of `eqn`, or of an equal equation before it.
 
-        Values behind a barrier are other values, so recomputation is not merged. Broadcast
-        constants and counters are not merged either: zeros per example may have the shape of a
-        weight for some batch sizes only. Where recomputation is not kept, they merge with those of
-        the same call.
+        Values behind a barrier are other values, so recomputation is not merged. What is computed
+        from literals alone is not merged either: zeros per example may have the shape of a weight,
+        and the number of examples may be another number of the step, for some batch sizes only.
+        Where recomputation is not kept, they merge with those of the same call.
         """
-        is_constant = eqn.primitive is iota_p or (
-            eqn.primitive is broadcast_in_dim_p and isinstance(eqn.invars[0], Literal)
-        )
+        is_constant = all(isinstance(atom, Literal) for atom in eqn.invars)
         is_barrier = eqn.primitive is jax.lax.optimization_barrier_p
         key = None if is_barrier or (is_constant and self._keeps_remat) else value_number(eqn)
         if is_constant and key is not None:

@@ -107,6 +107,22 @@ def test_an_extreme_example_is_the_one_that_the_first_pass_found(combine):
         assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("number", [16.0, 15.0])
+def test_a_number_of_the_loss_may_be_the_number_of_examples(number):
+    def step(weights, x):
+        def loss(weights):
+            hidden = jnp.tanh(x @ weights)
+            return (hidden**4).sum(1).mean() + ((hidden.T @ hidden) ** 2).sum() / number
+
+        return jax.value_and_grad(loss)(weights)
+
+    random = np.random.default_rng(0)
+    args = [random.standard_normal(shape).astype(np.float32) / 4 for shape in ((8, 8), (16, 8))]
+    method = autopar.ShardParallel(2, num_micro_batches=4)
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-4, atol=1e-5)
+
+
 def test_random_bits_are_the_same_in_both_passes():
     def step(params, batch, key):
         def loss(params):
