@@ -49,6 +49,9 @@ LEAVING = frozenset({loop_result_p, loop_stack_p, switch_result_p})
 """Markers that bring values out of a body or branch."""
 
 MARKERS = OPENING | ENTERING | LEAVING | {loop_test_p, branch_p, end_p}
+SHIFTS = {loop_const_p: 0, loop_stack_p: 1, loop_slice_p: -1}
+"""By how much the dims of a value shift when it enters or leaves a loop."""
+
 BOUND = frozenset({loop_test_p, loop_result_p, branch_p, end_p})
 """Markers that a region needs even if their results are unused."""
 

@@ -25,14 +25,11 @@ from jax.extend.core.primitives import (
     select_n_p,
 )
 
-from autopar.ir.control_flow import loop_const_p, loop_slice_p, loop_stack_p
+from autopar.ir.control_flow import SHIFTS
 from autopar.ir.equation_groups import dependents
 from autopar.ir.graph import Atom, aval_of, needed
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives.index import is_scatter
-
-_SHIFTS = {loop_const_p: 0, loop_stack_p: 1, loop_slice_p: -1}
-"""By how much the dims of a value shift when it enters or leaves a loop."""
 
 
 def with_own_rows(jaxpr: Jaxpr, batch: Collection[int]) -> Jaxpr:
@@ -80,7 +77,7 @@ class _Lookups:
             return
         self.eqns.append(eqn)
         match eqn.primitive:
-            case _ if eqn.primitive in _SHIFTS:
+            case _ if eqn.primitive in SHIFTS:
                 self._follow_marker(eqn)
             case _ if eqn.primitive is concatenate_p:
                 shape = aval_of(eqn.outvars[0]).shape
@@ -99,7 +96,7 @@ class _Lookups:
         """Note what a value is that enters a loop, or that one loop stacks and another reads."""
         value, token = eqn.invars
         (out,) = eqn.outvars
-        shift = _SHIFTS[eqn.primitive]
+        shift = SHIFTS[eqn.primitive]
         if (dim := self._dim(value)) is not None and dim + shift >= 0:
             self.counted[out] = dim + shift
         if not isinstance(value, Var):
