@@ -10,7 +10,7 @@ caching (Gao et al. 2021, arXiv:2101.06983): the forward pass runs twice, and th
 of the whole batch.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import override
 
@@ -46,11 +46,14 @@ def more_completed(
     stages: bool,
     completed: Collection[int] = (),
     own_loops: bool = False,
+    is_first_pass: bool = False,
 ) -> tuple[TracedValue, ...]:
     """Return values that a first pass may complete, so that more of the step is separable.
 
     These are the statistics that inseparable equations read. Where equations pair examples, they
-    are the first values after them that have a row per example or the shape of a statistic.
+    are the first values after them that have a row per example or the shape of a statistic. A first
+    pass may compute once what is inseparable, but not the layers of the model: what these read is
+    completed in a pass before it.
 
     Args:
         traces: the traces of the step, in turns for a part of the batch and for `count` times as
@@ -63,6 +66,7 @@ def more_completed(
         stages: whether the step is cut into pipeline stages.
         completed: the inputs that a first pass completes already.
         own_loops: whether each microbatch runs loops until the last of its own examples is done.
+        is_first_pass: whether the step is a first pass itself.
 
     Returns:
         The values; empty if no such values help.
@@ -79,6 +83,12 @@ def more_completed(
     except MicrobatchError:
         return ()
     inseparable = [var for var in boundary.values if isinstance(found.kinds[var], NotSeparable)]
+    if is_first_pass and not inseparable:
+        tail = [
+            each for each in enumerate(small.eqns) if not boundary.tail.isdisjoint(each[1].outvars)
+        ]
+        layers = _layers(tail, (small, sizes[1]), batch)
+        inseparable = [var for eqn in layers for var in eqn.outvars]
     search = _CompletableValues(traces, small, batch, found)
     return search.places_before(inseparable)
 
@@ -286,7 +296,22 @@ def check_no_model(
         MicrobatchError: a product of values of the batch has a weight as its other operand.
     """
     # What both traces have alike is in the tail as the microbatch has it.
-    traces = micro, whole
+    for eqn in _layers(tail, (micro, whole), batch):
+        raise MicrobatchError(
+            f"{Where(eqn)} is a layer of the model and needs examples of all microbatches"
+        )
+
+
+def _layers(
+    eqns: Iterable[Numbered], traces: tuple[Jaxpr, Jaxpr], batch: Collection[int]
+) -> Iterator[JaxprEqn]:
+    """Yield the layers among `eqns`: products of values of the batch with weights.
+
+    Args:
+        eqns: equations of either of the traces.
+        traces: a step for two sizes of the batch, with the same primitives.
+        batch: inputs whose first dim is the batch.
+    """
     of_batch: set[Var] = set()
     weights: set[Var] = set()
     for trace in traces:
@@ -298,18 +323,16 @@ def check_no_model(
             and aval_of(var).ndim
             and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
         )
-    for eqn, twin in zip(micro.eqns, whole.eqns, strict=True):
+    for eqn, twin in zip(traces[0].eqns, traces[1].eqns, strict=True):
         if not weights.isdisjoint((*_operands(eqn), *_operands(twin))):
             for pair in zip(eqn.outvars, twin.outvars, strict=True):
                 if aval_of(pair[0]).shape == aval_of(pair[1]).shape:
                     weights.update(pair)
-    for _, eqn in tail:
+    for _, eqn in eqns:
         record, operands = record_of(eqn), _operands(eqn)
         is_layer = record.is_contraction or record.runs_body
         if is_layer and not of_batch.isdisjoint(operands) and not weights.isdisjoint(operands):
-            raise MicrobatchError(
-                f"{Where(eqn)} is a layer of the model and needs examples of all microbatches"
-            )
+            yield eqn
 
 
 def _operands(eqn: JaxprEqn) -> list[Var]:

@@ -11,6 +11,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_cuts import CutTree
+from autopar.ir.equation_groups import dependents
 from autopar.ir.graph import is_backward, source_line
 from autopar.ir.preparation import Preparation, TracedValue
 from autopar.ir.step_graph import (
@@ -260,13 +261,14 @@ class MicrobatchTraces:
                 self.stages,
                 _last_inputs(second, len(completed)),
                 self._own_loops,
+                self.is_first_pass,
             )
             if not more:
                 break
             completed += more
             second = self._second_pass(places, completed)
             if self.is_first_pass:
-                _check_gradients(completing(self.traces[1], completed))
+                _check_between_layers(self.traces[1], completed, second)
                 with suppress(MicrobatchError):  # it may compute the rest once
                     self._split(second, places, len(completed))
                     break
@@ -388,16 +390,36 @@ def _first_pass_of(retrace: Callable[[int], StepGraph], count: int) -> StepGraph
     return step.first_pass.step
 
 
-def _check_gradients(jaxpr: Jaxpr) -> None:
-    """Check that the first of three passes takes gradients.
+def _check_between_layers(
+    whole: Jaxpr, completed: Sequence[TracedValue], second: _Numbered
+) -> None:
+    """Check that the first of three passes completes no statistics between layers of the model.
 
     A further pass for every layer that mixes examples would take too long.
 
+    Args:
+        whole: The trace of a first pass.
+        completed: The values of it that a pass before it completes.
+        second: The traces with these values as inputs.
+
     Raises:
-        MicrobatchError: it does not.
+        MicrobatchError: Layers make such a value, other layers read it, and no gradient is taken
+            between them.
     """
-    if not any(map(_is_of_gradient, jaxpr.eqns)):
-        raise MicrobatchError("what mixes examples is between layers of the model")
+    part, _ = second.pairs[-1]
+    forward = [each for each in enumerate(part.eqns) if not is_backward(each[1])]
+    for value, i in zip(completed, _last_inputs(second, len(completed)), strict=True):
+        makers = completing(whole, [value]).eqns
+        if any(map(_is_of_gradient, makers)) or not any(map(_is_layer, makers)):
+            continue
+        later = dependents(forward, [part.invars[i]])
+        if any(_is_layer(eqn) and not later.isdisjoint(eqn.outvars) for _, eqn in forward):
+            raise MicrobatchError("what mixes examples is between layers of the model")
+
+
+def _is_layer(eqn: JaxprEqn) -> bool:
+    record = record_of(eqn)
+    return record.is_contraction or record.runs_body
 
 
 def _is_of_gradient(eqn: JaxprEqn) -> bool:

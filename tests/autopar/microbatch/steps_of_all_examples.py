@@ -131,4 +131,67 @@ def alternating(params, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, fake_of, gradients), discriminator, lost, value
 
 
-STEPS = {name: step_of(loss) for name, loss in LOSSES.items()} | {"alternating": alternating}
+def updated(loss, weights):
+    """Return a value of a loss and the weights after a step of gradient descent."""
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+
+def weighted_by_new_critic(params, batch):
+    """Weigh examples by a softmax over the batch of an updated critic's values.
+
+    Nair et al. 2020, arXiv:2006.09359, equation 13.
+    """
+
+    def critic_loss(critic):
+        return ((encoded(critic, batch["image"])[:, 0] - batch["label"]) ** 2).mean()
+
+    lost, critic = updated(critic_loss, params["image"])
+    weights = jax.nn.softmax(encoded(critic, batch["image"])[:, 0])
+
+    def actor_loss(actor):
+        return (weights[:, None] * encoded(actor, batch["text"]) ** 2).sum()
+
+    return lost, critic, updated(actor_loss, params["text"])
+
+
+def free_nats(params, batch):
+    """Train a model with a bound on a mean, then another one towards the new model.
+
+    Hafner et al. 2023, arXiv:2301.04104, equation 5.
+    """
+
+    def model_loss(model):
+        z = encoded(model, batch["image"])
+        return (z[:, 1:] ** 2).mean() + jnp.maximum((z[:, 0] ** 2).mean(), 0.01)
+
+    lost, model = updated(model_loss, params["image"])
+
+    def actor_loss(actor):
+        return ((encoded(actor, batch["image"]) - encoded(model, batch["image"])) ** 2).mean()
+
+    return lost, model, updated(actor_loss, params["text"])
+
+
+def normalized_observations(params, batch):
+    """Normalize inputs by running statistics, then outputs by statistics of the batch.
+
+    Brax's PPO (Freeman et al. 2021, arXiv:2106.13281) does both.
+    """
+    count = 10 + len(batch["image"])
+    mean = params["image"][0][:, 0]
+    mean = mean + (batch["image"] - mean).sum(0) / count
+
+    def loss(weights):
+        z = encoded(weights, batch["image"] - mean)
+        advantage = jax.lax.stop_gradient(batch["label"] - z[:, 0])
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
+        return (advantage * z[:, 1]).mean() + (z[:, 0] ** 2).mean()
+
+    return mean, updated(loss, params["text"])
+
+
+STEPS = {name: step_of(loss) for name, loss in LOSSES.items()} | {
+    step.__name__: step
+    for step in (alternating, weighted_by_new_critic, free_nats, normalized_observations)
+}
