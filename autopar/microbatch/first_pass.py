@@ -152,7 +152,7 @@ class _CompletableValues(PreparableValues):
             statistic for unit in roots for var in unit.reads for statistic in self._statistics(var)
         )
         chosen = list(statistics) or self._after(roots)
-        chosen += self.compared_with(chosen)
+        chosen += self.rounded_with(chosen)
         places = [self._as_input(var) for var in chosen]
         return tuple(place for place in places if place) if all(places) else ()
 

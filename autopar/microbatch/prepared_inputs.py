@@ -25,7 +25,7 @@ from autopar.microbatch.created_rows import is_exact_by_row
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.example_blocks import blocks_merged
 from autopar.primitives import record_of
-from autopar.primitives.linearity import algebra_of
+from autopar.primitives.linearity import algebra_of, is_exact
 
 PREPARED = "prepared input"
 """The first words of the path of an input that is computed from the whole batch."""
@@ -109,7 +109,7 @@ def more_prepared(
         return ()
     search = PreparableValues(traces, small, batch, found)
     chosen = search.inseparable() or search.statistics()
-    return search.places([*chosen, *filter(search.is_preparable, search.compared_with(chosen))])
+    return search.places([*chosen, *filter(search.is_preparable, search.rounded_with(chosen))])
 
 
 class PreparableValues:
@@ -173,12 +173,17 @@ class PreparableValues:
         read = (var for unit in readers for var in unit.reads if var in self._candidates)
         return list(dict.fromkeys(read))
 
-    def compared_with(self, chosen: Collection[Var]) -> list[Var]:
-        """Return the values of examples that are compared with what depends on `chosen`.
+    def rounded_with(self, chosen: Collection[Var]) -> list[Var]:
+        """Return the values of examples that have to be rounded as they are for `chosen`.
 
-        The example with the largest value of the batch is the one that equals it. Where its value
-        is computed a second time, it may be rounded otherwise.
+        The example with the largest value of the batch is the one that equals it, or differs from
+        it by zero. Where its value is computed a second time, it may be rounded otherwise.
         """
+        values = dict.fromkeys((*self._compared_with(chosen), *self._picked_from(chosen)))
+        return [var for var in values if var in self.unit_of]
+
+    def _compared_with(self, chosen: Collection[Var]) -> list[Var]:
+        """Return the values of examples that are compared with what depends on `chosen`."""
         eqns = [each for unit in self.units for each in unit.eqns]
         later = dependents(eqns, chosen)
         found: dict[Var, None] = {}
@@ -186,7 +191,32 @@ class PreparableValues:
             operands = [atom for atom in eqn.invars if isinstance(atom, Var)]
             if algebra_of(eqn) == "invariant" and not later.isdisjoint(operands):
                 found |= {var: None for var in operands if var not in later}
-        return [var for var in found if var in self.unit_of and self._is_of_examples(var)]
+        return list(filter(self._is_of_examples, found))
+
+    def _picked_from(self, chosen: Collection[Var]) -> list[Var]:
+        """Return the values of examples of which `chosen` are extremes, quantiles or elements."""
+        found: dict[Var, None] = {}
+        pending, seen = list(chosen), set[int]()
+        while pending:
+            unit = self.unit_of.get(pending.pop())
+            if unit is None or unit.number in seen or not all(map(_keeps_elements, _eqns(unit))):
+                continue
+            seen.add(unit.number)
+            for var in unit.reads:
+                if self._is_of_examples(var):
+                    found |= dict.fromkeys((var, self._computed_from(var)))
+                else:
+                    pending.append(var)
+        return [var for var in found if self.fits(var) and not is_exact(var)]
+
+    def _computed_from(self, var: Var) -> Var:
+        """Return the value of examples from which `var` is computed element by element."""
+        while (unit := self.unit_of.get(var)) and all(map(_keeps_elements, _eqns(unit))):
+            rows = list(filter(self._is_of_examples, unit.reads))
+            if len(rows) != 1:
+                break
+            (var,) = rows
+        return var
 
     def _is_of_examples(self, var: Var) -> bool:
         kind = self.kinds[var]
@@ -243,6 +273,16 @@ def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
 
 def _eqns(unit: Unit) -> list[JaxprEqn]:
     return [eqn for _, eqn in unit.eqns]
+
+
+def _keeps_elements(eqn: JaxprEqn) -> bool:
+    """Return whether a result is made of single elements of each operand, not of their sums."""
+    record = record_of(eqn)
+    return (
+        record.fusion == "elementwise"
+        or record.movement is not None
+        or record.algebra == "homogeneous"
+    )
 
 
 def _is_costly(eqn: JaxprEqn) -> bool:

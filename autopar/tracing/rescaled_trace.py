@@ -8,7 +8,7 @@ these applies to it.
 import cmath
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from jax.core import ShapedArray
@@ -20,14 +20,17 @@ _POWERS = (1, -1, 2, -2)
 """Powers of the batch size with which constants may scale."""
 
 
-class NotProportionalError(ValueError):
-    """Traces have other equations, or sizes that are not proportional to the batch."""
+class NotAffineError(ValueError):
+    """Traces have other equations, or sizes that are no affine functions of the batch size."""
 
 
 def rescaled(jaxpr: Jaxpr, larger: Jaxpr, growth: Fraction, scale: Fraction) -> Jaxpr:
     """Return a trace for a batch that is larger by `scale`, or smaller if that is below one.
 
-    A number among the operands is not changed if it is not proportional to the batch.
+    Sizes are affine functions of the batch size, as after `x[2:]`. Equations that are out of range
+    for the scaled size, such as `x[8:9]` of four examples, are scaled like others: their values do
+    not exist, but what is computed for the whole batch has their place. A number among the operands
+    is not changed if it is no affine function of the batch size, nor a power of it.
 
     Args:
         jaxpr: a flat jaxpr.
@@ -36,8 +39,8 @@ def rescaled(jaxpr: Jaxpr, larger: Jaxpr, growth: Fraction, scale: Fraction) -> 
         scale: the factor.
 
     Raises:
-        NotProportionalError: the traces have other equations, or a size in them is neither the
-            same nor proportional to the batch.
+        NotAffineError: the traces have other equations, or a size in them is no affine function of
+            the batch size, or would be negative.
     """
     return _Rescaling(growth, scale).of_jaxpr(jaxpr, larger)
 
@@ -62,12 +65,12 @@ class _Rescaling:
             if isinstance(atom, Literal) and isinstance(other, Literal):
                 return self._of_literal(atom, other)
             if isinstance(atom, Literal) or twins[atom] is not other:
-                raise NotProportionalError
+                raise NotAffineError
             return scaled[atom]
 
         def of_eqn(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
             if eqn.primitive is not other.primitive:
-                raise NotProportionalError
+                raise NotAffineError
             return eqn.replace(
                 invars=_zipped(use, eqn.invars, other.invars),
                 params=self.of(eqn.params, other.params),
@@ -88,15 +91,15 @@ class _Rescaling:
             return value
         mine, their = constant(value), constant(other)
         if not all(array.size and (array == array.flat[0]).all() for array in (mine, their)):
-            raise NotProportionalError
+            raise NotAffineError
         element = self.of(mine.flat[0], their.flat[0])
         return np.full(self.of(mine.shape, their.shape), element, mine.dtype)
 
     def _of_literal(self, literal: Literal, other: Literal) -> Literal:
-        """Return a number among the operands, scaled if it is proportional to the batch."""
+        """Return a number among the operands, scaled if it depends on the batch size."""
         try:
             value = self.of(literal.val, other.val)
-        except NotProportionalError:
+        except NotAffineError:
             value = literal.val
         return Literal(value, self.of(aval_of(literal), aval_of(other)))
 
@@ -107,6 +110,8 @@ class _Rescaling:
                 return self.of_jaxpr(value, other)
             case ShapedArray(), ShapedArray():
                 shape = self.of(value.shape, other.shape)
+                if any(size < 0 for size in shape):
+                    raise NotAffineError
                 return value if shape == value.shape else value.update(shape=shape)
             case Mapping(), Mapping() if value.keys() == other.keys():
                 return {key: self.of(item, other[key]) for key, item in value.items()}
@@ -123,15 +128,15 @@ class _Rescaling:
 
     def _of_number(self, value: Any, other: Any) -> int | float | complex:
         """Return a number that depends on the batch, scaled."""
-        if isinstance(value, int) and isinstance(other, int):
-            scaled = value * self._scale
-            if other == value * self._growth and scaled.denominator == 1:
+        if _is_size(value) and _is_size(other):
+            scaled = value + (other - value) * (self._scale - 1) / (self._growth - 1)
+            if scaled.denominator == 1:
                 return int(scaled)
         elif isinstance(value, float | complex) and isinstance(other, float | complex) and value:
             for power in _POWERS:
                 if cmath.isclose(other / value, self._growth**power, rel_tol=1e-6):
                     return value * float(self._scale**power)
-        raise NotProportionalError
+        raise NotAffineError
 
 
 def _zipped[T, R](
@@ -139,8 +144,12 @@ def _zipped[T, R](
 ) -> list[R]:
     """Return a function of the pairs of two sequences of the same length."""
     if len(values) != len(others):
-        raise NotProportionalError
+        raise NotAffineError
     return [function(*pair) for pair in zip(values, others, strict=True)]
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_equal(value: Any, other: Any) -> bool:

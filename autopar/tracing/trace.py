@@ -42,7 +42,7 @@ from autopar.microbatch.splitting import split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
 from autopar.tracing.microbatch_traces import DividedTrace, MicrobatchTraces, SplitStep
-from autopar.tracing.rescaled_trace import NotProportionalError, rescaled
+from autopar.tracing.rescaled_trace import NotAffineError, rescaled
 from autopar.tracing.shared_traces import shared
 from autopar.tracing.sorted_rows import without_sorted_rows
 
@@ -280,7 +280,7 @@ class _StepTracer:
             return None
         try:
             jaxpr = rescaled(base.jaxpr, other.jaxpr, larger / size, scale / size)
-        except NotProportionalError:
+        except NotAffineError:
             return None
         return base._replace(jaxpr=jaxpr)
 

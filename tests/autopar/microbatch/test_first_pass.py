@@ -86,7 +86,25 @@ def largest_thrice(hidden, losses):
     return jnp.sum(jnp.where(is_largest, 3.0, 1.0) * losses)
 
 
-@pytest.mark.parametrize("combine", [scaled_by_extremes, hardest_only, largest_thrice])
+def hardest_four(hidden, losses):
+    """Take as many of the largest losses as a microbatch has examples."""
+    return jnp.sort(losses)[-4:].mean()
+
+
+def at_risk(hidden, losses):
+    """Rockafellar and Uryasev 2000, equation 4, from a threshold that is an example's loss."""
+    threshold = jnp.sort(losses)[12]
+    return threshold + jax.nn.relu(losses - threshold).mean() * 4
+
+
+def below_the_largest(hidden, losses):
+    return jnp.sum(jnp.sign(losses - losses.max()) * losses)
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [scaled_by_extremes, hardest_only, largest_thrice, hardest_four, at_risk, below_the_largest],
+)
 def test_an_extreme_example_is_the_one_that_the_first_pass_found(combine):
     """The second pass may round what it computes again, so that no example is the largest."""
 

@@ -11,7 +11,7 @@ from jax import lax
 from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of, fingerprint
-from autopar.tracing.rescaled_trace import NotProportionalError, rescaled
+from autopar.tracing.rescaled_trace import NotAffineError, rescaled
 
 WEIGHTS = np.ones((6, 4), np.float32)
 
@@ -63,14 +63,29 @@ def test_other_numbers_stay():
 @pytest.mark.parametrize(
     "fun",
     [
-        lambda w, x: jnp.sin(x) if len(x) == 4 else jnp.cos(x),
         lambda w, x: x[: len(x) - 1],
         lambda w, x: jnp.arange(len(x) + 2) * x[0, 0],
+        lambda w, x: x[-1:] * jnp.pad(x, ((0, 3), (0, 0)))[0] + len(x) - 7,
+    ],
+    ids=["limit", "shape", "end"],
+)
+def test_sizes_may_be_affine_functions_of_the_batch_size(fun):
+    scaled = rescaled(traced(fun, 4), traced(fun, 12), Fraction(3), Fraction(1, 2))
+    assert fingerprint(scaled) == fingerprint(traced(fun, 2))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jnp.sin(x) if len(x) == 4 else jnp.cos(x),
+        lambda w, x: jnp.arange((len(x) + 2) // 3) * x[0, 0],
+        lambda w, x: x[: len(x) - 3],
         lambda w, x: x * np.linspace(0, 1, len(x))[:, None],
         lambda w, x: jnp.sin(x) + (x if len(x) == 4 else jnp.sin(x)),
+        lambda w, x: jnp.argsort(x[:, 0], descending=len(x) == 4),
     ],
-    ids=["primitive", "limit", "shape", "constant", "operand"],
+    ids=["primitive", "shape", "negative", "constant", "operand", "flag"],
 )
-def test_what_is_not_proportional_to_the_batch_is_refused(fun):
-    with pytest.raises(NotProportionalError):
+def test_other_sizes_are_refused(fun):
+    with pytest.raises(NotAffineError):
         rescaled(traced(fun, 4), traced(fun, 12), Fraction(3), Fraction(1, 2))
