@@ -15,13 +15,15 @@ class TracedValue(NamedTuple):
     Attributes:
         number: the number of its equation.
         result: the number of the value among the equation's results.
-        blocks: if there are several, the first dim of the value consists of that many blocks, each
+        blocks: if there are several, the dim of the examples consists of that many blocks, each
             with a row per example. The input has the dims (examples, blocks) in its place.
+        dim: the dim of the examples, which is the first one of the input.
     """
 
     number: int
     result: int
     blocks: int = 1
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

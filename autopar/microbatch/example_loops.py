@@ -12,6 +12,7 @@ iteration. So they are the same in a microbatch, which may run fewer iterations.
 from collections import Counter
 from collections.abc import Callable, Collection
 
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir import control_flow
@@ -46,7 +47,7 @@ class ExampleLoops:
     def summands(self, carry: Var) -> list[Atom] | None:
         """Return what each iteration adds to a carry; None if that is not all that it does."""
         total = self._result_of[carry].invars[1]
-        if total is carry:
+        if self._is_carry(total, carry):
             return []
 
         def added(atom: Atom) -> list[Atom] | None:
@@ -66,6 +67,19 @@ class ExampleLoops:
 
         is_read_once = self._reads(carry) == 2  # by the next sum, and by `result`
         return added(total) if is_read_once else None
+
+    def _is_carry(self, atom: Atom, carry: Var) -> bool:
+        """Return whether a value is a carry, also where `jax.checkpoint` hides that from XLA."""
+        while atom is not carry and isinstance(atom, Var) and (made := self._maker(atom)):
+            if aval_of(atom).dtype != aval_of(carry).dtype:
+                return False
+            if made.primitive is lax.optimization_barrier_p:
+                atom = made.invars[made.outvars.index(atom)]
+            elif made.primitive.name in _COPIES:
+                atom = made.invars[0]
+            else:
+                return False
+        return atom is carry
 
     def is_of_equinox(self, test: JaxprEqn) -> bool:
         """Return whether Equinox made a loop, by the marker on its condition.

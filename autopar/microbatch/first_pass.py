@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import override
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -28,9 +29,8 @@ from autopar.microbatch.batch_scaling_constants import with_constants_of
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.body_boundary import find_boundary
 from autopar.microbatch.deferred_division import equations
-from autopar.microbatch.example_blocks import blocks_apart
 from autopar.microbatch.own_statistics import exact_rules
-from autopar.microbatch.prepared_inputs import PreparableValues, values_at
+from autopar.microbatch.prepared_inputs import PreparableValues, examples_first, values_at
 from autopar.primitives import record_of
 
 COMPLETED = "first pass"
@@ -177,15 +177,19 @@ class _CompletableValues(PreparableValues):
         if is_key(aval_of(var).dtype):
             return None
         shapes = [aval_of(*values_at(trace, [place])).shape for trace in self.traces]
-        if len({shape[1:] for shape in shapes}) > 1 or not shapes[0]:
+        if len(set(map(len, shapes))) > 1:
             return None
+        dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+        if len(dims) != 1:
+            return None
+        (dim,) = dims
         rows = [
             min(aval_of(trace.invars[i]).shape[0] for i in self.examples) for trace in self.traces
         ]
-        blocks = {shape[0] / n for shape, n in zip(shapes, rows, strict=True)}
-        if len(blocks) > 1 or (count := int(*blocks)) < 2:
+        blocks = {shape[dim] / n for shape, n in zip(shapes, rows, strict=True)}
+        if len(blocks) > 1 or not (count := min(blocks)).is_integer():
             return None
-        return place._replace(blocks=count)
+        return place._replace(blocks=int(count), dim=dim)
 
     def _roots(self, values: Iterable[Var]) -> list[Unit]:
         """Return the units whose operands are separable and whose results are not."""
@@ -271,13 +275,12 @@ def completing(trace: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
     results: list[Var] = []
     for place, value in zip(places, values, strict=True):
         results.append(value)
-        if place.blocks > 1:
-            size, *rest = aval_of(value).shape
-            shape = (size // place.blocks, place.blocks, *rest)
+        if place.blocks > 1 or place.dim:
+            moved = partial(examples_first, place)
+            shape = jax.eval_shape(moved, aval_of(value)).shape
             results[-1] = Var(aval_of(value).update(shape=shape))
-            of_blocks = partial(blocks_apart, 0, place.blocks)
             source = trace.eqns[place.number].source_info
-            eqns += equations(of_blocks, [value], results[-1], source)
+            eqns += equations(moved, [value], results[-1], source)
     return trace.replace(eqns=eqns, outvars=results, effects=frozenset())
 
 

@@ -11,6 +11,7 @@ it is, so the results stay those of the whole batch.
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import random_bits_p, random_split_p
@@ -23,7 +24,7 @@ from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.created_rows import is_exact_by_row
 from autopar.microbatch.deferred_division import equations
-from autopar.microbatch.example_blocks import blocks_merged
+from autopar.microbatch.example_blocks import blocks_apart, blocks_merged
 from autopar.primitives import record_of
 from autopar.primitives.linearity import algebra_of, is_exact
 
@@ -54,20 +55,32 @@ def with_prepared(jaxpr: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
     inputs: list[Var] = []
     first: list[JaxprEqn] = []
     for place, value in zip(places, new.values(), strict=True):
-        if place.blocks == 1:
+        if place.blocks == 1 and place.dim == 0:
             inputs.append(value)
             continue
-        rows, *rest = aval_of(value).shape
-        shape = (rows // place.blocks, place.blocks, *rest)
-        inputs.append(Var(aval_of(value).update(shape=shape)))
+        aval = jax.eval_shape(partial(examples_first, place), aval_of(value))
+        inputs.append(Var(aval_of(value).update(shape=aval.shape)))
         source = jaxpr.eqns[place.number].source_info
-        first += equations(partial(blocks_merged, 0), inputs[-1:], value, source)
+        first += equations(partial(_as_traced, place), inputs[-1:], value, source)
 
     def renamed(atoms: Iterable[Atom]) -> list[Atom]:
         return [new.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
     eqns = [*first, *(eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns)]
     return jaxpr.replace(invars=[*jaxpr.invars, *inputs], eqns=eqns, outvars=renamed(jaxpr.outvars))
+
+
+def examples_first(place: TracedValue, value: jax.Array) -> jax.Array:
+    """Return a value as it is an input of the microbatches."""
+    if place.blocks > 1:
+        value = blocks_apart(place.dim, place.blocks, value)
+    return jnp.moveaxis(value, place.dim, 0)
+
+
+def _as_traced(place: TracedValue, value: jax.Array) -> jax.Array:
+    """Return the value that `examples_first` gives another shape."""
+    value = jnp.moveaxis(value, 0, place.dim)
+    return blocks_merged(place.dim, value) if place.blocks > 1 else value
 
 
 def prepared_rows(micro: Jaxpr, whole: Jaxpr, places: Sequence[TracedValue]) -> frozenset[int]:
@@ -180,7 +193,7 @@ class PreparableValues:
         it by zero. Where its value is computed a second time, it may be rounded otherwise.
         """
         values = dict.fromkeys((*self._compared_with(chosen), *self._picked_from(chosen)))
-        return [var for var in values if var in self.unit_of]
+        return [var for var in values if var in self.place]
 
     def _compared_with(self, chosen: Collection[Var]) -> list[Var]:
         """Return the values of examples that are compared with what depends on `chosen`."""
@@ -202,12 +215,19 @@ class PreparableValues:
             if unit is None or unit.number in seen or not all(map(_keeps_elements, _eqns(unit))):
                 continue
             seen.add(unit.number)
-            for var in unit.reads:
-                if self._is_of_examples(var):
-                    found |= dict.fromkeys((var, self._computed_from(var)))
-                else:
-                    pending.append(var)
+            rows = list(filter(self._is_of_examples, unit.reads))
+            pending += (var for var in unit.reads if var not in rows)
+            if self._picks(unit):
+                found |= dict.fromkeys((*rows, *map(self._computed_from, rows)))
         return [var for var in found if self.fits(var) and not is_exact(var)]
+
+    def _picks(self, unit: Unit) -> bool:
+        """Return whether a unit sorts the examples, or picks as many elements of any batch."""
+        records = [record_of(eqn) for eqn in _eqns(unit)]
+        if any(record.fusion == "elementwise" for record in records):
+            return False
+        sorts = any(record.algebra == "homogeneous" for record in records)
+        return sorts or all(len(set(self._shapes(var))) == 1 for var in unit.makes)
 
     def _computed_from(self, var: Var) -> Var:
         """Return the value of examples from which `var` is computed element by element."""
@@ -228,10 +248,9 @@ class PreparableValues:
 
     def fits(self, var: Var) -> bool:
         """Return whether a value has a row per example, or one shape for any batch, and no keys."""
-        place = self.place.get(var)
-        if place is None or is_key(aval_of(var).dtype):
+        shapes = self._shapes(var)
+        if not shapes or is_key(aval_of(var).dtype):
             return False
-        shapes = [aval_of(_value(trace, place)).shape for trace in self.traces]
         if len(set(shapes)) == 1:
             return True
         batches = [
@@ -240,6 +259,11 @@ class PreparableValues:
         return len({shape[1:] for shape in shapes}) == 1 and all(
             shape and rows == {shape[0]} for shape, rows in zip(shapes, batches, strict=True)
         )
+
+    def _shapes(self, var: Var) -> list[tuple[int, ...]]:
+        """Return the shape of a value in each trace; empty if it is in none of them."""
+        place = self.place.get(var)
+        return [aval_of(_value(trace, place)).shape for trace in self.traces] if place else []
 
 
 def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:

@@ -224,7 +224,13 @@ class _StepTracer:
             larger = Fraction(2 if 2 * scale == 1 else 1)
             scaled_down = self._scaled_down(scale, 2 * scale, larger, *options)
             return scaled_down or self._own_trace(scale, *options)
-        traced = self._own_trace(scale, *options)
+        try:
+            traced = self._own_trace(scale, *options)
+        except Exception:  # as of the largest five losses, for a microbatch of four examples
+            scaled_down = self._scaled_down(scale, Fraction(1), Fraction(2), *options)
+            if not in_microbatches or scaled_down is None:
+                raise
+            return scaled_down
         if in_microbatches:
             try:
                 check_same_step(traced.jaxpr, self._traced(Fraction(1), *options).jaxpr)

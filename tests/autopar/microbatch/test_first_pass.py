@@ -101,9 +101,45 @@ def below_the_largest(hidden, losses):
     return jnp.sum(jnp.sign(losses - losses.max()) * losses)
 
 
+def five_largest(hidden, losses):
+    return jax.lax.top_k(losses, 5)[0].mean()
+
+
+def hard_tokens(hidden, losses):
+    """Keep the largest of all numbers of all examples, more than a microbatch has."""
+    tokens = (hidden**2).reshape(-1)
+    return jnp.mean(tokens, where=tokens >= jnp.sort(tokens)[40]) + losses.mean()
+
+
+def largest_of_each_time(hidden, losses):
+    """Compare the numbers of a (time, batch) array."""
+    of_time = hidden.T
+    return jnp.sum(of_time, where=of_time == of_time.max(1, keepdims=True)) + of_time.max()
+
+
+def scanned_with_extremes(hidden, losses):
+    def add(total, xs):
+        of_time, largest = xs
+        return total + (of_time >= largest) * of_time, None
+
+    xs = hidden.T, jax.lax.stop_gradient(hidden.max(0))
+    return jax.lax.scan(add, jnp.zeros(len(hidden)), xs)[0].sum()
+
+
 @pytest.mark.parametrize(
     "combine",
-    [scaled_by_extremes, hardest_only, largest_thrice, hardest_four, at_risk, below_the_largest],
+    [
+        scaled_by_extremes,
+        hardest_only,
+        largest_thrice,
+        hardest_four,
+        at_risk,
+        below_the_largest,
+        five_largest,
+        hard_tokens,
+        largest_of_each_time,
+        scanned_with_extremes,
+    ],
 )
 def test_an_extreme_example_is_the_one_that_the_first_pass_found(combine):
     """The second pass may round what it computes again, so that no example is the largest."""

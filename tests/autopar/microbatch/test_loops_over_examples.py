@@ -62,6 +62,13 @@ def summed_and_counted(params, hidden, batch):
     return sums[0] + 0.1 * sums[1] + (doubled**2).sum()
 
 
+def summed_in_a_checkpoint(params, hidden, batch):
+    def add(total, example):
+        return total + cross_entropy(params, *example), None
+
+    return lax.scan(jax.checkpoint(add), 0.0, (hidden, batch["label"]))[0]
+
+
 def with_keys(params, hidden, batch):
     def noisy(example):
         hidden, label, key = example
@@ -93,6 +100,7 @@ LOSSES = {
         in_chunks_of_tokens,
         in_chunks_of_an_example,
         summed_and_counted,
+        summed_in_a_checkpoint,
         with_keys,
         with_loops_and_branches,
     )
