@@ -160,6 +160,16 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return "transpose(" in scopes(eqn)
 
 
+def is_outer_backward(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is in the backward pass of the outermost gradient.
+
+    A model may take gradients itself, such as those of an energy. They are in its forward pass,
+    which JAX then names `jvp(transpose(...))`.
+    """
+    outside, found, _ = scopes(eqn).partition("transpose(")
+    return bool(found) and "jvp(" not in outside
+
+
 def is_forward(eqn: JaxprEqn) -> bool:
     """Return whether an equation is in no backward pass, or is recomputed in one by remat."""
     return not is_backward(eqn) or "rematted_computation" in scopes(eqn)

@@ -14,9 +14,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_sizes import value_bytes
-from autopar.ir.control_flow import MARKERS, OPENING, repeats
-from autopar.ir.equation_groups import Unit, has_backward, units
-from autopar.ir.graph import is_backward, source_line
+from autopar.ir.control_flow import MARKERS, OPENING, repeats, switch_p
+from autopar.ir.equation_groups import Unit, units
+from autopar.ir.graph import is_outer_backward, source_line
 from autopar.layering.layer_clustering import (
     NoLayersError,
     after_heavy,
@@ -47,9 +47,9 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
     forward = [
         unit
         for unit in (groups if is_divided else forward_pass(groups))
-        if not has_backward(unit) and (unit.number in layer_of_unit or not is_divided)
+        if not _has_backward(unit) and (unit.number in layer_of_unit or not is_divided)
     ]
-    if not forward and not any(map(has_backward, groups)):
+    if not forward and not any(map(_has_backward, groups)):
         return jaxpr
     if option.remat_layer is True:
         raise LayerError(
@@ -67,7 +67,7 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     for unit in groups:
         layer = layer_of_unit.get(unit.number)
-        if layer is None and has_backward(unit):
+        if layer is None and _has_backward(unit):
             readers = (last_reader[var] for var in unit.reads if var in last_reader)
             layer = min(readers, default=None)
         if layer is None or labels[unit.number] is not None:
@@ -87,12 +87,16 @@ def forward_pass(groups: Sequence[Unit], recomputed: Iterable[Var] = ()) -> list
     needed = set(recomputed)
     forward: list[Unit] = []
     for unit in reversed(groups):
-        if has_backward(unit):
+        if _has_backward(unit):
             needed.update(unit.reads)
         elif not needed.isdisjoint(unit.makes):
             needed.update(unit.reads)
             forward.append(unit)
     return forward[::-1]
+
+
+def _has_backward(unit: Unit) -> bool:
+    return any(is_outer_backward(eqn) for _, eqn in unit.eqns)
 
 
 def _cluster(jaxpr: Jaxpr, forward: Sequence[Unit], option: AutoLayerOption) -> list[int]:
@@ -150,16 +154,12 @@ def _reasons(groups: Sequence[Unit], forward: Sequence[Unit]) -> str:
     """Return why a forward pass has too few layers, for an error; "" if nothing stands out."""
     loops = _loops(groups)
     with_gradients = [
-        source_line(unit.eqns[0][1])
+        unit.eqns[0][1]
         for unit in loops
-        if has_backward(unit) and not is_backward(unit.eqns[0][1])
+        if _has_backward(unit) and not is_outer_backward(unit.eqns[0][1])
     ]
     whole = [source_line(unit.eqns[0][1]) for unit in loops if unit in forward]
-    reasons = [
-        f"the loop at {line} takes gradients in each iteration: take those of the whole batch,"
-        " which num_micro_batches divides"
-        for line in dict.fromkeys(with_gradients)
-    ]
+    reasons = list(dict.fromkeys(map(_reason_of_gradients, with_gradients)))
     if whole:
         lines = ", ".join(dict.fromkeys(whole))
         reasons.append(f"the loop at {lines} is in one layer: {LAYERS_IN_LOOPS}")
@@ -169,3 +169,17 @@ def _reasons(groups: Sequence[Unit], forward: Sequence[Unit]) -> str:
             " around the loss, apply it to each layer instead"
         )
     return "".join(f"; {reason}" for reason in reasons)
+
+
+def _reason_of_gradients(opening: JaxprEqn) -> str:
+    """Return why a loop or branch that takes gradients has no layers."""
+    line = source_line(opening)
+    if opening.primitive is switch_p:
+        return (
+            f"the branch at {line} takes gradients: take them before the branch, and choose there"
+            " whether to use them"
+        )
+    return (
+        f"the loop at {line} takes gradients in each iteration: take those of the whole batch,"
+        " which num_micro_batches divides"
+    )

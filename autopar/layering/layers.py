@@ -26,7 +26,7 @@ from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, sati
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, eqns_of_call, is_backward, read, scopes, source_line
+from autopar.ir.graph import Atom, eqns_of_call, is_outer_backward, read, scopes, source_line
 from autopar.layering.equal_bodies import with_shared_bodies
 from autopar.layering.layer_clustering import (
     NoLayersError,
@@ -377,7 +377,7 @@ def automatic_remat(
 def layer_of(eqn: JaxprEqn) -> tuple[int, bool] | None:
     """Return the layer of an equation, if any, and whether it is in the backward pass."""
     match = _LAYER.search(scopes(eqn))
-    return (int(match[1]), is_backward(eqn)) if match else None
+    return (int(match[1]), is_outer_backward(eqn)) if match else None
 
 
 def in_layer(eqn: JaxprEqn, layer: int) -> JaxprEqn:

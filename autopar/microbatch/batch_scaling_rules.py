@@ -327,10 +327,10 @@ def _of_rows(
             eqn,
             {k: kind.blocks for k, kind in rows.items()},
         )
-    if len(batch) != 1:
-        raise AcrossExamples(f"{where} pairs examples with one another")
-    examples = examples_factor(factors, op_factors(whole), batch.pop(), blocks)
-    if examples is None:
+    # The operands of a grouped convolution have the examples beside channels or features.
+    found = {examples_factor(factors, op_factors(whole), dim, blocks) for dim in batch}
+    examples = found.pop()
+    if found or examples is None:
         raise AcrossExamples(f"{where} pairs examples with one another")
     if reason := why_body_differs(eqn, whole):
         raise NotSeparable(f"{where} {reason}")

@@ -15,6 +15,7 @@ from autopar.layering.equal_values import EqualValues, equal_carries
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import layer_of
 from autopar.pipeline.partitioner import partition_step
+from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
 from tests.autopar.pipeline.scan_steps import llama_step, weights
 
@@ -89,6 +90,55 @@ def test_a_loop_that_takes_gradients_in_each_iteration_is_named_in_the_refusal()
     params = {"stack": weights(3, 8, 8), "shared": weights(8, 8)}
     with pytest.raises(NoLayersError, match=r"test_gradient_scans.py:\d+ takes gradients in each"):
         traced(step, params, weights(16, 8))
+
+
+def test_a_branch_that_takes_gradients_is_named_in_the_refusal():
+    def step(params, x):
+        def updated(params):
+            gradients = jax.grad(stacked_loss)(params, x)
+            return jax.tree.map(jnp.subtract, params, gradients)
+
+        return lax.cond(params["shared"][0, 0] > 0, updated, lambda params: params, params)
+
+    params = {"stack": weights(3, 8, 8), "shared": weights(8, 8)}
+    with pytest.raises(NoLayersError, match=r"the branch at \S+scans.py:\d+ takes gradients: take"):
+        traced(step, params, weights(16, 8))
+
+
+def test_gradients_that_the_model_takes_are_in_its_forward_pass():
+    """A model that iterates along the gradient of an energy, as in Du and Mordatch 2019."""
+
+    def step(params, x):
+        def energy(x, w):
+            return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+        def loss(params):
+            def descend(x, _):
+                return x - 0.1 * jax.grad(energy)(x, params["first"]), None
+
+            x_first = lax.scan(descend, x, length=2)[0]
+            return jnp.mean((x_first - jax.grad(energy)(x_first, params["second"])) ** 2)
+
+        return jax.value_and_grad(loss)(params)
+
+    params = {"first": weights(8, 8), "second": weights(8, 8)}
+    partition = partition_step(
+        trace(
+            step, (params, weights(16, 8)), (1,), 4, layers=autopar.AutoLayerOption(2), marked=True
+        ),
+        range(2),
+    )
+    products = {
+        task: sum(eqn.primitive is dot_general_p for _, eqn in eqns)
+        for task, eqns in partition.eqns.items()
+    }
+    assert [products[task] for task in partition.eqns if task.phase == "F"] == [2, 2]
+    method = autopar.PipeshardParallel(
+        2, num_micro_batches=4, layer_option=autopar.AutoLayerOption(2)
+    )
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    args = params, weights(16, 8)
+    assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-4, atol=1e-5)
 
 
 def test_a_scan_that_may_run_again_with_other_carries_is_refused():

@@ -84,6 +84,20 @@ FITTING |= {
 }
 
 
+def modulated(params, batch):
+    """Convolve each example with a kernel of its own, then apply a layer, as StyleGAN2 does."""
+
+    def convolved(x, kernel):
+        return jax.lax.conv_general_dilated(x[None, None], kernel[:, None], (1,), "SAME")[0]
+
+    kernels = jnp.stack([outputs(params, batch), 2 * outputs(params, batch)], 1)
+    hidden = jax.vmap(convolved)(batch["x"], kernels)
+    return (jnp.tanh(hidden.mean(1) @ params["w"]) ** 2).mean()
+
+
+FITTING["a kernel for each example"] = modulated
+
+
 def masked_mean(params, batch):
     return (per_example(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
 
