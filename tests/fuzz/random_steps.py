@@ -483,7 +483,7 @@ class RandomLoss:
         return self._reduced(draw, values[-1], inputs), lax.stop_gradient(rows)
 
     def _reduced(self, draw, last, inputs):
-        reduce, mask = draw.randrange(5), inputs.batch["mask"]
+        reduce, mask = draw.randrange(6), inputs.batch["mask"]
         if reduce == 0 or not last.ndim:
             return last.sum()
         if reduce == 1 and last.shape[0] == mask.shape[0]:
@@ -493,7 +493,33 @@ class RandomLoss:
             return (last * along(mask, last)).sum() / (weight * last[0].size)
         if reduce == 2 and last.shape[0] == mask.shape[0]:
             return jnp.where(along(mask, last) > 0, last, 0).mean()
+        if reduce == 5 and last.size % mask.shape[0] == 0:
+            return draw.choice(losses_of_all(draw, last))()
         return last.mean() + (0 if reduce == 3 else 1e-2 * (inputs.params["w"][0] ** 2).sum())
+
+
+def losses_of_all(draw, last):
+    """Losses that need the values of all examples, some of them more than a microbatch has."""
+    values = draw.choice((flat(last).mean(-1), last.reshape(-1), last))
+    flattened, number = values.reshape(-1), draw.choice((2, EXAMPLES // 2, EXAMPLES - 2))
+
+    def threshold():
+        return jnp.sort(flattened)[-number]
+
+    def weights():
+        return lax.stop_gradient(jax.nn.softmax(flattened))
+
+    return [
+        lambda: jnp.sort(flattened)[-number:].mean(),
+        lambda: lax.top_k(flattened, number)[0].mean(),
+        lambda: jnp.mean(values, where=values >= threshold()),
+        lambda: threshold() + jax.nn.relu(values - threshold()).mean(),
+        lambda: jnp.sum(values, where=jnp.sign(values - values.max()) == 0),
+        lambda: (values - values.min()).mean() + (values.max(0) ** 2).mean(),
+        lambda: (((values - values.mean()) / (values.std() + 0.1)) ** 3).mean(),
+        lambda: (weights() * flattened).sum(),
+        lambda: jnp.maximum(values.mean(), 0.1) + jnp.quantile(flattened, 0.8),
+    ]
 
 
 def metrics_of(rows, batch):
@@ -564,7 +590,7 @@ def _half(params):
 
 _WAYS = (
     *("plain", "plain", "scaled", "half", "several", "separate", "per example"),
-    *("nonlinear", "sharpness-aware", "alternating"),
+    *("nonlinear", "sharpness-aware", "alternating", "weighted"),
 )
 """Ways of taking gradients; for the last ones, another loop completes what the gradients need."""
 
@@ -619,6 +645,20 @@ def _gradients(draw, losses, value_and_grad, params, inputs):
                 lambda p: loss({**updated, **p}, inputs, 1), has_aux=True
             )(frozen)
             return (value, rows), {**{k: first[k] for k in updated}, **second}
+        case "weighted":
+            # As in AWAC: examples count by a softmax over the batch of an updated network's values.
+            first = value_and_grad(lambda p: loss(p, inputs), has_aux=True)(params)[1]
+            critic = jax.tree.map(lambda p, g: p - 0.1 * g, params, first)
+            advantages = flat(loss(critic, inputs)[1]).mean(-1)
+            statistic = draw.choice((jax.nn.softmax, lambda a: a / (jnp.abs(a).mean() + 1.0)))
+            weights = lax.stop_gradient(statistic(advantages))
+
+            def weighted(params):
+                value, rows = loss(params, inputs, 1)
+                hidden = jnp.tanh(inputs.batch["x"] @ params["w"][0])
+                return value + (weights * flat(hidden).mean(-1)).sum(), rows
+
+            return value_and_grad(weighted, has_aux=True)(params)
         case "per example":
 
             def one(params, x, frames):

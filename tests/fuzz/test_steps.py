@@ -86,7 +86,7 @@ def outcome_of(seed, method):
     step = RandomStep(seed)
     try:
         jax.eval_shape(step, *ARGS)
-    except TypeError:
+    except (TypeError, ValueError):
         return "no step"  # a loss of all examples may be none of a single one
     parallel = autopar.parallelize(
         step, method=method, batch_argnums=BATCH_ARGNUMS, donate_argnums=()
