@@ -27,6 +27,7 @@ from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.example_blocks import blocks_apart, blocks_merged
 from autopar.microbatch.gradients import accumulate_p
 from autopar.microbatch.same_step import check_same_step
+from autopar.primitives import record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ def find_boundary(
     scalings: BatchScalings | None,
     first_pass: bool = False,
     completed: Collection[int] = (),
+    positions: int | None = None,
 ) -> Boundary:
     """Return the boundary of a step.
 
@@ -69,10 +71,11 @@ def find_boundary(
         first_pass: whether the step is a first pass (`autopar.microbatch.first_pass`). What is not
             separable in it is in the tail.
         completed: inputs that a first pass completes, and which depend on the batch.
+        positions: the input with the positions of the examples; None if there is none.
     """
     inputs = [jaxpr.invars[i] for i in batch]
     groups = units(enumerate(jaxpr.eqns))
-    depending = _depending(jaxpr, {*batch, *completed})
+    depending = _depending(jaxpr, {*batch, *completed}, positions)
     rules = _BodyRules(groups, depending, scalings, first_pass)
     body = _required(groups, rules)
     made = set(inputs) if scalings else set()
@@ -103,13 +106,22 @@ def find_boundary(
     return Boundary(tuple(values), frozenset(tail), tuple(effects), blocks)
 
 
-def _depending(jaxpr: Jaxpr, batch: Collection[int]) -> set[Var]:
+def _depending(jaxpr: Jaxpr, batch: Set[int], positions: int | None = None) -> set[Var]:
     """Return the values that depend on the inputs `batch`, or differ between microbatches.
 
-    Rows that follow from the positions of the examples alone can be computed for the whole batch.
+    Rows that follow from the positions of the examples alone can be computed for the whole batch,
+    such as noise from a key. The layers of a model that reads them are left to the microbatches.
     """
+    eqns = list(enumerate(jaxpr.eqns))
     other_bits = [var for eqn in jaxpr.eqns if folds_position(eqn) for var in eqn.outvars]
-    return dependents(enumerate(jaxpr.eqns), (*(jaxpr.invars[i] for i in batch), *other_bits))
+    sources = [*(jaxpr.invars[i] for i in batch), *other_bits]
+    if positions is not None:
+        rows = dependents(eqns, [jaxpr.invars[positions]])
+        for _, eqn in eqns:
+            operands = [atom for atom in eqn.invars if isinstance(atom, Var)]
+            if record_of(eqn).is_contraction and not rows.isdisjoint(operands):
+                sources += eqn.outvars
+    return dependents(eqns, sources)
 
 
 class _BodyRules:
@@ -191,7 +203,7 @@ def _required(groups: Sequence[Unit], rules: _BodyRules) -> set[int]:
 def before_update(jaxpr: Jaxpr, batch: Collection[int]) -> set[int]:
     """Return the numbers of the equations that may be in the body, i.e. before the update."""
     groups = units(enumerate(jaxpr.eqns))
-    depending = _depending(jaxpr, batch)
+    depending = _depending(jaxpr, set(batch))
     rules = _BodyRules(groups, depending, None)
     required = _required(groups, rules)
     return {

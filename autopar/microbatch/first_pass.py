@@ -79,15 +79,14 @@ def more_completed(
     *_, rules = exact_rules(small, {*examples, *completed}, stages)
     try:
         found = BatchScalings(small, sizes[1], batch, count, rules, own_loops)
-        boundary = find_boundary(small, examples, found, completed=completed)
+        boundary = find_boundary(small, examples, found, False, completed, positions)
     except MicrobatchError:
         return ()
     inseparable = [var for var in boundary.values if isinstance(found.kinds[var], NotSeparable)]
     if is_first_pass and not inseparable:
-        tail = [
-            each for each in enumerate(small.eqns) if not boundary.tail.isdisjoint(each[1].outvars)
-        ]
-        layers = _layers(tail, (small, sizes[1]), batch)
+        tail = find_boundary(small, examples, found, True, completed, positions).tail
+        eqns = (each for each in enumerate(small.eqns) if not tail.isdisjoint(each[1].outvars))
+        layers = _layers(eqns, (small, sizes[1]), batch)
         inseparable = [var for eqn in layers for var in eqn.outvars]
     search = _CompletableValues(traces, small, batch, found)
     return search.places_before(inseparable)

@@ -230,7 +230,7 @@ def _scalings(
         nonlocal refused
         for rules in attempts:
             found = BatchScalings(small, large, batch, count, rules, own_loops)
-            boundary = find_boundary(small, examples, found, first_pass, completed)
+            boundary = find_boundary(small, examples, found, first_pass, completed, positions)
             if not boundary.values:
                 raise _no_batch()
             reason = found.why_not(boundary.values)

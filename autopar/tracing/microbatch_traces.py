@@ -410,7 +410,7 @@ def _check_between_layers(
     forward = [each for each in enumerate(part.eqns) if not is_backward(each[1])]
     for value, i in zip(completed, _last_inputs(second, len(completed)), strict=True):
         makers = completing(whole, [value]).eqns
-        if any(map(_is_of_gradient, makers)) or not any(map(_is_layer, makers)):
+        if any(map(is_backward, makers)) or not any(map(_is_layer, makers)):
             continue
         later = dependents(forward, [part.invars[i]])
         if any(_is_layer(eqn) and not later.isdisjoint(eqn.outvars) for _, eqn in forward):

@@ -493,14 +493,14 @@ class RandomLoss:
             return (last * along(mask, last)).sum() / (weight * last[0].size)
         if reduce == 2 and last.shape[0] == mask.shape[0]:
             return jnp.where(along(mask, last) > 0, last, 0).mean()
-        if reduce == 5 and last.size % mask.shape[0] == 0:
+        if reduce == 5 and last.shape[0] == mask.shape[0]:
             return draw.choice(losses_of_all(draw, last))()
         return last.mean() + (0 if reduce == 3 else 1e-2 * (inputs.params["w"][0] ** 2).sum())
 
 
 def losses_of_all(draw, last):
     """Losses that need the values of all examples, some of them more than a microbatch has."""
-    values = draw.choice((flat(last).mean(-1), last.reshape(-1), last))
+    values = draw.choice((flat(last).mean(-1), last.reshape(-1), jnp.moveaxis(last, 0, -1)))
     flattened, number = values.reshape(-1), draw.choice((2, EXAMPLES // 2, EXAMPLES - 2))
 
     def threshold():

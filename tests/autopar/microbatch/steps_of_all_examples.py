@@ -132,9 +132,10 @@ def alternating(params, batch):
 
 
 def updated(loss, weights):
-    """Return a value of a loss and the weights after a step of gradient descent."""
+    """Return a value of a loss and the weights after a step along the clipped gradient."""
     value, gradients = jax.value_and_grad(loss)(weights)
-    return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+    rate = 0.1 / jnp.maximum(optax.tree.norm(gradients), 1)
+    return value, jax.tree.map(lambda w, g: w - rate * g, weights, gradients)
 
 
 def weighted_by_new_critic(params, batch):
@@ -156,19 +157,24 @@ def weighted_by_new_critic(params, batch):
 
 
 def free_nats(params, batch):
-    """Train a model with a bound on a mean, then another one towards the new model.
+    """Train a model with a bound on a mean, then another one that reads the new model's outputs.
 
     Hafner et al. 2023, arXiv:2301.04104, equation 5.
     """
 
+    def outputs(model):
+        weights, bias = model
+        return encoded(weights, batch["image"]) + bias
+
     def model_loss(model):
-        z = encoded(model, batch["image"])
+        z = outputs(model)
         return (z[:, 1:] ** 2).mean() + jnp.maximum((z[:, 0] ** 2).mean(), 0.01)
 
-    lost, model = updated(model_loss, params["image"])
+    lost, model = updated(model_loss, (params["image"], params["scale"]))
 
     def actor_loss(actor):
-        return ((encoded(actor, batch["image"]) - encoded(model, batch["image"])) ** 2).mean()
+        z = jnp.tile(outputs(model), (1, 2))[:, :12]
+        return (encoded(actor, z) ** 2).mean()
 
     return lost, model, updated(actor_loss, params["text"])
 
@@ -191,7 +197,37 @@ def normalized_observations(params, batch):
     return mean, updated(loss, params["text"])
 
 
+def generated(params, batch):
+    """Update a discriminator, then a generator with a loss that needs a mean of what it draws.
+
+    Karras et al. 2020, arXiv:1912.04958, equation 4, has such a mean. The latents depend on a key
+    alone, so the generator's layers do not depend on the batch.
+    """
+    latents = jax.random.normal(jax.random.key(0), batch["text"].shape)
+    critic = params["image"]
+    fake_of = [*params["text"][:-1], jnp.tile(params["text"][-1], (1, 2))[:, :12]]
+
+    def critic_loss(critic):
+        fake = encoded(critic, encoded(fake_of, latents))[:, 0]
+        return jax.nn.softplus(fake).mean() - encoded(critic, batch["image"])[:, 0].mean()
+
+    lost, critic = updated(critic_loss, critic)
+
+    def generator_loss(weights):
+        made = encoded(weights, latents)
+        lengths = jnp.linalg.norm(made, axis=1)
+        return ((lengths - lengths.mean()) ** 2).mean() - encoded(critic, made)[:, 0].mean()
+
+    return lost, critic, updated(generator_loss, fake_of)
+
+
 STEPS = {name: step_of(loss) for name, loss in LOSSES.items()} | {
     step.__name__: step
-    for step in (alternating, weighted_by_new_critic, free_nats, normalized_observations)
+    for step in (
+        alternating,
+        weighted_by_new_critic,
+        free_nats,
+        normalized_observations,
+        generated,
+    )
 }
