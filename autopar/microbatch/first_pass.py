@@ -11,7 +11,7 @@ of the whole batch.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import override
 
 import jax
@@ -144,6 +144,12 @@ def _has_fixed_shape(traces: Sequence[Jaxpr], place: TracedValue | None) -> bool
 class _CompletableValues(PreparableValues):
     """The values of a step that a first pass can complete; see `more_completed`."""
 
+    @cached_property
+    def _depending(self) -> set[Var]:
+        """The values that depend on the examples."""
+        eqns = (each for unit in self.units for each in unit.eqns)
+        return dependents(eqns, (self.invars[i] for i in self.examples))
+
     def places_before(self, values: Iterable[Var]) -> tuple[TracedValue, ...]:
         """Return the places of values without which `values` are not separable."""
         roots = self._roots(values)
@@ -205,7 +211,10 @@ class _CompletableValues(PreparableValues):
                 pending += reasons
             else:
                 roots[unit.number] = unit
-        return [roots[number] for number in sorted(roots)]
+        # What follows from no example, such as a mask of pairs, can be computed again.
+        of_batch = self._depending & {var for unit in roots.values() for var in unit.makes}
+        found = [roots[number] for number in sorted(roots)]
+        return [unit for unit in found if not of_batch.isdisjoint(unit.makes)] or found
 
     def _after(self, roots: Sequence[Unit]) -> list[Var]:
         """Return the first values after `roots` that others can read from a first pass.

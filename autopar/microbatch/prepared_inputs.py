@@ -132,7 +132,7 @@ class PreparableValues:
         self, traces: Sequence[Jaxpr], small: Jaxpr, batch: Collection[int], found: BatchScalings
     ) -> None:
         smallest = traces[-2]
-        self.outvars = small.outvars
+        self.invars, self.outvars = small.invars, small.outvars
         self.traces = traces
         self.kinds = found.kinds
         self.examples = [i for i in batch if i < len(smallest.invars)]
