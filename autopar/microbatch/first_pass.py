@@ -86,7 +86,7 @@ def more_completed(
     if is_first_pass and not inseparable:
         tail = find_boundary(small, examples, found, True, completed, positions).tail
         eqns = (each for each in enumerate(small.eqns) if not tail.isdisjoint(each[1].outvars))
-        layers = _layers(eqns, (small, sizes[1]), batch)
+        layers = model_layers(eqns, (small, sizes[1]), batch)
         inseparable = [var for eqn in layers for var in eqn.outvars]
     search = _CompletableValues(traces, small, batch, found)
     return search.places_before(inseparable)
@@ -307,13 +307,13 @@ def check_no_model(
         MicrobatchError: a product of values of the batch has a weight as its other operand.
     """
     # What both traces have alike is in the tail as the microbatch has it.
-    for eqn in _layers(tail, (micro, whole), batch):
+    for eqn in model_layers(tail, (micro, whole), batch):
         raise MicrobatchError(
             f"{Where(eqn)} is a layer of the model and needs examples of all microbatches"
         )
 
 
-def _layers(
+def model_layers(
     eqns: Iterable[Numbered], traces: tuple[Jaxpr, Jaxpr], batch: Collection[int]
 ) -> Iterator[JaxprEqn]:
     """Yield the layers among `eqns`: products of values of the batch with weights.

@@ -1,6 +1,6 @@
 """Split the traces of a step into microbatches, in one pass over them or in two."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_cuts import CutTree
 from autopar.ir.equation_groups import dependents
-from autopar.ir.graph import is_backward, source_line
+from autopar.ir.graph import Atom, is_backward, needed, source_line
 from autopar.ir.preparation import Preparation, TracedValue
 from autopar.ir.step_graph import (
     Exactness,
@@ -28,6 +28,7 @@ from autopar.microbatch.first_pass import (
     check_no_model,
     completing,
     latest_completed,
+    model_layers,
     more_completed,
     reading,
 )
@@ -36,6 +37,7 @@ from autopar.microbatch.prepared_inputs import (
     more_prepared,
     preparation,
     prepared_rows,
+    values_at,
     with_prepared,
 )
 from autopar.microbatch.row_positions import (
@@ -146,11 +148,15 @@ class MicrobatchTraces:
 
         What the step computes from the whole batch alone is computed before its microbatches, if
         these can't be right otherwise. What they need of the model for the whole batch, a first
-        pass completes.
+        pass completes. Only steps that are not exact so use statistics of each microbatch.
 
         Raises:
             MicrobatchError: The step does not have the same result in microbatches.
         """
+        if self.exactness.batch_statistics == "microbatch":
+            exactness = replace(self.exactness, batch_statistics="exact")
+            with suppress(MicrobatchError):
+                return replace(self, exactness=exactness).split()
         places: tuple[TracedValue, ...] = ()
         refused: MicrobatchError | None = None
         while True:
@@ -265,10 +271,13 @@ class MicrobatchTraces:
             )
             if not more:
                 break
+            values = values_at(self.traces[-2], more)
+            self._check_between_layers(completed, second, values)
             completed += more
             second = self._second_pass(places, completed)
             if self.is_first_pass:
-                _check_between_layers(self.traces[1], completed, second)
+                part, _ = second.pairs[-1]
+                self._check_between_layers(completed, second, part.outvars)
                 with suppress(MicrobatchError):  # it may compute the rest once
                     self._split(second, places, len(completed))
                     break
@@ -286,6 +295,35 @@ class MicrobatchTraces:
         with suppress(MicrobatchError):
             return self._passes(places, latest)
         return self._passes(places, completed)
+
+    def _check_between_layers(
+        self, completed: Sequence[TracedValue], second: _Numbered, results: Iterable[Atom]
+    ) -> None:
+        """Check that three passes in a row complete no statistics between layers of the model.
+
+        A further pass for every layer that mixes examples would take too long.
+
+        Args:
+            completed: The values that the first of the passes completes.
+            second: The traces with these values as inputs.
+            results: The values of the last but one of them that the second of the passes computes.
+
+        Raises:
+            MicrobatchError: Layers make a completed value, other layers read it for the results,
+                and no gradient is taken between them.
+        """
+        *_, small, large = self.traces
+        makers = [completing(small, [value]).eqns for value in completed]
+        made = _values(model_layers(enumerate(small.eqns), (small, large), self.batch))
+        part, whole = second.pairs[-1]
+        eqns = needed(enumerate(part.eqns), results)
+        forward = [each for each in eqns if not is_backward(each[1])]
+        read = _values(model_layers(forward, (part, whole), second.batch))
+        for eqns, i in zip(makers, _last_inputs(second, len(completed)), strict=True):
+            if any(map(is_backward, eqns)) or made.isdisjoint(_values(eqns)):
+                continue
+            if not read.isdisjoint(dependents(forward, [part.invars[i]])):
+                raise MicrobatchError("what mixes examples is between layers of the model")
 
     def _passes(
         self, places: tuple[TracedValue, ...], completed: tuple[TracedValue, ...]
@@ -390,36 +428,8 @@ def _first_pass_of(retrace: Callable[[int], StepGraph], count: int) -> StepGraph
     return step.first_pass.step
 
 
-def _check_between_layers(
-    whole: Jaxpr, completed: Sequence[TracedValue], second: _Numbered
-) -> None:
-    """Check that the first of three passes completes no statistics between layers of the model.
-
-    A further pass for every layer that mixes examples would take too long.
-
-    Args:
-        whole: The trace of a first pass.
-        completed: The values of it that a pass before it completes.
-        second: The traces with these values as inputs.
-
-    Raises:
-        MicrobatchError: Layers make such a value, other layers read it, and no gradient is taken
-            between them.
-    """
-    part, _ = second.pairs[-1]
-    forward = [each for each in enumerate(part.eqns) if not is_backward(each[1])]
-    for value, i in zip(completed, _last_inputs(second, len(completed)), strict=True):
-        makers = completing(whole, [value]).eqns
-        if any(map(is_backward, makers)) or not any(map(_is_layer, makers)):
-            continue
-        later = dependents(forward, [part.invars[i]])
-        if any(_is_layer(eqn) and not later.isdisjoint(eqn.outvars) for _, eqn in forward):
-            raise MicrobatchError("what mixes examples is between layers of the model")
-
-
-def _is_layer(eqn: JaxprEqn) -> bool:
-    record = record_of(eqn)
-    return record.is_contraction or record.runs_body
+def _values(eqns: Iterable[JaxprEqn]) -> set[Var]:
+    return {var for eqn in eqns for var in eqn.outvars}
 
 
 def _is_of_gradient(eqn: JaxprEqn) -> bool:

@@ -212,6 +212,21 @@ def test_a_masked_mean_of_normalized_rows_is_divided_by_the_weight_of_the_whole_
     assert_allclose(step(*ARGS), jax.jit(expected)(*ARGS), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", ["shards", "1f1b"])
+def test_a_step_that_is_exact_without_the_choice_stays_so(method):
+    """Weights of classes and standardized targets are prepared, and no model is normalized."""
+
+    def loss(params, state, batch):
+        logits = jnp.tanh(batch["x"] @ params["first"]) @ params["last"]
+        weights = 1 / (1 + jnp.bincount(batch["label"], length=3))
+        target = (batch["mask"] - batch["mask"].mean()) / batch["mask"].std()
+        losses = weights[batch["label"]] * per_example(logits, batch["label"])
+        return losses.sum() + (target * logits[:, 0]).mean() + (logits**2).mean(), state
+
+    parallel = parallelized(step_of(loss), METHODS[method])
+    assert_allclose(parallel(*ARGS), jax.jit(step_of(loss))(*ARGS), rtol=1e-5, atol=1e-6)
+
+
 def test_weights_that_rows_are_normalized_with_are_those_of_the_microbatch_everywhere():
     """A statistic has one meaning in a step: what the loss divides by is not completed either."""
 
@@ -219,7 +234,8 @@ def test_weights_that_rows_are_normalized_with_are_those_of_the_microbatch_every
         x = batch["x"] @ params["first"]
         weight = jnp.maximum(batch["mask"].sum(), 1) + 0.5
         mean = (x * batch["mask"][:, None]).sum(0) / weight
-        return (jnp.tanh(x - mean).sum(1) * batch["mask"]).sum() / weight, state
+        hidden = jnp.tanh(jnp.tanh(x - mean) @ params["second"])
+        return (hidden.sum(1) * batch["mask"]).sum() / weight, state
 
     step = parallelized(step_of(loss), METHODS["shards"])
     assert_allclose(step(*ARGS), jax.jit(loop_of(loss))(*ARGS), rtol=1e-5, atol=1e-6)
@@ -230,7 +246,9 @@ def test_statistics_of_inputs_are_those_of_the_microbatch_when_inputs_are_differ
 
     def loss(x, params, batch):
         weight = (x**2).mean()
-        return (jnp.tanh(x @ params["first"]) @ params["second"]).mean() / weight + weight**2
+        hidden = x @ params["first"]
+        hidden = jnp.tanh(jnp.tanh(hidden - hidden.mean(0)) @ params["second"])
+        return hidden.mean() / weight + weight**2
 
     def step(params, state, batch):
         (value, gradient) = jax.value_and_grad(loss)(batch["x"], params, batch)

@@ -514,6 +514,19 @@ def sharpness_aware_arguments():
 COMPLETED = COMPUTED_TWICE | OF_THE_WHOLE_BATCH
 
 
+def test_a_sharpness_aware_step_may_have_contrastive_losses():
+    def loss(params, batch):
+        rows = outputs(params, batch)
+        return -jnp.diag(jax.nn.log_softmax(rows @ jnp.tanh(rows).T)).mean()
+
+    def step(params, batch):
+        first = jax.grad(loss)(params, batch)
+        moved = jax.tree.map(lambda p, g: p + 0.05 * g / optax.tree.norm(first), params, first)
+        return jax.value_and_grad(loss)(moved, batch)
+
+    assert_equals_the_batch(step, autopar.ShardParallel(2, num_micro_batches=4))
+
+
 @pytest.mark.parametrize("loss", COMPLETED.values(), ids=COMPLETED.keys())
 @pytest.mark.parametrize(
     "method",
