@@ -272,12 +272,12 @@ class MicrobatchTraces:
             if not more:
                 break
             values = values_at(self.traces[-2], more)
-            self._check_between_layers(completed, second, values)
+            self._check_between_layers(numbered, completed, second, values)
             completed += more
             second = self._second_pass(places, completed)
             if self.is_first_pass:
                 part, _ = second.pairs[-1]
-                self._check_between_layers(completed, second, part.outvars)
+                self._check_between_layers(numbered, completed, second, part.outvars)
                 with suppress(MicrobatchError):  # it may compute the rest once
                     self._split(second, places, len(completed))
                     break
@@ -297,13 +297,18 @@ class MicrobatchTraces:
         return self._passes(places, completed)
 
     def _check_between_layers(
-        self, completed: Sequence[TracedValue], second: _Numbered, results: Iterable[Atom]
+        self,
+        numbered: _Numbered,
+        completed: Sequence[TracedValue],
+        second: _Numbered,
+        results: Iterable[Atom],
     ) -> None:
         """Check that three passes in a row complete no statistics between layers of the model.
 
         A further pass for every layer that mixes examples would take too long.
 
         Args:
+            numbered: The traces of all passes.
             completed: The values that the first of the passes completes.
             second: The traces with these values as inputs.
             results: The values of the last but one of them that the second of the passes computes.
@@ -312,15 +317,15 @@ class MicrobatchTraces:
             MicrobatchError: Layers make a completed value, other layers read it for the results,
                 and no gradient is taken between them.
         """
-        *_, small, large = self.traces
-        makers = [completing(small, [value]).eqns for value in completed]
-        made = _values(model_layers(enumerate(small.eqns), (small, large), self.batch))
-        part, whole = second.pairs[-1]
+        small, _ = numbered.pairs[-1]
+        made = _values(model_layers(enumerate(small.eqns), numbered.pairs[-1], numbered.batch))
+        part, _ = second.pairs[-1]
         eqns = needed(enumerate(part.eqns), results)
         forward = [each for each in eqns if not is_backward(each[1])]
-        read = _values(model_layers(forward, (part, whole), second.batch))
-        for eqns, i in zip(makers, _last_inputs(second, len(completed)), strict=True):
-            if any(map(is_backward, eqns)) or made.isdisjoint(_values(eqns)):
+        read = _values(model_layers(forward, second.pairs[-1], second.batch))
+        for value, i in zip(completed, _last_inputs(second, len(completed)), strict=True):
+            makers = completing(self.traces[-2], [value]).eqns
+            if any(map(is_backward, makers)) or made.isdisjoint(_values(makers)):
                 continue
             if not read.isdisjoint(dependents(forward, [part.invars[i]])):
                 raise MicrobatchError("what mixes examples is between layers of the model")

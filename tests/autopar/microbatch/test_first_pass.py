@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.microbatch.first_pass import more_completed
 from autopar.plan import Plan, PlanError
 from autopar.testing import assert_allclose
+from autopar.tracing import microbatch_traces
 from autopar.tracing.trace import trace
 from simulator.program import Run
 from tests.autopar.microbatch.steps_of_all_examples import (
@@ -210,6 +212,33 @@ def test_a_layer_after_the_pairs_is_refused_with_its_line():
 def contrastive():
     """A contrastive step in a pipeline, called once, with its executable."""
     return assert_equals_one_device(STEPS["clip"], METHODS["pipeline"])
+
+
+@pytest.mark.parametrize("are_drawn", [True, False])
+def test_statistics_between_layers_are_refused_at_once(are_drawn, monkeypatch):
+    """Batch normalization of 6 layers would take a pass for each, of the inputs or of latents."""
+    searches = []
+
+    def counted(*args):
+        searches.append(args)
+        return more_completed(*args)
+
+    monkeypatch.setattr(microbatch_traces, "more_completed", counted)
+
+    def step(weights, x):
+        def loss(weights):
+            z = jax.random.normal(jax.random.key(0), x.shape) if are_drawn else x
+            for w in weights:
+                z = jnp.tanh(z @ w)
+                z = (z - z.mean(0)) * jax.lax.rsqrt(z.var(0) + 1e-3)
+            return ((z - x) ** 2).mean()
+
+        return jax.value_and_grad(loss)(weights)
+
+    weights = [np.eye(8, dtype=np.float32) + k for k in range(6)]
+    with pytest.raises(autopar.MicrobatchError, match="batch normalization"):
+        trace(step, (weights, np.ones((16, 8), np.float32)), (1,), 4)
+    assert len(searches) < 12
 
 
 def test_the_program_has_both_passes(contrastive):
