@@ -314,11 +314,12 @@ class MicrobatchTraces:
             results: The values of the last but one of them that the second of the passes computes.
 
         Raises:
-            MicrobatchError: Layers make a completed value, other layers read it for the results,
-                and no gradient is taken between them.
+            MicrobatchError: Layers or loops make a completed value, other layers read it for the
+                results, and no gradient is taken between them.
         """
         small, _ = numbered.pairs[-1]
         made = _values(model_layers(enumerate(small.eqns), numbered.pairs[-1], numbered.batch))
+        made |= _values(eqn for eqn in small.eqns if record_of(eqn).runs_body)
         part, _ = second.pairs[-1]
         eqns = needed(enumerate(part.eqns), results)
         forward = [each for each in eqns if not is_backward(each[1])]
