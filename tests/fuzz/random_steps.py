@@ -516,7 +516,7 @@ def losses_of_all(draw, last):
         lambda: threshold() + jax.nn.relu(values - threshold()).mean(),
         lambda: jnp.sum(values, where=jnp.sign(values - values.max()) == 0),
         lambda: (values - values.min()).mean() + (values.max(0) ** 2).mean(),
-        lambda: (((values - values.mean()) / (values.std() + 0.1)) ** 3).mean(),
+        lambda: (((values - values.mean()) * lax.rsqrt(values.var() + 0.01)) ** 3).mean(),
         lambda: (weights() * flattened).sum(),
         lambda: jnp.maximum(values.mean(), 0.1) + jnp.quantile(flattened, 0.8),
     ]
