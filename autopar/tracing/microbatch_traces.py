@@ -253,7 +253,7 @@ class MicrobatchTraces:
             places: The values that are prepared.
 
         Raises:
-            MicrobatchError: Passes will not do, or the first of three takes no gradients.
+            MicrobatchError: Passes will not do, or each layer would need a further one.
         """
         completed: tuple[TracedValue, ...] = ()
         second = numbered

@@ -226,9 +226,12 @@ class _StepTracer:
             return scaled_down or self._own_trace(scale, *options)
         try:
             traced = self._own_trace(scale, *options)
-        except Exception:  # as of the largest five losses, for a microbatch of four examples
+        except Exception:
+            if not in_microbatches:
+                raise
+            # The largest five losses, for example, can't be traced for a microbatch of four.
             scaled_down = self._scaled_down(scale, Fraction(1), Fraction(2), *options)
-            if not in_microbatches or scaled_down is None:
+            if scaled_down is None:
                 raise
             return scaled_down
         if in_microbatches:
