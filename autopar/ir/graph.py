@@ -163,7 +163,7 @@ def is_backward(eqn: JaxprEqn) -> bool:
 def is_outer_backward(eqn: JaxprEqn) -> bool:
     """Return whether an equation is in the backward pass of the outermost gradient.
 
-    A model may take gradients itself, such as those of an energy. They are in its forward pass,
+    A model that descends along an energy takes gradients itself. They are in its forward pass,
     which JAX then names `jvp(transpose(...))`.
     """
     outside, found, _ = scopes(eqn).partition("transpose(")

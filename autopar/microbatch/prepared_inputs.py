@@ -207,7 +207,7 @@ class PreparableValues:
         return list(filter(self._is_of_examples, found))
 
     def _picked_from(self, chosen: Collection[Var]) -> list[Var]:
-        """Return the values of examples of which `chosen` are extremes, quantiles or elements."""
+        """Return the values of examples whose extremes, quantiles or elements are `chosen`."""
         found: dict[Var, None] = {}
         pending, seen = list(chosen), set[int]()
         while pending:
