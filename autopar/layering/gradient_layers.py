@@ -47,9 +47,9 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
     forward = [
         unit
         for unit in (groups if is_divided else forward_pass(groups))
-        if not _has_backward(unit) and (unit.number in layer_of_unit or not is_divided)
+        if not _has_outer_backward(unit) and (unit.number in layer_of_unit or not is_divided)
     ]
-    if not forward and not any(map(_has_backward, groups)):
+    if not forward and not any(map(_has_outer_backward, groups)):
         return jaxpr
     if option.remat_layer is True:
         raise LayerError(
@@ -67,7 +67,7 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     for unit in groups:
         layer = layer_of_unit.get(unit.number)
-        if layer is None and _has_backward(unit):
+        if layer is None and _has_outer_backward(unit):
             readers = (last_reader[var] for var in unit.reads if var in last_reader)
             layer = min(readers, default=None)
         if layer is None or labels[unit.number] is not None:
@@ -87,7 +87,7 @@ def forward_pass(groups: Sequence[Unit], recomputed: Iterable[Var] = ()) -> list
     needed = set(recomputed)
     forward: list[Unit] = []
     for unit in reversed(groups):
-        if _has_backward(unit):
+        if _has_outer_backward(unit):
             needed.update(unit.reads)
         elif not needed.isdisjoint(unit.makes):
             needed.update(unit.reads)
@@ -95,7 +95,7 @@ def forward_pass(groups: Sequence[Unit], recomputed: Iterable[Var] = ()) -> list
     return forward[::-1]
 
 
-def _has_backward(unit: Unit) -> bool:
+def _has_outer_backward(unit: Unit) -> bool:
     return any(is_outer_backward(eqn) for _, eqn in unit.eqns)
 
 
@@ -156,7 +156,7 @@ def _reasons(groups: Sequence[Unit], forward: Sequence[Unit]) -> str:
     with_gradients = [
         unit.eqns[0][1]
         for unit in loops
-        if _has_backward(unit) and not is_outer_backward(unit.eqns[0][1])
+        if _has_outer_backward(unit) and not is_outer_backward(unit.eqns[0][1])
     ]
     whole = [source_line(unit.eqns[0][1]) for unit in loops if unit in forward]
     reasons = list(dict.fromkeys(map(_reason_of_gradients, with_gradients)))

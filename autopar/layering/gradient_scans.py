@@ -138,7 +138,9 @@ def _carries(jaxpr: Jaxpr, forward: Iterable[int]) -> dict[int, list[Carry]]:
     carries: dict[int, list[Carry]] = {}
     for number, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive is scan_p and is_backward(eqn):
-            carries[number] = ["sum" if is_sum else "passed on" for is_sum in _additive(eqn)]
+            consts, init, _ = scan_operands(eqn)
+            additive = additive_carries(eqn.params["jaxpr"], len(consts), len(init))
+            carries[number] = ["sum" if is_sum else "passed on" for is_sum in additive]
             for other in forward:
                 if runs_again(values, eqn, jaxpr.eqns[other]):
                     carries[number] = _recomputed(values, eqn, jaxpr.eqns[other], other)
@@ -156,13 +158,17 @@ def _recomputed(values: EqualValues, scan: JaxprEqn, forward: JaxprEqn, number: 
     return [(number, position) for position in positions]
 
 
-def _additive(scan: JaxprEqn) -> list[bool]:
-    """Whether the body only adds to each carry of a scan, as to the gradient of a constant."""
-    body = scan.params["jaxpr"]
-    consts, init, _ = scan_operands(scan)
+def additive_carries(body: Jaxpr, num_consts: int, num_carries: int) -> list[bool]:
+    """Return whether the body of a scan only adds to each carry, as to the gradient of a constant.
+
+    Args:
+        body: The body, whose inputs are constants, carries and slices.
+        num_consts: The number of constants.
+        num_carries: The number of carries.
+    """
     additive = []
-    for position in range(len(init)):
-        before = body.invars[len(consts) + position]
+    for position in range(num_carries):
+        before = body.invars[num_consts + position]
         after = body.outvars[position]
         readers = [eqn for eqn in body.eqns if before in eqn.invars]
         additive.append(

@@ -179,10 +179,8 @@ class _CompletableValues(PreparableValues):
         place = self.place.get(var)
         if place is None or super().fits(var):
             return place
-        if is_key(aval_of(var).dtype):
-            return None
-        shapes = [aval_of(*values_at(trace, [place])).shape for trace in self.traces]
-        if len(set(map(len, shapes))) > 1:
+        shapes = self._shapes(var)
+        if is_key(aval_of(var).dtype) or len(set(map(len, shapes))) > 1:
             return None
         dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
         if len(dims) != 1:
