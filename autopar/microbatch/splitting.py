@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import gcd
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -127,7 +128,7 @@ def split(
         numbers = {number: later[at] for number, at in numbers.items()}
     powers = {(numbers[n], r): power for (n, r), power in powers.items() if n in numbers}
     chunks = _chunks(micro, sizes[0], found, batch)
-    microbatching = _microbatching(jaxpr, batch, count, combine, before)
+    microbatching = microbatching_as_marked(jaxpr, batch, count, combine, before)
     lines = _lines_of_own_statistics(traced_body, found)
     return jaxpr, replace(
         microbatching,
@@ -138,12 +139,12 @@ def split(
     )
 
 
-def _microbatching(
+def microbatching_as_marked(
     jaxpr: Jaxpr,
     batch: frozenset[int],
     count: int,
     combine: Iterable[Combine],
-    before: Mapping[Var, Combine],
+    before: Mapping[Var, Combine] = MappingProxyType({}),
 ) -> Microbatching:
     """Return what of `jaxpr` runs for each microbatch.
 

@@ -50,6 +50,7 @@ from autopar.recompute.rewriting import (
 )
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
+from autopar.tracing.accumulation_loop import OwnMicrobatchesError
 from autopar.tracing.shared_traces import shared_traces
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
@@ -212,7 +213,13 @@ class _Planning:
             layers = method.layer_option
             if layers == "auto":
                 with progress_part(0, _FIRST_TRACES):
-                    layers = planning.layers_of_step(counts[0])
+                    try:
+                        layers = planning.layers_of_step(counts[0])
+                    except OwnMicrobatchesError as error:
+                        if error.count not in counts:
+                            raise
+                        counts = [error.count]
+                        layers = planning.layers_of_step(error.count)
             pairs = schedules(method.pipeline_schedule, method.chunks)
             space = OptionSpace(
                 counts,

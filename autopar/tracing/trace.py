@@ -41,6 +41,11 @@ from autopar.microbatch.same_step import DifferentStepsError, check_same_step
 from autopar.microbatch.splitting import split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
+from autopar.tracing.accumulation_loop import (
+    OwnMicrobatchesError,
+    chunk_step,
+    has_gradient_in_loop,
+)
 from autopar.tracing.microbatch_traces import DividedTrace, MicrobatchTraces, SplitStep
 from autopar.tracing.rescaled_trace import NotAffineError, rescaled
 from autopar.tracing.shared_traces import shared
@@ -249,9 +254,21 @@ class _StepTracer:
         ]
         whole = tracing_whole_arrays() if whole_arrays else nullcontext()
         with layering(self.layers, self._assignments), whole:
-            jaxpr, out_keys, out_tree = _traced_jaxpr(self.fun, self.in_tree, scaled)
+            traced = self._flat(*_traced_jaxpr(self.fun, self.in_tree, scaled))
+        if not in_microbatches:
+            return traced
+        return traced._replace(jaxpr=with_own_rows(traced.jaxpr, traced.batch))
+
+    def _flat(self, jaxpr: Jaxpr, out_keys: list[Any], out_tree: Any) -> _Trace:
+        """Return a traced step with its scans divided into layers, and flat.
+
+        Args:
+            jaxpr: the step, which may take more inputs than the arguments.
+            out_keys: the key paths of its outputs.
+            out_tree: the structure of its outputs.
+        """
         if isinstance(self.layers, AutoLayerOption):
-            weights = [i for i in range(len(scaled)) if i not in self.batch]
+            weights = [i for i in range(len(self.avals)) if i not in self.batch]
             cut = cut_gradient_scans(jaxpr, self.layers, weights, self._scan_assignments)
             jaxpr = jaxpr if cut is None else cut
         unconstrained = () if self.keeps_constraints else constrained_lines(jaxpr)
@@ -259,16 +276,18 @@ class _StepTracer:
             jaxpr, keeps_remat=self.keeps_remat, keeps_constraints=self.keeps_constraints
         )
         jaxpr = without_sorted_rows(jaxpr)
-        in_pieces = [var for i, var in enumerate(jaxpr.invars) if i not in self.batch]
+        arguments = jaxpr.invars[: len(self.avals)]
+        in_pieces = [var for i, var in enumerate(arguments) if i not in self.batch]
         seeds = stack_seeds(jaxpr)
         cut = cut_stacks(jaxpr, seeds, in_pieces=in_pieces, out_pieces=jaxpr.outvars)
-        arguments = CutTree(self.in_tree, tuple(map(_text, self.in_keys)), cut.inputs)
+        inputs = cut.inputs[: len(self.avals)]
+        arguments = CutTree(self.in_tree, tuple(map(_text, self.in_keys)), inputs)
         batch = arguments.numbers_of_pieces(self.batch)
         return _Trace(
-            with_own_rows(cut.jaxpr, batch) if in_microbatches else cut.jaxpr,
+            cut.jaxpr,
             arguments,
             CutTree(out_tree, tuple(map(_text, out_keys)), cut.outputs),
-            _piece_keys(self.in_keys, cut.inputs),
+            _piece_keys(self.in_keys, inputs),
             _piece_keys(out_keys, cut.outputs),
             batch,
             unconstrained,
@@ -343,23 +362,8 @@ class _StepTracer:
             )
         for i in self.batch:
             _check_divisible(self.avals[i], count, _text(self.in_keys[i]))
-        if count > 1:
-            traced = self._trace_of_part(Fraction(1, count), False)
-        else:
-            traced = self._traced(Fraction(1), self.marked, False)
-        jaxpr = traced.jaxpr
-        if isinstance(self.layers, AutoLayerOption) and (
-            self._scan_assignments or not num_layers(jaxpr)
-        ):
-            try:
-                jaxpr = gradient_layers(jaxpr, self.layers)
-            except NoLayersError as error:
-                raise NoLayersError(f"{error}{self._why_not_split(traced, count)}") from None
-            traced = traced._replace(jaxpr=jaxpr)
+        traced, step = self._in_parts(count)
         out_paths = traced.result.piece_paths
-        step = SplitStep(jaxpr, None)
-        if self.marked or count > 1:
-            step = self._split(traced, count)
         jaxpr = step.jaxpr
         paths = [*traced.arguments.piece_paths, *step.prepared_paths]
         has_positions = len(jaxpr.invars) > len(paths)
@@ -382,6 +386,67 @@ class _StepTracer:
             microbatching=step.microbatching,
             retrace=self.graph,
         )
+
+    def _in_parts(self, count: int) -> tuple[_Trace, SplitStep]:
+        """Return the trace of one microbatch in layers, and the step as it runs in `count`."""
+        try:
+            if count > 1:
+                traced = self._trace_of_part(Fraction(1, count), False)
+            else:
+                traced = self._traced(Fraction(1), self.marked, False)
+            own = self._in_chunks(traced, count) if self.marked else None
+            return own or self._in_microbatches(traced, count)
+        except MicrobatchError as error:
+            refused = error
+        own = self._in_chunks(self._traced(Fraction(1), True, False), count)
+        if own is None:
+            raise refused
+        return own
+
+    def _in_microbatches(self, traced: _Trace, count: int) -> tuple[_Trace, SplitStep]:
+        """Return the step in layers, and as it runs in microbatches; `traced` is one of them."""
+        try:
+            traced = self._in_layers(traced)
+        except NoLayersError as error:
+            raise NoLayersError(f"{error}{self._why_not_split(traced, count)}") from None
+        if self.marked or count > 1:
+            return traced, self._split(traced, count)
+        return traced, SplitStep(traced.jaxpr, None)
+
+    def _in_chunks(self, traced: _Trace, count: int) -> tuple[_Trace, SplitStep] | None:
+        """Return the step with the iterations of its own loop as microbatches.
+
+        Args:
+            traced: the step for a batch of any size.
+            count: the number of microbatches that were asked for.
+
+        Returns:
+            The trace of one microbatch in layers, and as it runs; None if the step does not
+            accumulate gradients in a loop of its own.
+
+        Raises:
+            MicrobatchError: The iterations are no microbatches, or not as many as were asked for.
+        """
+        if self.forward or not has_gradient_in_loop(traced.jaxpr):
+            return None
+        with layering(self.layers, self._assignments):
+            jaxpr, *outputs = _traced_jaxpr(self.fun, self.in_tree, self.avals)
+        chunks = chunk_step(flatten(jaxpr, loops=False, keeps_remat=self.keeps_remat), self.batch)
+        if chunks is None:
+            return None
+        if chunks.length != count:
+            raise OwnMicrobatchesError(self.name, chunks.line, chunks.length, count)
+        traced = self._in_layers(self._flat(chunks.jaxpr, *outputs))
+        return traced, chunks.in_microbatches(traced.jaxpr, traced.arguments)
+
+    def _in_layers(self, traced: _Trace) -> _Trace:
+        """Return a step whose gradients JAX took, divided into layers; others as they are."""
+        jaxpr = traced.jaxpr
+        if not isinstance(self.layers, AutoLayerOption) or (
+            num_layers(jaxpr) and not self._scan_assignments
+        ):
+            return traced
+        return traced._replace(jaxpr=gradient_layers(jaxpr, self.layers))
 
     def _split(self, traced: _Trace, count: int) -> SplitStep:
         """Return the step as it runs in microbatches; `traced` is the step for one of them.

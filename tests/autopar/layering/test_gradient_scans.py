@@ -82,10 +82,10 @@ def test_a_loss_that_is_recomputed_as_a_whole_is_divided_like_its_forward_pass()
 
 def test_a_loop_that_takes_gradients_in_each_iteration_is_named_in_the_refusal():
     def step(params, x):
-        def add(total, x):
-            return jax.tree.map(jnp.add, total, jax.grad(stacked_loss)(params, x)), None
+        def update(params, x):
+            return jax.tree.map(jnp.subtract, params, jax.grad(stacked_loss)(params, x)), None
 
-        return lax.scan(add, params, x.reshape(2, -1, 8))[0]
+        return lax.scan(update, params, x.reshape(2, -1, 8))[0]
 
     params = {"stack": weights(3, 8, 8), "shared": weights(8, 8)}
     with pytest.raises(NoLayersError, match=r"test_gradient_scans.py:\d+ takes gradients in each"):

@@ -659,13 +659,13 @@ def test_a_gradient_by_a_row_that_the_size_of_the_batch_names_is_of_the_whole_ba
     assert_allclose(planned(table, BATCH), step(table, BATCH), rtol=1e-5, atol=1e-6)
 
 
-def test_a_scan_that_accumulates_gradients_is_refused_at_its_reshape():
+def test_a_scan_of_updates_is_refused_at_its_reshape():
     def step(params, batch):
-        def add(gradients, part):
-            return jax.tree.map(jnp.add, gradients, jax.grad(mean_loss)(params, part)), None
+        def update(params, part):
+            return jax.tree.map(jnp.subtract, params, jax.grad(mean_loss)(params, part)), None
 
         parts = jax.tree.map(lambda rows: rows.reshape(2, -1, *rows.shape[1:]), batch)
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)[0]
+        return jax.lax.scan(update, params, parts)[0]
 
     words = r"reshape at .*test_splitting.py.*write one gradient of the whole batch"
     with pytest.raises(autopar.MicrobatchError, match=words):

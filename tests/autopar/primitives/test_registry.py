@@ -216,6 +216,7 @@ TABLES = {
     "ir/control_flow.py": "defines the markers that it lists",
     "ir/flatten.py": "one rewrite: reductions over names of `jax.vmap`; below the registry",
     "microbatch/created_rows.py": "defines the primitives of rows that it lists",
+    "tracing/accumulation_loop.py": "defines the primitives of chunks that it lists",
     "tracing/row_tables.py": "numpy's function of each primitive, for an evaluation of constants",
 }
 """The modules outside of the registry with a table of primitives, and why it stands there."""

@@ -1,0 +1,231 @@
+"""Steps that accumulate gradients in a loop of their own: its chunks are the microbatches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.ir.step_graph import MicrobatchError
+from autopar.testing import assert_allclose
+from autopar.tracing.accumulation_loop import OwnMicrobatchesError
+from tests.tiers import slow
+
+CHUNKS, EXAMPLES, WIDTH = 4, 4, 8
+_RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return _RNG.normal(size=shape).astype(np.float32)
+
+
+PARAMS = [{"w": 0.3 * normal(WIDTH, WIDTH), "b": np.zeros(WIDTH, np.float32)} for _ in range(4)]
+BATCH = {"x": normal(CHUNKS * EXAMPLES, WIDTH), "y": normal(CHUNKS * EXAMPLES, WIDTH)}
+KEY = jax.random.key(1)
+
+
+def model(params, x, key=None):
+    for number, layer in enumerate(params):
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+        if key is not None:
+            x *= jax.random.bernoulli(jax.random.fold_in(key, number), 0.8, x.shape)
+    return x
+
+
+def loss(params, batch, key=None):
+    return jnp.mean((model(params, batch["x"], key) - batch["y"]) ** 2)
+
+
+def chunks(batch):
+    return jax.tree.map(lambda rows: rows.reshape(CHUNKS, EXAMPLES, *rows.shape[1:]), batch)
+
+
+def updated(params, gradients):
+    return jax.tree.map(lambda p, g: p - 0.1 * g / CHUNKS, params, gradients)
+
+
+def zeros(params):
+    return jax.tree.map(jnp.zeros_like, params)
+
+
+def added(sums, *values):
+    return jax.tree.map(jnp.add, sums, values)
+
+
+def scan(params, batch):
+    def body(sums, chunk):
+        return added(sums, *jax.value_and_grad(loss)(params, chunk)), None
+
+    (total, gradients), _ = jax.lax.scan(body, (0.0, zeros(params)), chunks(batch))
+    return updated(params, gradients), total / CHUNKS
+
+
+def reversed_scan(params, batch):
+    def body(carry, chunk):
+        params, sums, count = carry
+        value, gradients = jax.value_and_grad(loss)(params, chunk)
+        rows = {"loss": value, "norm": jnp.linalg.norm(chunk["x"])}
+        return (params, *added((sums, count), gradients, 1)), rows
+
+    carry = params, zeros(params), 0
+    (params, gradients, count), rows = jax.lax.scan(body, carry, chunks(batch), reverse=True)
+    return updated(params, gradients), rows, count
+
+
+def fori_loop(params, batch):
+    x = (batch["x"] - batch["x"].mean()) / batch["x"].std()
+
+    def body(i, sums):
+        chunk = {
+            "x": jax.lax.dynamic_slice_in_dim(x, i * EXAMPLES, EXAMPLES),
+            "y": batch["y"][i * EXAMPLES + jnp.arange(EXAMPLES)],
+        }
+        key = jax.random.fold_in(KEY, i)
+        return added(sums, *jax.value_and_grad(loss)(params, chunk, key))
+
+    total, gradients = jax.lax.fori_loop(0, CHUNKS, body, (0.0, zeros(params)))
+    return updated(params, gradients), total / CHUNKS
+
+
+def split_keys(params, batch):
+    def body(carry, chunk):
+        key, *sums = carry
+        key, own = jax.random.split(key)
+        return (key, *added((*sums,), *jax.value_and_grad(loss)(params, chunk, own))), None
+
+    carry = KEY, 0.0, zeros(params)
+    (key, total, gradients), _ = jax.lax.scan(body, carry, chunks(batch))
+    return updated(params, gradients), jax.random.key_data(key), total / CHUNKS
+
+
+def masked_means(params, batch):
+    """Divide the losses of each chunk by the weights of this chunk."""
+    weights = (jnp.abs(batch["y"]) > 0.5).astype(jnp.float32)
+
+    def mean(params, chunk, weights):
+        errors = (model(params, chunk["x"]) - chunk["y"]) ** 2
+        return (errors * weights).sum() / weights.sum()
+
+    def body(sums, chunk):
+        return added(sums, *jax.value_and_grad(mean)(params, *chunk)), None
+
+    sums = 0.0, zeros(params)
+    (total, gradients), _ = jax.lax.scan(body, sums, chunks((batch, weights)))
+    return updated(params, gradients), total / CHUNKS, weights.sum()
+
+
+def all_examples(params, batch):
+    """Compare each chunk with all examples."""
+
+    def contrast(params, chunk):
+        scores = model(params, chunk["x"]) @ batch["x"].T
+        return jax.nn.logsumexp(scores, axis=1).mean() + loss(params, chunk)
+
+    def body(sums, chunk):
+        return added(sums, *jax.value_and_grad(contrast)(params, chunk)), None
+
+    (total, gradients), _ = jax.lax.scan(body, (0.0, zeros(params)), chunks(batch))
+    return updated(params, gradients), total / CHUNKS
+
+
+STEPS = [scan, reversed_scan, fori_loop, split_keys, masked_means, all_examples]
+
+
+def pipeline(count=CHUNKS, schedule="1f1b", **options):
+    layers = autopar.AutoLayerOption(options.pop("layer_num", 2))
+    return autopar.PipeshardParallel(
+        4, count, pipeline_schedule=schedule, layer_option=layers, **options
+    )
+
+
+def assert_equals_one_device(step, method, params=PARAMS):
+    parallel = autopar.parallelize(step, method=method, batch_argnums=(1,), donate_argnums=())
+    assert_allclose(parallel(params, BATCH), jax.jit(step)(params, BATCH), rtol=1e-5, atol=1e-6)
+    return parallel.get_last_executable()
+
+
+METHODS = [
+    pipeline(),
+    *slow(
+        pipeline(schedule="zero_bubble_h1"),
+        pipeline(schedule="interleaved_1f1b", layer_num=4, num_chunks=2),
+        autopar.ShardParallel((2, 2), CHUNKS),
+        autopar.Zero3Parallel(4, CHUNKS),
+    ),
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_chunks_of_a_loop_are_microbatches(step, method):
+    executable = assert_equals_one_device(step, method)
+    assert executable.step.num_micro_batches == CHUNKS
+    assert executable.plan.num_micro_batches == CHUNKS
+
+
+def test_layers_in_a_scan_are_cut_in_a_loop_that_accumulates():
+    def deep(params, batch):
+        def own_loss(params, chunk):
+            def layer(x, weights):
+                return jnp.tanh(x @ weights["w"] + weights["b"]), None
+
+            x, _ = jax.lax.scan(layer, chunk["x"], params)
+            return jnp.mean((x - chunk["y"]) ** 2)
+
+        def body(sums, chunk):
+            return added(sums, *jax.value_and_grad(own_loss)(params, chunk)), None
+
+        (total, gradients), _ = jax.lax.scan(body, (0.0, zeros(params)), chunks(batch))
+        return updated(params, gradients), total / CHUNKS
+
+    stacked = jax.tree.map(lambda *layers: np.stack(layers), *PARAMS)
+    executable = assert_equals_one_device(deep, pipeline(), stacked)
+    assert len(executable.step.jaxpr.invars) > len(jax.tree.leaves((stacked, BATCH)))
+
+
+def test_the_search_takes_the_number_of_chunks():
+    method = autopar.PipeshardParallel(
+        4, "auto", pipeline_schedule="auto", layer_option="auto", stage_option="uniform"
+    )
+    assert assert_equals_one_device(scan, method).plan.num_micro_batches == CHUNKS
+
+
+@pytest.mark.parametrize(
+    "method", [pipeline(2), pipeline(1), autopar.ShardParallel((2, 2), 2)], ids=["2", "1", "shards"]
+)
+def test_another_number_of_microbatches_is_refused(method):
+    with pytest.raises(OwnMicrobatchesError, match=r"loop at .*use num_micro_batches=4, not [12]"):
+        assert_equals_one_device(scan, method)
+
+
+def running_average(params, batch):
+    def body(carry, chunk):
+        value, gradients = jax.value_and_grad(loss)(params, chunk)
+        return (added(carry[0], *gradients), 0.9 * carry[1] + 0.1 * value), None
+
+    (gradients, average), _ = jax.lax.scan(body, ((*zeros(params),), 0.0), chunks(batch))
+    return updated(params, [*gradients]), average
+
+
+def first_layer_before(params, batch):
+    batch = {**batch, "x": batch["x"] @ params[0]["w"]}
+    return scan(params, batch)
+
+
+def evaluation_after(params, batch):
+    params, _ = scan(params, batch)
+    return params, loss(params, batch)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (running_average, r"hands more than sums .* at .*test_accumulation_loop.py:\d+: only add"),
+        (first_layer_before, r"slices is computed with weights .*: compute that in the loop"),
+        (evaluation_after, r"dot_general at .* needs the whole batch, .* compute that in the loop"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_other_loops_are_refused(step, message):
+    with pytest.raises(MicrobatchError, match=message):
+        assert_equals_one_device(step, pipeline())
