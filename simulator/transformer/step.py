@@ -162,7 +162,9 @@ def pipeline_seconds(
     """Return the busy seconds of the slowest stage, and its bubble, under gpipe and 1f1b.
 
     The sum is exactly that of `simulator.engine.clock` for these schedules where all stages but the
-    last are equal and sends are exposed; stages that differ more fill and drain faster.
+    last are equal and sends are exposed; stages that differ more fill and drain faster. With fewer
+    microbatches than devices, a device also waits for a microbatch to come back for its next chunk;
+    the sum is then exact where all stages are equal.
 
     Args:
         stages: seconds of a microbatch on each device, forward and backward, without sends.
@@ -172,8 +174,10 @@ def pipeline_seconds(
         waited: exposed seconds of that message.
     """
     slowest = max(stages)
-    bubble = sum(stages) - slowest + 2 * (len(stages) - 1) * send
-    return microbatches * (slowest + 2 * waited), bubble / interleave
+    others = sum(stages) - slowest + 2 * (len(stages) - 1) * send
+    returns = max(0.0, others - (microbatches - 1) * (slowest + 2 * send))
+    bubble = (others + (interleave - 1) * returns) / interleave
+    return microbatches * (slowest + 2 * waited), bubble
 
 
 class _Stage(NamedTuple):

@@ -141,7 +141,9 @@ def _in_flight(execution: Execution, place: int) -> float:
     """Return the microbatches whose activations are stored on a device of the pipeline.
 
     The first has one for each stage of the pipeline, and a few chunks more with interleaving (eq. 5
-    and appendix B); the next has one less, or two chunks.
+    and appendix B); the next has one less, or two chunks. A group of microbatches goes through a
+    chunk before the next chunk starts: one for each device, or more where these don't divide the
+    number of microbatches.
     """
     p, v = execution.pipeline, execution.interleave
     spare = execution.spare_microbatches if p > 1 else 0
@@ -149,7 +151,10 @@ def _in_flight(execution: Execution, place: int) -> float:
         return execution.microbatches
     if v == 1:
         return min(execution.microbatches, p - place + spare)
-    return min(execution.microbatches, (p * v + p - 1 - 2 * place) / v + spare)
+    groups = max(1, execution.microbatches // p)
+    largest_group = -(-execution.microbatches // groups)
+    chunks = (v - 1) * largest_group + 2 * (p - place) - 1
+    return min(execution.microbatches, chunks / v + spare)
 
 
 def device_parameters(

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 import simulator.transformer
 from autopar.pipeline.pipeline_schedules import make_schedule
-from autopar.pipeline.schedule_kinds import Pipeline
+from autopar.pipeline.schedule_kinds import Pipeline, most_in_flight
 from simulator.hardware.cluster import Cluster, ClusterError, Link
 from simulator.program import Run
 from simulator.transformer import (
@@ -97,18 +97,18 @@ def test_the_bubble_of_equal_stages_equals_the_textbook_formula() -> None:
 
 @given(
     st.integers(1, 8),
-    st.integers(1, 6),
+    st.integers(1, 40),
     st.integers(1, 3),
     st.integers(0, 9),
     st.integers(0, 6),
     st.booleans(),
 )
 def test_pipeline_seconds_equal_the_makespan_of_the_schedule(
-    meshes: int, rounds: int, chunks: int, loss: int, send: int, gpipe: bool
+    meshes: int, micro_batches: int, chunks: int, loss: int, send: int, gpipe: bool
 ) -> None:
     """Each device has 6 forward, 12 backward and a loss; tasks include their sends and wait."""
     chunks = chunks if meshes > 1 else 1
-    micro_batches = meshes * rounds if chunks > 1 else meshes + rounds
+    loss = loss if chunks == 1 or micro_batches >= meshes else 0
     name = "interleaved_1f1b" if chunks > 1 else "gpipe" if gpipe else "1f1b"
     stages, sends = meshes * chunks, send if meshes > 1 else 0
 
@@ -124,6 +124,17 @@ def test_pipeline_seconds_equal_the_makespan_of_the_schedule(
     devices = [18.0] * (meshes - 1) + [18.0 + loss]
     seconds_by_formula = sum(pipeline_seconds(devices, micro_batches, chunks, sends, sends))
     assert seconds_by_formula == pytest.approx(exact)
+
+
+@given(st.integers(2, 8), st.integers(1, 30), st.integers(2, 4))
+def test_activations_are_those_in_flight_in_the_interleaved_schedule(
+    meshes: int, micro_batches: int, chunks: int
+) -> None:
+    model = GPT.model_copy(update={"layers": meshes * chunks, "vocab": 8, "attention": "flash2"})
+    plan = Execution(pipeline=meshes, interleave=chunks, global_batch=micro_batches)
+    tasks = make_schedule("interleaved_1f1b", Pipeline(meshes, micro_batches, chunks)).rows[0]
+    saved = most_in_flight(tasks) * saved_activations(model, plan)
+    assert memory_of(model, plan).activations == pytest.approx(saved)
 
 
 def test_the_parts_sum_up_to_the_step() -> None:
