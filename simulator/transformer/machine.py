@@ -50,6 +50,19 @@ class Machine:
     backend: Backend = EAGER
     spread: float = 0.01
 
+    def for_devices(self, devices: int) -> "Machine":
+        """Return the machine without the hosts that a step on its first `devices` leaves idle."""
+        hosts = -(-devices // self.cluster.devices_per_host)
+        if hosts == self.cluster.hosts:
+            return self
+        if hosts not in self._known_parts:
+            self._known_parts[hosts] = replace(self, cluster=self.cluster.with_size(hosts))
+        return self._known_parts[hosts]
+
+    @cached_property
+    def _known_parts(self) -> "dict[int, Machine]":
+        return {}
+
     @cached_property
     def kernels(self) -> KernelModel:
         """Costs of kernels on a device in training."""

@@ -55,7 +55,8 @@ def predict(
     Args:
         model: the model that is trained.
         execution: how the step is divided over devices.
-        machine: the cluster and the software that drives it.
+        machine: the cluster and the software that drives it. Hosts that the step doesn't need are
+            idle.
         memory: the `footprint` of these, where it is known already.
 
     Raises:
@@ -64,6 +65,7 @@ def predict(
     """
     execution.check(model)
     _check_devices(execution, machine.cluster)
+    machine = machine.for_devices(execution.devices)
     layers = passes_by_kind(model, execution, machine)
     division = division_of(model, execution)
     stages = _stages(model, execution, machine, layers, division)

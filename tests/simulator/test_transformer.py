@@ -193,6 +193,12 @@ def test_groups_that_share_nics_slow_each_other() -> None:
     assert narrow.exposed["data"] > 3 * wide.exposed["data"]
 
 
+def test_idle_hosts_change_nothing() -> None:
+    # Were there such groups on all devices, the next six would be on two hosts.
+    plan = Execution(context=2, data=3, microbatch=4, global_batch=24, zero=3)
+    assert predict(GPT, plan, a100(4)) == predict(GPT, plan, a100())
+
+
 def test_the_throughput_of_zero_3_falls_with_devices_at_a_fixed_batch() -> None:
     model = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 
