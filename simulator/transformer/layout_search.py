@@ -269,7 +269,7 @@ class _Space:
         """Yield the degrees of all axes, and sequence parallelism."""
         model = self.model
         within_host = self.machine.cluster.devices_per_host
-        for tensor in self._values("tensor", _divisors(self._devices, within_host)):
+        for tensor in self._values("tensor", _divisors(within_host)):
             if model.heads % tensor or model.hidden % tensor:
                 continue
             for pipeline in self._values("pipeline", _divisors(self._devices, model.layers)):

@@ -99,6 +99,12 @@ def test_layouts_are_those_of_their_predictions_in_the_order_of_time() -> None:
     assert all(layout.prediction.memory.fit_probability < 0.95 for layout in found.uncertain)
 
 
+def test_tensor_groups_stay_within_hosts_where_other_degrees_divide_the_devices() -> None:
+    model = DENSE.model_copy(update={"hidden": 3072, "heads": 48, "seq": 3072})
+    found = search_layouts(model, BASE.model_copy(update={"global_batch": 24}), a100s(3))
+    assert {layout.execution.tensor for layout in found.fitting} == {1, 2, 4, 8}
+
+
 def test_no_layout_has_less_time_and_memory_than_the_frontier() -> None:
     found = search_layouts(DENSE, BASE, a100s(1))
     frontier = [(one.prediction.seconds, one.prediction.memory.reserved) for one in found.frontier]
