@@ -62,7 +62,7 @@ def one_line(text: object, length: int = _LINE) -> str:
 def read_text(
     path: str | Path, expected: str = "a text file", error: type[ValueError] = FileError
 ) -> str:
-    """Return the text in a file.
+    """Return the text in a file, without a byte-order mark.
 
     Args:
         path: the file.
@@ -83,7 +83,7 @@ def read_text(
             f"{one_line(repr(str(path)))}: can't be read ({reason}); expected {expected}"
         ) from None
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as reason:
         line, byte = data.count(b"\n", 0, reason.start) + 1, data[reason.start]
         raise error(

@@ -72,7 +72,7 @@ class Comparison:
             for row in unpredicted:
                 names[row.why].append(row.name)
             reasons = "; ".join(f"{shortened(rows)}: {why}" for why, rows in names.items())
-            reasons = reasons or "there is none"
+            reasons = reasons or "no row has a measured time or memory"
             raise NothingPredictedError(f"{published.name}: no row to compare: {reasons}")
         return cls(published, cases, statistics(cases, len(unpredicted)), unpredicted, outcomes)
 

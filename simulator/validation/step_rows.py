@@ -172,7 +172,8 @@ def read_step_rows(path: Path) -> list[StepRow | BadRow]:
         path: a CSV file with some columns of `COLUMNS`; others are not read.
 
     Raises:
-        FileError: the file can't be read, or lacks a column that it must have.
+        FileError: the file can't be read, lacks a column that it must have, has a column twice, or
+            has no rows.
     """
     text = read_text(path, "a CSV file of training steps")
     try:
@@ -186,6 +187,13 @@ def read_step_rows(path: Path) -> list[StepRow | BadRow]:
             f"{path}: no column {missing[0] if missing else ' or '.join(MEASURED)}; expected some"
             f" of {', '.join(COLUMNS)}"
         )
+    for column in COLUMNS:
+        if columns.count(column) > 1:
+            raise FileError(
+                f"{path}: column {column} is given {columns.count(column)} times; expected once"
+            )
+    if not rows:
+        raise FileError(f"{path}: no rows below the header; expected a row for each step")
     return [_row(line, cells) for line, cells in enumerate(rows, 1)]
 
 

@@ -97,6 +97,20 @@ def test_a_table_without_a_column_that_it_needs_is_refused(tmp_path: Path) -> No
         read_step_rows(write_rows(tmp_path, header=unmeasured))
 
 
+def test_a_table_with_a_column_twice_or_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="column tp is given 2 times; expected once"):
+        read_step_rows(write_rows(tmp_path, f"{LLAMA},4", header=f"{HEADER},tp"))
+    with pytest.raises(FileError, match="no rows below the header; expected a row for each step"):
+        read_step_rows(write_rows(tmp_path))
+
+
+def test_a_table_of_a_spreadsheet_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, LLAMA)
+    rows = read_step_rows(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_step_rows(path) == rows
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
