@@ -185,9 +185,6 @@ def _core(
     size, value = model.query_size, model.value_size
     s, w = model.seq, 2
     keys = model.keys_of(mixer)
-    unbalanced = execution.context_exchange != "all_to_all" and not execution.balanced_context
-    if unbalanced and model.causal:
-        heads *= 2 * execution.context / (execution.context + 1)
     if model.attention != "naive":
         visible = model.visible_keys(mixer)
         flops = 2.0 * heads * s * visible * (size + value)
@@ -200,7 +197,7 @@ def _core(
             computed_backward = s / 2 if model.attention == "cudnn_f8" else computed_keys
         rates = machine.flash(model.attention)
         computed_size = max(size, rates.least_head) + max(value, rates.least_head)
-        flops_per_key = 2.0 * heads * s * computed_size
+        flops_per_key = 2.0 * heads * s * computed_size * imbalance(model, execution, mixer)
         moved = 2.0 * w * heads * s * (size + value)
         return (
             PassCost(
@@ -246,6 +243,21 @@ def _core(
         PassCost(forward, 4, 0.0, flops) + softmax[0],
         PassCost(backward, 6, 0.0, 2 * flops) + softmax[1],
     )
+
+
+def imbalance(model: Transformer, execution: Execution, mixer: Mixer) -> float:
+    """Return the keys that queries of the last device see, relative to the mean of all queries."""
+    balanced = execution.balanced_context or execution.context_exchange == "all_to_all"
+    if balanced or not model.causal:
+        return 1.0
+    # a query sees the keys before it, at most a window: x or w of 1 at x of 1
+    first = 1 - 1 / execution.context
+    window = 1.0
+    if mixer == "window" and model.window is not None:
+        window = min(1.0, model.window / model.seq)
+    start = min(first, window)
+    seen = execution.context * ((window**2 - start**2) / 2 + window * (1 - max(first, window)))
+    return 2 * seen * model.seq / model.visible_keys(mixer)
 
 
 def _context_passes(

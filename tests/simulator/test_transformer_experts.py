@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from simulator.hardware.cluster import Cluster
 from simulator.transformer import EAGER, Execution, Machine, Transformer, memory_of, predict
+from simulator.transformer.attention_passes import imbalance
 from simulator.transformer.experts import Routing, dispatch_seconds
 from simulator.transformer.layer import layer_passes
 from simulator.transformer.layer_kinds import LatentAttention, LayerKind
@@ -386,17 +387,43 @@ def test_grouped_heads_shorten_the_exchange_of_keys_and_values() -> None:
     )
 
 
-def test_an_unbalanced_causal_mask_makes_the_last_device_slowest() -> None:
-    # The last of c devices has all keys for each of its queries: 2 c / (c + 1) times the mean.
+@pytest.mark.parametrize(("seq", "degree"), [(65536, 8), (2048, 1)])
+def test_an_unbalanced_causal_mask_makes_the_last_device_slowest(seq: int, degree: int) -> None:
+    # Each query sees the keys before it: those of the last of c devices 1 - 1 / 2 c of all keys on
+    # average, all queries half of them.
     machine = h100(8)
+    model = LONG.model_copy(update={"seq": seq})
+    whole = layer_passes(model, Execution(global_batch=1), machine).forward.flops
     even, uneven = (
-        layer_passes(LONG, context("ring", balanced_context=balanced), machine).forward.flops
+        layer_passes(
+            model, context("ring", context=degree, balanced_context=balanced), machine
+        ).forward
         for balanced in (True, False)
     )
-    whole = layer_passes(LONG, Execution(global_batch=1), machine).forward.flops
-    core = 4.0 * 65536**2 * 2048
-    assert even == pytest.approx(whole / 8)
-    assert uneven - even == pytest.approx(core / 8 * (16 / 9 - 1))
+    core = 4.0 * seq**2 / 2 * 2048 / degree / machine.flash("flash2").forward
+    assert even.flops == uneven.flops == pytest.approx(whole / degree)
+    assert uneven.compute - even.compute == pytest.approx(core * (1 - 1 / degree), abs=1e-12)
+
+
+@given(st.integers(1, 64), st.integers(2, 8))
+def test_the_last_device_has_the_keys_of_its_queries_within_the_window(
+    window: int, degree: int
+) -> None:
+    size = 64 * degree
+    model = LONG.model_copy(update={"seq": size, "window": 8 * window})
+    keys = [min(place + 0.5, 8 * window) for place in range(size)]
+    expected = sum(keys[-64:]) * degree / sum(keys)
+    plan = context("ring", context=degree, balanced_context=False)
+    assert imbalance(model, plan, "window") == pytest.approx(expected, rel=1e-2)
+
+
+def test_all_devices_compute_all_scores_of_naive_attention() -> None:
+    model = LONG.model_copy(update={"attention": "naive"})
+    even, uneven = (
+        layer_passes(model, context("all_gather", balanced_context=balanced), h100(8))
+        for balanced in (True, False)
+    )
+    assert even == uneven
 
 
 @pytest.mark.parametrize(
