@@ -134,23 +134,20 @@ def head_passes(
         backward += gemms.seconds(model.hidden, columns, tokens)
         backward += accumulation_seconds(columns * model.hidden, execution, machine)
     stream = 2.0 * tokens * model.hidden
-    ring = machine.network.ring(execution.tensor)
-    kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
-    gathered = (
-        machine.network.seconds("all_gather", 2.0 * logits, ring)
-        if execution.gathered_logits
-        else 0.0
-    )
+    ring, network = machine.network.ring(execution.tensor), machine.network
+    if execution.sequence_parallel:
+        gather = network.seconds("all_gather", stream, ring)
+        summed = network.seconds("reduce_scatter", stream, ring)
+    else:
+        gather, summed = 0.0, network.seconds("all_reduce", stream, ring)
+    again = 0.0 if execution.saves_gathered else gather
+    if execution.gathered_logits:
+        gather += network.seconds("all_gather", 2.0 * logits, ring)
     forward += machine.memory_seconds(4 * tokens * model.hidden, 1)
     backward += machine.memory_seconds(6 * tokens * model.hidden, 2)
     passes = (
-        PassCost(forward, 9, gathered, flops),
-        PassCost(
-            backward,
-            8,
-            machine.network.seconds(kind, stream, ring),
-            (model.products_of_weights - 1) * flops,
-        ),
+        PassCost(forward, 9, gather, flops),
+        PassCost(backward, 8, again + summed, (model.products_of_weights - 1) * flops),
     )
     if execution.recompute == "full" and execution.recompute_head:
         return passes[0], passes[1] + passes[0]._replace(flops=0.0)
@@ -216,15 +213,16 @@ def _embedding_passes(
     """Return the passes of the input embedding of a decoder or an encoder."""
     stream = execution.tokens(model) * model.hidden
     ring = machine.network.ring(execution.tensor)
-    kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
     table = model.vocab // execution.tensor * model.hidden
-    forward = PassCost(
-        machine.memory_seconds(15.0 * stream, 4),
-        4,
-        machine.network.seconds(kind, 2.0 * stream, ring),
-    )
+    kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
+    summed = machine.network.seconds(kind, 2.0 * stream, ring)
+    gather = 0.0
+    if execution.sequence_parallel and model.adapters is None:
+        gather = machine.network.seconds("all_gather", 2.0 * stream, ring)
+    forward = PassCost(machine.memory_seconds(15.0 * stream, 4), 4, summed)
     if execution.embedding_products:
-        return _embedding_products(forward, model, execution, machine)
+        products = _embedding_products(forward, model, execution, machine)
+        return products[0], products[1] + PassCost(communication=gather)
     if model.adapters is not None:
         return forward, PassCost()
     zeros = machine.memory_seconds(2.0 * table, 1)  # the target of the scatter
@@ -233,7 +231,7 @@ def _embedding_passes(
         + zeros
         + accumulation_seconds(table, execution, machine)
     )
-    return forward, PassCost(backward, 6)
+    return forward, PassCost(backward, 6, gather)
 
 
 def _embedding_products(

@@ -23,10 +23,11 @@ from simulator.transformer import (
     memory_of,
     predict,
 )
-from simulator.transformer.layer import layer_passes
+from simulator.transformer.layer import embedding_passes, head_passes, layer_passes
 from simulator.transformer.layer_kinds import DECODER_LAYER
 from simulator.transformer.step import pipeline_seconds
 from simulator.transformer.training_memory import saved_activations
+from simulator.work import CollectiveKind
 
 GPT = Transformer(layers=16, hidden=4096, heads=32, seq=2048, vocab=51200)
 BIG = Transformer(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
@@ -161,6 +162,31 @@ def test_the_parts_sum_up_to_the_step() -> None:
         prediction.exposed[axis] <= prediction.communication[axis] * (1 + 1e-9)
         for axis in prediction.exposed
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "embedding", "head"),
+    [
+        ({}, ("r", ""), ("", "r")),
+        ({"sequence_parallel": True}, ("s", "g"), ("g", "gs")),
+        ({"sequence_parallel": True, "saves_gathered": True}, ("s", "g"), ("g", "s")),
+    ],
+)
+def test_collectives_around_the_embeddings_are_those_of_megatron(
+    fields: dict[str, bool], embedding: tuple[str, str], head: tuple[str, str]
+) -> None:
+    plan = Execution.model_validate({"tensor": 8, "global_batch": 1, **fields})
+    machine = a100()
+    ring = machine.network.ring(8)
+    kinds: dict[str, CollectiveKind] = {"r": "all_reduce", "s": "reduce_scatter", "g": "all_gather"}
+    seconds = {
+        letter: machine.network.seconds(kind, 2.0 * GPT.seq * GPT.hidden, ring)
+        for letter, kind in kinds.items()
+    }
+    for passes, collectives in ((embedding_passes, embedding), (head_passes, head)):
+        assert [cost.communication for cost in passes(GPT, plan, machine)] == [
+            pytest.approx(sum(seconds[letter] for letter in letters)) for letters in collectives
+        ]
 
 
 def test_full_recomputation_costs_a_forward_pass_and_selective_less() -> None:
