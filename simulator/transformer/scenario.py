@@ -56,7 +56,7 @@ class Transformer(Description):
         seq: tokens of a sequence.
         vocab: size of the vocabulary.
         kv_heads: heads of keys and values, fewer than `heads` in grouped-query attention; as many
-            by default.
+            by default. A higher degree of tensor parallelism copies them.
         ffn: inner width of the MLP; 4 times `hidden` by default.
         gated: whether the MLP, and experts, multiply two projections (SwiGLU) instead of applying a
             function to one (GELU).
@@ -233,6 +233,18 @@ class Transformer(Description):
     @cached_property
     def known_divisions(self) -> dict[Any, Any]:
         """Layers by device as `simulator.transformer.stages` found them, by what decides them."""
+        return {}
+
+    def with_key_heads(self, heads: int) -> "Transformer":
+        """Return the transformer with another number of heads of keys and values."""
+        if heads == self.key_heads:
+            return self
+        if heads not in self._known_key_heads:
+            self._known_key_heads[heads] = self.model_copy(update={"kv_heads": heads})
+        return self._known_key_heads[heads]
+
+    @cached_property
+    def _known_key_heads(self) -> "dict[int, Transformer]":
         return {}
 
     @cached_property
@@ -733,6 +745,13 @@ class Execution(Description):
         """Devices with the same parameters, which ZeRO may shard over them."""
         return self.context * self.data
 
+    def on_devices(self, model: Transformer) -> Transformer:
+        """Return the model with all copies of the heads of keys and values.
+
+        Where tensor parallelism has more devices than there are such heads, each is on several.
+        """
+        return model.with_key_heads(max(self.tensor, model.key_heads))
+
     def tokens(self, model: Transformer) -> int:
         """Return the tokens of a microbatch on a device, before tensor parallelism divides them."""
         return self.microbatch * model.seq // self.context
@@ -765,15 +784,22 @@ class Execution(Description):
         Raises:
             ValueError: a size is no multiple of its degree.
         """
+        mamba = model.mamba
         for name, size in (
             ("heads", model.heads),
             ("hidden", model.hidden),
             ("ffn", model.ffn_width),
+            ("mamba.heads", mamba.heads if mamba is not None else self.tensor),
         ):
             if size % self.tensor:
                 raise ValueError(
                     f"tensor: given {self.tensor}, expected a divisor of {name}, which is {size}"
                 )
+        if model.key_heads % self.tensor and self.tensor % model.key_heads:
+            raise ValueError(
+                f"tensor: given {self.tensor}, expected a divisor or a multiple of kv_heads, which "
+                f"is {model.key_heads}"
+            )
         if self.sequence_parallel and model.seq % (self.tensor * self.context):
             raise ValueError(
                 f"tensor * context: given {self.tensor * self.context}, expected a divisor of seq, "

@@ -66,6 +66,8 @@ def predict(
     execution.check(model)
     _check_devices(execution, machine.cluster)
     machine = machine.for_devices(execution.devices)
+    model_flops = model.flops(execution.global_batch)
+    model = execution.on_devices(model)
     layers = passes_by_kind(model, execution, machine)
     division = division_of(model, execution)
     stages = _stages(model, execution, machine, layers, division)
@@ -87,7 +89,6 @@ def predict(
     update = _update_seconds(execution, machine, largest)
     step_overhead = machine.backend.step_us * 1e-6
     seconds = steady + bubble + update + gradients.exposed + slots * gathers.exposed + step_overhead
-    model_flops = model.flops(execution.global_batch)
     dispatch = {"expert": slots * slowest.dispatch} if model.experts else {}
     dispatched = (
         {"expert": slots * (slowest.dispatch + slowest.hidden_dispatch)} if model.experts else {}

@@ -73,6 +73,7 @@ def memory_of(model: Transformer, execution: Execution) -> Memory:
         ValueError: the degrees of parallelism don't divide the sizes of the model.
     """
     execution.check(model)
+    model = execution.on_devices(model)
     division = division_of(model, execution)
     activations: dict[LayerKind, tuple[float, float]] = {}
     for kind in model.kind_counts:

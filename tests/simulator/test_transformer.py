@@ -219,6 +219,16 @@ def test_groups_that_share_nics_slow_each_other() -> None:
     assert narrow.exposed["data"] > 3 * wide.exposed["data"]
 
 
+def test_tensor_parallelism_copies_the_heads_of_keys_that_are_fewer_than_its_devices() -> None:
+    plan = Execution(tensor=8, global_batch=4, context=2, context_exchange="ring")
+    few, as_many = (
+        predict(GPT.model_copy(update={"kv_heads": heads}), plan, a100(2)) for heads in (2, 8)
+    )
+    assert few.memory == as_many.memory
+    assert (few.seconds, few.communication) == (as_many.seconds, as_many.communication)
+    assert few.model_flops < as_many.model_flops
+
+
 def test_idle_hosts_change_nothing() -> None:
     # Were there such groups on all devices, the next six would be on two hosts.
     plan = Execution(context=2, data=3, microbatch=4, global_batch=24, zero=3)
@@ -399,6 +409,11 @@ def test_a_plan_that_does_not_divide_the_model_or_fit_the_cluster_is_refused() -
         ValueError, match="tensor: given 3, expected a divisor of heads, which is 32"
     ):
         predict(GPT, Execution(tensor=3, global_batch=1), a100())
+    thirds = GPT.model_copy(update={"heads": 12, "head_size": 128, "kv_heads": 3})
+    with pytest.raises(
+        ValueError, match="tensor: given 2, expected a divisor or a multiple of kv_heads"
+    ):
+        predict(thirds, Execution(tensor=2, global_batch=1), a100())
     with pytest.raises(
         ClusterError,
         match=r"needs 16 devices \(tensor 8 \* context 1 \* data 2 \* pipeline 1\), "

@@ -478,6 +478,13 @@ def test_residual_streams_cost_traffic_and_memory_but_no_products() -> None:
     assert saved[1] - saved[0] == 2 * 3 * 2 * 512 * 1024
 
 
+def test_tensor_parallelism_divides_the_heads_of_mamba() -> None:
+    model = example("nemotron_3_nano").model
+    few = model.model_copy(update={"mamba": {**model.mamba_section.fields(), "heads": 6}})
+    with pytest.raises(ValueError, match=r"tensor: given 4, expected a divisor of mamba\.heads"):
+        Execution(tensor=4, global_batch=1).check(few)
+
+
 def test_the_scan_of_mamba_is_limited_by_the_vector_units() -> None:
     model = Scenario.load(EXAMPLES / "nemotron_3_nano.yaml").model
     execution = Execution(data=8, expert=8, global_batch=8)
