@@ -42,7 +42,7 @@ ComposedOperation = Literal[
     "softmax_by_xla",
     "padding_by_xla",
 ]
-Attention = Literal["naive"] | FusedAttentionKind
+Attention = Literal["naive", FusedAttentionKind]
 
 
 class Transformer(Description):

@@ -377,7 +377,7 @@ def test_a_jitted_step_waits_less_for_the_host_than_an_eager_one() -> None:
         ({"heads": 5}, "heads: given 5, expected a divisor of hidden, which is 4096"),
         ({"kv_heads": 7}, "kv_heads: given 7, expected a divisor of heads, which is 32"),
         ({"layers": 0}, "greater than 0"),
-        ({"attention": "fast"}, "naive"),
+        ({"attention": "fast"}, "Input should be 'naive', 'flash1', 'flash', 'flash2', 'cudnn' or"),
         ({"width": 1}, "Extra inputs"),
     ],
 )
