@@ -577,8 +577,8 @@ class Execution(Description):
             them, as the backward pass doesn't read its result. Mamba, latent attention and
             attention to an encoder save their products together, with all of "queries", "keys",
             "values" and "output"; experts with "up" and "gate".
-        zero: what is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients too, 3
-            parameters too.
+        zero: what is sharded over the data axis, and of experts over all of their copies: 0
+            nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         sharding_group: neighbouring devices of the data axis, context included, over which ZeRO
             shards; groups are replicas of each other (HSDP, MiCS). By default it shards over all.
         broadcasts: whether each device broadcasts the parameters that it updated (ZeRO-1 and 2),
@@ -732,8 +732,9 @@ class Execution(Description):
 
     @property
     def expert_replica_shards(self) -> int:
-        """Devices over which ZeRO shards parameters of experts, within a sharding group."""
-        return gcd(self.shards, self.expert_replicas)
+        """Devices over which ZeRO shards parameters of experts: copies within a sharding group."""
+        copies = self.tensor * self.shards // (self.expert * self.expert_shards)
+        return gcd(self.expert_replicas, max(1, copies))
 
     @property
     def devices(self) -> int:

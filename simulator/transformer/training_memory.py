@@ -223,8 +223,10 @@ def _layer_temporaries(
         gradients = max(gradients, _score_gradients(model, execution, keys))
     largest = execution.gradient_bytes * matrix if model.adapters is None else 0.0
     parameters = layer_parameters(model, execution, kind)
-    sharded = execution.zero == 3 and execution.shards > 1
-    gathered = 2.0 * 2.0 * parameters.total if sharded else 0.0
+    gathered = 0.0
+    if execution.zero == 3:
+        gathered += 2.0 * 2.0 * parameters.layers * (execution.shards > 1)
+        gathered += 2.0 * 2.0 * parameters.experts * (execution.expert_replica_shards > 1)
     return recomputed + gradients + largest + gathered
 
 

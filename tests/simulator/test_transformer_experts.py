@@ -17,7 +17,7 @@ from simulator.transformer.layer_kinds import LatentAttention, LayerKind
 from simulator.transformer.precision import RECIPES
 from simulator.transformer.scenario_files import Scenario
 from simulator.transformer.stages import division_of, stage_sizes
-from simulator.transformer.training_memory import device_parameters
+from simulator.transformer.training_memory import device_parameters, layer_parameters
 
 EXAMPLES = Path(__file__).parents[2] / "simulator/transformer/examples"
 LLAMA = {
@@ -476,6 +476,32 @@ def test_residual_streams_cost_traffic_and_memory_but_no_products() -> None:
     assert steps[0].model_flops == steps[1].model_flops
     saved = [step.memory.parts["activations"] for step in steps]
     assert saved[1] - saved[0] == 2 * 3 * 2 * 512 * 1024
+
+
+@pytest.mark.parametrize(
+    ("fields", "shards"),
+    [
+        ({"tensor": 8, "expert": 1, "data": 1}, 8),
+        ({"tensor": 8, "expert": 4, "data": 4}, 8),
+        ({"tensor": 4, "expert": 2, "data": 4, "sharding_group": 2}, 4),
+        ({"tensor": 1, "expert": 8, "data": 16, "sharding_group": 8}, 1),
+        ({"tensor": 2, "expert": 8, "data": 4}, 1),
+    ],
+)
+def test_zero_shards_experts_over_all_copies_in_a_sharding_group(
+    fields: dict[str, int], shards: int
+) -> None:
+    common = {**fields, "expert_tensor": 1, "sequence_parallel": True, "global_batch": 16}
+    plans = [Execution.model_validate({**common, "zero": zero}) for zero in (0, 3)]
+    model = MOE.model_copy(update={"vocab": 8})
+    parameters = layer_parameters(model, plans[0], LayerKind("attention", "experts"))
+    whole, sharded = (memory_of(model, plan) for plan in plans)
+    group = plans[1].shards
+    expected = 2.0 * 8 * (parameters.layers / group + parameters.experts / shards)
+    assert sharded.parameters == pytest.approx(expected)
+    assert sharded.optimizer == pytest.approx(6 * expected)
+    gathered = parameters.layers * (group > 1) + parameters.experts * (shards > 1)
+    assert sharded.temporaries - whole.temporaries == pytest.approx(4 * gathered, abs=1.0)
 
 
 def test_tensor_parallelism_divides_the_heads_of_mamba() -> None:
