@@ -178,7 +178,7 @@ def pipeline_seconds(
     """
     slowest = max(stages)
     others = sum(stages) - slowest + 2 * (len(stages) - 1) * send
-    returns = max(0.0, others - (microbatches - 1) * (slowest + 2 * send))
+    returns = max(0.0, others - (microbatches - 1) * (slowest + 2 * waited))
     bubble = (others + (interleave - 1) * returns) / interleave
     return microbatches * (slowest + 2 * waited), bubble
 

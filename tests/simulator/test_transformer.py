@@ -127,6 +127,18 @@ def test_pipeline_seconds_equal_the_makespan_of_the_schedule(
     assert seconds_by_formula == pytest.approx(exact)
 
 
+@given(st.integers(2, 8), st.integers(1, 30), st.integers(1, 4), st.integers(0, 40), st.booleans())
+def test_another_microbatch_never_shortens_a_pipeline(
+    meshes: int, micro_batches: int, chunks: int, send: int, overlap: bool
+) -> None:
+    waited = 0 if overlap else send
+    less, more = (
+        sum(pipeline_seconds([18.0] * meshes, count, chunks, send, waited))
+        for count in (micro_batches, micro_batches + 1)
+    )
+    assert less <= more
+
+
 @given(st.integers(2, 8), st.integers(1, 30), st.integers(2, 4))
 def test_activations_are_those_in_flight_in_the_interleaved_schedule(
     meshes: int, micro_batches: int, chunks: int
