@@ -85,8 +85,9 @@ def find_routes(cluster: Cluster, kind: CollectiveKind, groups: Groups) -> Route
 def strided_ring(cluster: Cluster, size: int, stride: int) -> Ring:
     """Return the ring that `find_routes` finds for all groups of `size` devices with a stride.
 
-    The closed form costs the same for every number of devices. Where groups don't fill hosts
-    evenly, as 64 devices in hosts of 72, it is the ring of the group with the fewest NICs.
+    The closed form costs the same for every number of devices. Where groups don't fill hosts or
+    leaf switches evenly, as 64 devices in hosts of 72, it is the ring of the group with the fewest
+    NICs.
 
     Args:
         cluster: the cluster with the devices.
@@ -103,7 +104,9 @@ def strided_ring(cluster: Cluster, size: int, stride: int) -> Ring:
     host_stride = max(1, stride // local)
     pod = cluster.hosts_per_switch or cluster.hosts
     span = host_stride * ring.hosts
-    if cluster.oversubscription > 1 and cluster.hosts > pod and (span > pod or pod % span):
+    if cluster.oversubscription > 1 and cluster.hosts > pod and pod % span:
+        if span % pod or (pod % host_stride and host_stride % pod):
+            return _uneven_ring(cluster, size, stride)
         per_pod = per_host * max(1, min(ring.hosts, pod // host_stride))
         ring = replace(ring, oversubscription=cluster.oversubscription, per_pod=per_pod)
     return _at_ports(cluster, ring, stride)
@@ -116,10 +119,14 @@ _MOST_DEVICES = 4608
 def _uneven_ring(cluster: Cluster, size: int, stride: int) -> Ring:
     """Return the ring with the fewest NICs among groups that don't fill hosts evenly.
 
-    Their places in hosts recur after the least common multiple of a group's span and a host.
+    Their places in hosts, and on leaf switches with less bandwidth between them, recur after the
+    least common multiple of a group's span and a host, or the hosts of a switch.
     """
     span = size * stride
-    blocks = lcm(span, cluster.devices_per_host) // span
+    period = cluster.devices_per_host
+    if cluster.oversubscription > 1:
+        period *= cluster.hosts_per_switch or 1
+    blocks = lcm(span, period) // span
     blocks = max(1, min(blocks, cluster.num_devices // span, _MOST_DEVICES // span))
     groups = tuple(
         tuple(range(block * span + offset, (block + 1) * span, stride))
@@ -127,7 +134,9 @@ def _uneven_ring(cluster: Cluster, size: int, stride: int) -> Ring:
         for offset in range(stride)
     )
     rings = _rings(_large_enough(cluster, blocks * span), groups)
-    return min(rings, key=lambda ring: (ring.nics / ring.oversubscription, -ring.hosts))
+    return min(
+        rings, key=lambda ring: (ring.nics / ring.oversubscription, ring.per_pod, -ring.hosts)
+    )
 
 
 def _large_enough(cluster: Cluster, devices: int) -> Cluster:

@@ -173,6 +173,24 @@ def test_a_strided_ring_equals_the_rings_of_its_groups(size: int, stride: int, r
     assert {strided_ring(cluster, size, stride)} == find_routes(cluster, "all_reduce", groups)
 
 
+@pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
+@pytest.mark.parametrize(
+    ("hosts", "size", "stride"), [(3, 24, 1), (6, 24, 1), (6, 3, 16), (6, 3, 8), (9, 2, 12)]
+)
+def test_groups_that_divide_leaf_switches_unevenly_take_as_long_as_the_slowest(
+    hosts: int, size: int, stride: int, kind: CollectiveKind
+) -> None:
+    cluster = toy(hosts=hosts, devices_per_host=8, hosts_per_switch=2, oversubscription=3)
+    groups = tuple(
+        tuple(first + offset + stride * i for i in range(size))
+        for first in range(0, 8 * hosts, size * stride)
+        for offset in range(stride)
+    )
+    model = CollectiveModel(cluster)
+    slowest = model.collective_seconds(kind, 1e9, find_routes(cluster, kind, groups))
+    assert model.seconds(kind, 1e9, strided_ring(cluster, size, stride)) == pytest.approx(slowest)
+
+
 def test_scenarios_and_programs_have_the_same_seconds_per_message() -> None:
     message = 10**9
     for cluster, stride, seconds in (
