@@ -59,6 +59,33 @@ def arrange_regions(
     return _arrange_nodes(graph.nodes, sorted(regions, key=lambda region: -len(region[1])))
 
 
+def recomputable_parts(graph: ModelGraph, nodes: Sequence[Node]) -> list[frozenset[str]]:
+    """Return the names of the nodes of a module in parts that can each be recomputed as one.
+
+    There is one part, unless the rest of the model computes, from results of the module, what the
+    module reads again: a module that is called twice has a part for each call.
+
+    Args:
+        graph: The model.
+        nodes: The nodes of the module, in the order in which they run.
+    """
+    names = {node.name for node in nodes}
+    parts: list[set[str]] = [set()]
+    inside: set[Var] = set()
+    after: set[Var] = set()
+    for node in graph.nodes:
+        read = {atom for atom in node.eqn.invars if isinstance(atom, Var)}
+        if node.name in names:
+            if not read.isdisjoint(after):
+                parts.append(set())
+                inside, after = set(), set()
+            parts[-1].add(node.name)
+            inside.update(node.eqn.outvars)
+        elif not read.isdisjoint(inside | after):
+            after.update(node.eqn.outvars)
+    return list(map(frozenset, parts))
+
+
 def _arrange_nodes(
     nodes: Sequence[Node], regions: Sequence[tuple[Region, frozenset[str]]]
 ) -> tuple[GraphItem, ...]:

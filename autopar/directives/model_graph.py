@@ -24,6 +24,7 @@ from autopar.ir.calls import called_jaxpr, has_derivative_rule
 from autopar.ir.graph import Atom, aval_of, needed
 
 _METHOD = re.compile(r"\.\w+$")
+_VMAP = re.compile(r"\bvmap\(([^()]*)\)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,8 +260,11 @@ class _ModelGraphBuilder:
     def _scope(self, stack: str) -> str:
         """Return the path of the module of a name stack.
 
-        The path lacks the name of the whole model, and names of methods (`Embed.attend`).
+        The path lacks the name of the whole model, names of methods (`Embed.attend`), and `vmap`s
+        around scopes (`vmap(linear1)`).
         """
+        while _VMAP.search(stack):
+            stack = _VMAP.sub(r"\1", stack)
         parts = [part for part in stack.split("/") if part]
         marked = max((k for k, part in enumerate(parts) if part.startswith(MARK)), default=None)
         if marked is not None:

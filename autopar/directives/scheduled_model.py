@@ -14,7 +14,13 @@ from autopar.directives import nnx_scopes
 from autopar.directives.broadcasts import look_through_broadcasts
 from autopar.directives.definitions import Directive, DirectiveError, DirectiveSchedule
 from autopar.directives.directive_checks import check_directive
-from autopar.directives.equation_regions import GraphItem, Region, RegionNode, arrange_regions
+from autopar.directives.equation_regions import (
+    GraphItem,
+    Region,
+    RegionNode,
+    arrange_regions,
+    recomputable_parts,
+)
 from autopar.directives.handle import Handle
 from autopar.directives.model_graph import Node, join_path, trace_model, within
 from autopar.directives.module_tree import ModuleTree, classes_of
@@ -242,7 +248,8 @@ class ModelSchedule(Handle):
         for remat in self.graph.remat_regions:
             regions.append((remat, remat.nodes))
         for checkpoint in self.of_kind(d.Checkpoint):
-            regions.append((checkpoint, frozenset(self.module_subgraph(checkpoint.path).nodes)))
+            parts = recomputable_parts(self.graph, self.nodes_of(checkpoint.path))
+            regions += [(checkpoint, part) for part in parts]
         for directive in (*self.of_kind(d.Fuse), *self.of_kind(d.Replace)):
             regions.append((directive, frozenset(directive.nodes)))
         return arrange_regions(self.graph, regions)

@@ -126,3 +126,56 @@ def test_parameters_are_initialized_shard_by_shard() -> None:
     params = built.init(model.init, jax.random.key(0), x)
     expected = model.init(jax.random.key(0), x)
     assert_allclose(params, expected, rtol=0, atol=1e-6)
+
+
+class CalledTwice(nn.Module):
+    """A module that reads in its second call what is computed from its first one."""
+
+    def setup(self) -> None:
+        self.up = nn.Dense(WIDTH)
+        self.down = nn.Dense(WIDTH)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = self.down(nn.relu(self.up(x)))
+        return x
+
+
+def test_each_call_of_a_module_is_recomputed() -> None:
+    sch = scheduled(CalledTwice(), X)
+    sch["up"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["down"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+    sch["up"].checkpoint()
+    Verify(sch, [X]).check()
+    built = build(sch)
+    gradient = jax.make_jaxpr(jax.grad(lambda params: jnp.sum(built.apply(params, X))))
+    assert str(gradient(sch.params)).count("remat") == 2
+
+
+class Vmapped(nnx.Module):
+    """`NnxMLP` with layers that compute one example."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear1 = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.linear2 = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row: self.linear2(nnx.relu(self.linear1(row))))(x)
+
+
+def vmapped_function(params: Any, x: jax.Array) -> jax.Array:
+    return jax.vmap(mlp, in_axes=(None, 0))(params, x)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "function"])
+def test_modules_under_vmap_have_their_own_paths(kind: str) -> None:
+    if kind == "nnx":
+        model = Vmapped(nnx.Rngs(0))
+        sch = create_schedule(model, nnx.state(model), [X], mesh=4)
+    else:
+        layer = {"kernel": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)}
+        params = {"linear1": layer, "linear2": layer}
+        sch = create_schedule(vmapped_function, params, [X], mesh=4)
+    tensor_parallel(sch)
+    sch["linear1"].checkpoint()
+    Verify(sch, [X]).check()
