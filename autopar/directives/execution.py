@@ -27,13 +27,13 @@ from autopar.directives.placed_model import (
     PlacedSync,
     StageBoundary,
 )
-from autopar.directives.replacements import Functions, call_replacement
+from autopar.directives.replacements import Functions, call_replacement, check_results
 from autopar.directives.shard_execution import draw_shards, run_eqn, slice_shard
 from autopar.directives.syncs import OPS, apply_sync
 from autopar.directives.value_layouts import LayoutError, ValueLayout
 from autopar.ir.evaluate import bind
-from autopar.ir.graph import read
-from autopar.ir.spec import AnyMesh, LogicalMesh, partition_spec
+from autopar.ir.graph import aval_of, read
+from autopar.ir.spec import AnyMesh, LogicalMesh, local_shape, partition_spec
 from autopar.layering.layers import mark_pipeline_boundary
 
 
@@ -50,6 +50,10 @@ class Executor(Protocol):
 
     def prepare(self, value: Any, have: ValueLayout, want: ValueLayout) -> Any:
         """Return `value`, which is laid out as `have`, as a replacement reads it."""
+        ...
+
+    def shape(self, var: Var, layout: ValueLayout) -> tuple[int, ...]:
+        """Return the shape of a value of the model, which is laid out as `layout`."""
         ...
 
 
@@ -80,6 +84,10 @@ class ShardExecutor:
         """Return this device's part along the dims that `want` splits."""
         return slice_shard(value, have.dims, want.dims, self.mesh)
 
+    def shape(self, var: Var, layout: ValueLayout) -> tuple[int, ...]:
+        """Return the shape of a shard."""
+        return local_shape(aval_of(var).shape, layout.dims, self.mesh)
+
 
 @dataclass(frozen=True, slots=True)
 class _WholeArrayExecutor:
@@ -91,6 +99,10 @@ class _WholeArrayExecutor:
     def prepare(self, value: Any, have: ValueLayout, want: ValueLayout) -> Any:
         """Return `value` unchanged."""
         return value
+
+    def shape(self, var: Var, layout: ValueLayout) -> tuple[int, ...]:
+        """Return the shape of the whole array."""
+        return aval_of(var).shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +187,10 @@ class _Interpreter:
             case Replace() as region:
                 pairs = zip(values, item.wanted, strict=True)
                 inputs = [self.executor.prepare(value, *layouts) for value, layouts in pairs]
-                return call_replacement(self.graph, region, self.functions, inputs)
+                results = call_replacement(self.graph, region, self.functions, inputs)
+                shapes = list(map(self.executor.shape, item.outputs, item.made))
+                check_results(self.graph, region, results, shapes)
+                return results
             case Fuse(name=name):
                 function = self._as_function(item)
                 function.__name__ = function.__qualname__ = name

@@ -8,6 +8,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
+from autopar.checks import checked, integer
 from autopar.directives import definitions as d
 from autopar.directives.definitions import Directive, DirectiveError, directive_names
 from autopar.directives.model_graph import Node, within
@@ -85,6 +86,7 @@ class Handle:
         """
         for path in self.paths:
             rank = self._owner.modules.param(path, param).ndim
+            axis = checked("axis", axis, integer(-rank), DirectiveError)
             dim = axis + rank if axis < 0 else axis
             self._owner.append(d.Shard(path, param, dim, self._owner.mesh_axis(mesh_axis)))
         return self

@@ -157,6 +157,7 @@ def _strict_operations(trace: ModelGraph) -> list[Any]:
 
 
 def _checked(pattern: ModelGraph) -> ModelGraph:
-    if len(pattern.outvars) != 1 or pattern.outvars[0] not in pattern.producer:
+    computed = (var for var in pattern.outvars if isinstance(var, Var) and var in pattern.producer)
+    if len(pattern.outvars) != 1 or not any(computed):
         raise DirectiveError("a pattern returns one array that it has computed")
     return pattern

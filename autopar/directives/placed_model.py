@@ -56,6 +56,7 @@ class PlacedRegion:
     Attributes:
         wanted: For a replacement the layout of each input, and the layout that the replaced
             equations read it in.
+        made: For a replacement the layout of each output.
     """
 
     region: Region
@@ -63,6 +64,7 @@ class PlacedRegion:
     inputs: tuple[Var, ...]
     outputs: tuple[Var, ...]
     wanted: tuple[tuple[ValueLayout, ValueLayout], ...] = ()
+    made: tuple[ValueLayout, ...] = ()
 
 
 type PlacedItem = PlacedEquation | PlacedSync | StageBoundary | PlacedRegion

@@ -217,7 +217,8 @@ class _Propagator:
         inputs = [frame.read[self.graph.values[name]] for name in region.inputs]
         wanted = tuple((self.layouts[var], frame.wanted[var]) for var in inputs)
         outputs = self.graph.outputs_of([self.graph.by_name[name] for name in region.nodes])
-        return PlacedRegion(region, tuple(frame.items), tuple(inputs), tuple(outputs), wanted)
+        made = tuple(self.layouts[var] for var in outputs)
+        return PlacedRegion(region, tuple(frame.items), tuple(inputs), tuple(outputs), wanted, made)
 
     def _place_equation(self, node: Node) -> None:
         atoms, layouts, propagated = self._propagate(node)

@@ -20,6 +20,7 @@ from autopar.directives.equation_regions import GraphItem, RegionNode, nodes_in
 from autopar.directives.model_graph import ModelGraph, Node, join_path, trace_in_scope, within
 from autopar.directives.nnx_scopes import call_unchanged
 from autopar.ir.graph import aval_of
+from autopar.tracing.trace import abstract
 
 type Functions = Mapping[str, Callable[..., Any]]
 
@@ -76,7 +77,7 @@ def call_replacement(
         args = [params, *rest]
     try:
         results = jax.tree.leaves(functions[region.function](*args))
-    except (TypeError, ValueError, NameError, errors.FlaxError) as error:
+    except (TypeError, ValueError, NameError, LookupError, errors.FlaxError) as error:
         shapes = ", ".join(_shapes(value) for value in args)
         raise DirectiveError(
             f"{region.function}, in place of {region.name}, fails for ({shapes}): {error}\n"
@@ -100,13 +101,27 @@ def check_replacement(graph: ModelGraph, region: Replace, functions: Functions) 
         lambda *values: call_replacement(graph, region, functions, values),
         *map(_aval, _inputs(graph, region)),
     )
-    for var, result in zip(_outputs(graph, region), results, strict=True):
-        expected = aval_of(var)
-        if (result.shape, result.dtype) != (expected.shape, expected.dtype):
+    check_results(graph, region, results, [aval_of(var).shape for var in _outputs(graph, region)])
+
+
+def check_results(
+    graph: ModelGraph, region: Replace, results: Sequence[Any], shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """Raise DirectiveError unless the results of a replacement are like those of its equations.
+
+    Args:
+        graph: The model.
+        region: The directive.
+        results: What the replacement returns, for arrays or for their shards.
+        shapes: The shapes of what the equations compute, or of its shards.
+    """
+    for var, result, shape in zip(_outputs(graph, region), results, shapes, strict=True):
+        have, dtype = abstract(result), aval_of(var).dtype
+        if (have.shape, have.dtype) != (shape, dtype):
             raise DirectiveError(
                 f"{region.function}, in place of {region.name}, returns"
-                f" {result.dtype}{list(result.shape)} for {graph.value_names[var]}, which is"
-                f" {expected.dtype}{list(expected.shape)}"
+                f" {have.dtype}{list(have.shape)} for {graph.value_names[var]}, which is"
+                f" {dtype}{list(shape)}"
             )
 
 

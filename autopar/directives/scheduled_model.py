@@ -8,6 +8,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.extend.core import Literal, Var
 
+from autopar.checks import short_repr
 from autopar.devices import Devices, planned_mesh
 from autopar.directives import definitions as d
 from autopar.directives import nnx_scopes
@@ -72,6 +73,11 @@ def create_schedule(
         raise DirectiveError(
             "updates=True is for nnx modules; others return what they change, linen's by"
             " apply(mutable=...)"
+        )
+    if not isinstance(example_args, list | tuple):
+        raise DirectiveError(
+            f"example_args is of type {type(example_args).__name__}, expected a list or a tuple of"
+            " the model's arguments"
         )
     params, args = jax.tree.map(abstract, (params, tuple(example_args)))
     match model:
@@ -163,7 +169,13 @@ class ModelSchedule(Handle):
         return self.mesh.axis_names[-1] if name is None else name
 
     def register_function(self, function: Callable[..., Any]) -> str:
-        """Add a function of the user to `functions`, and return the name that directives use."""
+        """Add a function of the user to `functions`, and return the name that directives use.
+
+        Raises:
+            DirectiveError: It can't be called.
+        """
+        if not callable(function):
+            raise DirectiveError(f"{short_repr(function)} can't be called, expected a function")
         base = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
         name = base
         number = 1

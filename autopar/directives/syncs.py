@@ -46,6 +46,12 @@ def check_sync(sync: Sync, functions: Mapping[str, Any]) -> None:
         )
     if _RESHARD.fullmatch(sync.op):
         _reshard_dims(sync.op)
+    if sync.backward not in (None, "reduce_scatter", "scatter"):
+        raise DirectiveError(
+            f"sync backward {sync.backward!r}, expected 'reduce_scatter' or 'scatter'"
+        )
+    if sync.axis is not None and (isinstance(sync.axis, bool) or not isinstance(sync.axis, int)):
+        raise DirectiveError(f"sync axis {sync.axis!r}, expected the number of an array dim")
 
 
 def layout_after(sync: Sync, layout: ValueLayout) -> ValueLayout:
@@ -133,6 +139,13 @@ def apply_sync(
             return lax.psum_scatter(value, axis, scatter_dimension=scattered or 0, tiled=True)
         case op if op in functions:
             result = functions[op](value)
+            shape = _whole_shape(value.shape, gathered, mesh.sizes[axis])
+            if (result.shape, result.dtype) != (shape, value.dtype):
+                raise DirectiveError(
+                    f"{sync.op}, the sync function of {sync.path!r}, makes"
+                    f" {result.dtype}{list(result.shape)} of {value.dtype}{list(value.shape)}; the"
+                    f" whole value over {axis!r} is {value.dtype}{list(shape)}"
+                )
             _check_whole(sync, result, after.varying)
             return result
     if gathered is not None and scattered is not None:
@@ -151,6 +164,11 @@ def _newly_whole_dim(before: ValueLayout, after: ValueLayout, axis: str) -> int 
     """Return the dim that is split over `axis` before, and whole after."""
     pairs = enumerate(zip(before.dims, after.dims, strict=True))
     return next((dim for dim, (split, axes) in pairs if axis in split and not axes), None)
+
+
+def _whole_shape(shape: tuple[int, ...], gathered: int | None, ways: int) -> tuple[int, ...]:
+    """Return the shape of a shard after dim `gathered`, which is split over `ways`, is whole."""
+    return tuple(size * ways if dim == gathered else size for dim, size in enumerate(shape))
 
 
 def _check_whole(sync: Sync, result: Any, allowed: frozenset[str]) -> None:

@@ -350,3 +350,70 @@ def test_regions_must_nest_and_be_runnable_as_one() -> None:
 def test_invalid_json_of_a_schedule_is_refused_with_the_field(text: str, message: str) -> None:
     with pytest.raises(DirectiveError, match=message):
         DirectiveSchedule.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        (1.0, "axis is 1.0, expected a whole number"),
+        (None, "axis is None, expected a whole number"),
+        (-3, "axis is -3, expected a whole number of at least -2"),
+        (2, "it has no axis 2 to shard"),
+    ],
+)
+def test_the_axis_of_a_shard_is_a_dim_of_the_parameter(axis: Any, message: str) -> None:
+    with pytest.raises(DirectiveError, match=message):
+        mlp_schedule()["linear1"].shard("kernel", axis=axis)
+
+
+def test_options_of_a_sync_are_checked() -> None:
+    handle = mlp_schedule()["linear1"]
+    with pytest.raises(DirectiveError, match="sync backward 'scater', expected 'reduce_scatter'"):
+        handle.sync("fwd_post", "all_gather", backward="scater")  # pyright: ignore
+    with pytest.raises(DirectiveError, match="sync axis '0', expected the number of an array dim"):
+        handle.sync("fwd_post", "all_gather", axis="0")  # pyright: ignore
+    with pytest.raises(DirectiveError, match="None can't be called, expected a function"):
+        handle.sync("fwd_post", None)  # pyright: ignore
+
+
+@pytest.mark.parametrize("backend", ["manual", "auto"])
+@pytest.mark.parametrize(
+    ("replacement", "message"),
+    [
+        (lambda params, x: x[:1], r"returns float32\[1, 8, 32\] for linear1/add, which is float32"),
+        (
+            lambda params, x: (x @ params["kernel"]).astype(jnp.bfloat16),
+            r"returns bfloat16\[2, 8, .*\] for linear1/add, which is float32\[2, 8, ",
+        ),
+        (lambda params, x: params["weight"], "fails for .*'weight'"),
+    ],
+)
+def test_a_function_that_returns_other_arrays_is_no_replacement(
+    backend: Any, replacement: Any, message: str
+) -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0).replace(replacement)
+    sch["linear2"].shard("kernel", axis=0).sync("fwd_post", "all_reduce")
+    params = jax.tree.map(lambda aval: jnp.ones(aval.shape, aval.dtype), sch.params)
+    with pytest.raises(DirectiveError, match=message):
+        build(sch, backend).apply(params, X)
+
+
+def test_a_sync_function_that_does_not_gather_is_refused() -> None:
+    sch = mlp_schedule()
+    sch["linear1"].shard("kernel", axis=1).shard("bias", axis=0)
+    sch["linear1"].sync("fwd_post", lambda value: jax.lax.psum(value, "x"))
+    params = jax.tree.map(lambda aval: jnp.ones(aval.shape, aval.dtype), sch.params)
+    with pytest.raises(DirectiveError, match=r"the whole value over 'x' is float32\[2, 8, 32\]"):
+        build(sch).apply(params, X)
+
+
+def test_a_constant_is_no_pattern() -> None:
+    with pytest.raises(DirectiveError, match="a pattern returns one array that it has computed"):
+        mlp_schedule().find(lambda x: 3)
+
+
+def test_arguments_of_a_model_are_a_sequence() -> None:
+    params = jax.eval_shape(TutorialMLP(32).init, jax.random.key(0), X)
+    with pytest.raises(DirectiveError, match="expected a list or a tuple of the model's arguments"):
+        create_schedule(TutorialMLP(32), params, X)  # pyright: ignore
