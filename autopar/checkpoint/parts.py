@@ -82,13 +82,16 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], verify: bool = True) -
         verify: whether to read back what was written.
 
     Raises:
-        CheckpointError: an array that was read back differs.
+        CheckpointError: they can't be written, or an array that was read back differs.
     """
     from orbax.checkpoint.args import PyTreeSave
 
     written = checksums(arrays)
     with _checkpointer() as checkpointer:
-        checkpointer.save(folder.absolute(), args=PyTreeSave(dict(arrays)))
+        try:
+            checkpointer.save(folder.absolute(), args=PyTreeSave(dict(arrays)))
+        except ValueError as error:  # TensorStore's: a full disk, an unsupported dtype
+            raise CheckpointError(f"{folder} can't be written: {_cause(error)}") from error
     if verify:
         for names in _groups(arrays, lambda name: arrays[name].nbytes):
             back = checksums(read(folder, names))
@@ -123,9 +126,8 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
         except PermissionError as error:
             raise CheckpointError(f"{folder} may not be read: {error}") from error
         except Exception as error:  # Orbax and TensorStore raise many types for damaged files
-            cause = (str(error).splitlines() or [""])[0]
             raise DamagedCheckpointError(
-                f"{folder} can't be read: {type(error).__name__}: {cause[:_CAUSE_LENGTH]}"
+                f"{folder} can't be read: {type(error).__name__}: {_cause(error)}"
             ) from error
 
 
@@ -220,9 +222,18 @@ def _restored(wanted: Wanted, pieces: Mapping[tuple[str, str], np.ndarray]) -> A
     if wanted.sharding is None:
         return part(None)
     dtype = saved.jax_dtype
-    return jax.make_array_from_callback(
-        saved.shape, wanted.sharding, lambda index: part(index).astype(dtype), dtype
-    )
+
+    def jax_part(index: Sequence[slice] | None) -> np.ndarray:
+        values = part(index)
+        narrow = values.astype(dtype)
+        if dtype.kind in "iu" and not np.array_equal(narrow, values):
+            raise CheckpointError(
+                f"{saved.path} has numbers beyond the range of {dtype}, and was saved as"
+                f" {saved.dtype}: restore it with jax.config.update('jax_enable_x64', True)"
+            )
+        return narrow
+
+    return jax.make_array_from_callback(saved.shape, wanted.sharding, jax_part, dtype)
 
 
 def _filled(
@@ -263,6 +274,15 @@ def _groups[T](items: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:
         groups[-1].append(item)
         room -= size
     return groups
+
+
+def _cause(error: Exception) -> str:
+    """Return the first line of an error of Orbax or TensorStore, in bounded length.
+
+    The end of a long line is kept, which has the reason; the rest is paths.
+    """
+    line = (str(error).splitlines() or [""])[0]
+    return line if len(line) <= _CAUSE_LENGTH else f"... {line[-_CAUSE_LENGTH:]}"
 
 
 def _nbytes(saved: SavedArray) -> int:

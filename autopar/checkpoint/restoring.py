@@ -232,7 +232,8 @@ def _difference(saved: SavedArray, wanted: Any) -> str:
     """Describe how a saved array differs from the wanted type; "" if it does not."""
     data = data_aval(wanted)
     key = impl_of(wanted.dtype) if is_key(wanted.dtype) else None
-    if (saved.shape, saved.jax_dtype, saved.key) == (tuple(data.shape), data.dtype, key):
+    dtype = jax.dtypes.canonicalize_dtype(data.dtype)
+    if (saved.shape, saved.jax_dtype, saved.key) == (tuple(data.shape), dtype, key):
         return ""
     kind = f"random keys ({saved.key})" if saved.key else saved.dtype
     return (

@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -58,8 +59,10 @@ class Saving:
             Exception: the error of writing it, such as HostLostError or OSError. The earlier
                 checkpoints are unchanged.
         """
-        _queue.forget(self)
-        return self._future.result()
+        try:
+            return self._future.result()
+        finally:
+            _queue.forget(self)
 
     def done(self) -> bool:
         """Return whether the checkpoint is complete or has failed."""
@@ -95,6 +98,9 @@ class SavingQueue:
 
 _queue = SavingQueue()
 """The checkpoints of this process."""
+
+_one_at_a_time = threading.Lock()
+"""Held by the thread that begins a checkpoint, which removes unfinished ones."""
 
 
 def save_checkpoint(
@@ -134,18 +140,18 @@ def save_checkpoint(
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(target)}
     if not leaves:
         raise CheckpointError("the state has no arrays, so there is nothing to save")
-    finish_saving()
-    with ExitStack() as undo:
+    with _one_at_a_time, ExitStack() as undo:
+        finish_saving()
         directory_lock = lock(directory)
         undo.callback(directory_lock.release)
         folder = begin(directory, int(step))
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         arrays, writers = _copy(folder, leaves, verify)
         undo.pop_all()
-    write = partial(_write, folder, int(step), arrays, writers, keep, directory_lock)
-    saving = _queue.start(int(step), write)
+        write = partial(_write, folder, int(step), arrays, writers, keep, directory_lock)
+        saving = _queue.start(int(step), write)
     if wait:
-        finish_saving()
+        saving.wait()
     return saving
 
 

@@ -9,19 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
-from autopar.checkpoint import DamagedCheckpointError, saved_steps
+from autopar.checkpoint import DamagedCheckpointError, saved_steps, saving
 from autopar.checkpoint.manifest import SavedArray, SavedPiece
 from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.checkpoint.saving import _tiles
@@ -582,3 +584,52 @@ def test_random_keys_of_another_implementation_are_refused(tmp_path):
         autopar.CheckpointError, match=r"random keys \(rbg\)\[4\] there, key<fry>\[\] in the state"
     ):
         autopar.restore_checkpoint(tmp_path, 0, placement)
+
+
+def test_a_full_disk_is_an_error_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: Any, **__: Any) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device")
+
+    autopar.save_checkpoint(tmp_path, {"x": np.ones(3)}, 1)
+    monkeypatch.setattr(orbax.checkpoint.Checkpointer, "save", save)
+    with pytest.raises(autopar.CheckpointError, match=r"can't be written: .*No space left"):
+        autopar.save_checkpoint(tmp_path, {"x": np.ones(3)}, 2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
+
+
+def test_threads_that_save_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint begins while another one is written, and would remove its folder."""
+    begin, write = saving.begin, saving.write
+
+    def late(directory: Path, step: int) -> Path:
+        time.sleep(0.1 * step)
+        return begin(directory, step)
+
+    def slow(*args: Any) -> dict[str, int]:
+        checksums = write(*args)
+        time.sleep(0.3)
+        return checksums
+
+    monkeypatch.setattr(saving, "begin", late)
+    monkeypatch.setattr(saving, "write", slow)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda k: autopar.save_checkpoint(tmp_path, {"x": k}, k), range(3)))
+    assert saved_steps(tmp_path) == [0, 1, 2]
+
+
+def test_integers_that_jax_would_wrap_are_refused(tmp_path: Path) -> None:
+    autopar.save_checkpoint(tmp_path, {"tokens": np.int64(2**40), "steps": np.int64(2**30)}, 1)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    specs = {
+        name: jax.ShapeDtypeStruct((), dtype, sharding=sharding)
+        for name, dtype in (("tokens", np.int32), ("steps", np.int64))
+    }
+    with pytest.raises(autopar.CheckpointError, match=r"'tokens'.* beyond the range of int32"):
+        autopar.restore_checkpoint(tmp_path, placement_specs=specs)
+    autopar.save_checkpoint(tmp_path, {"tokens": 7, "steps": np.int64(2**30)}, 2)
+    restored = autopar.restore_checkpoint(tmp_path, placement_specs=specs)
+    assert (int(restored["tokens"]), int(restored["steps"])) == (7, 2**30)
