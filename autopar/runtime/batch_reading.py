@@ -208,11 +208,19 @@ def _ranges(rows: Iterable[Rows]) -> tuple[Rows, ...]:
 
 
 def ahead[T](items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield the items of an iterator, which is advanced `count` items further."""
+    """Yield the items of an iterator, which is advanced `count` items further.
+
+    An error of the iterator is raised after the items before it.
+    """
     waiting: deque[T] = deque()
-    for item in items:
-        waiting.append(item)
+    while True:
+        try:
+            waiting.append(next(items))
+        except StopIteration:
+            yield from waiting
+            return
+        except Exception:
+            yield from waiting
+            raise
         if len(waiting) > count:
             yield waiting.popleft()
-    while waiting:
-        yield waiting.popleft()

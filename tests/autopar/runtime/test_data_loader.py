@@ -204,6 +204,24 @@ def test_batches_that_the_step_does_not_take_are_refused(batch, message):
         next(iter(data_loader([batch])))
 
 
+@pytest.mark.parametrize("prefetch_size", [0, 1, 5])
+def test_an_error_comes_after_the_batches_before_it(prefetch_size: int) -> None:
+    def failing() -> Iterator[Any]:
+        yield examples(0, ROWS)
+        yield examples(ROWS, 2 * ROWS)
+        raise OSError("no more files")
+
+    cases = [
+        (failing(), OSError, "no more files"),
+        ([*itertools.islice(failing(), 2), examples(0, 3)], DataLoaderError, "batch 2 has"),
+    ]
+    for batches, error, message in cases:
+        loaded = iter(DataLoader(batches, placements(), prefetch_size))
+        assert first_numbers(itertools.islice(loaded, 2)) == [0, ROWS]
+        with pytest.raises(error, match=message):
+            next(loaded)
+
+
 def test_numpy_s_numbers_become_jax_s():
     (batch,) = data_loader(
         [{name: leaf.astype(np.float64) for name, leaf in examples(0, ROWS).items()}]
