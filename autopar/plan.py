@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from pydantic import (
     BaseModel,
     ConfigDict,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -61,7 +62,7 @@ class _Array(_Model):
         spec: for each dim the mesh axes that shard it.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     dtype: str
     itemsize: PositiveInt
     spec: Spec

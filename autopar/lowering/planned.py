@@ -16,7 +16,7 @@ from autopar.pipeline.partitioner import partition_step, stages_of_layers, whole
 from autopar.pipeline.pipeline_schedules import Schedule, has_backward, make_schedule
 from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.plan import WHOLE_STEP, Plan, PlanError, Stage
+from autopar.plan import WHOLE_STEP, Plan, PlanError
 from simulator.program import Program, Run
 
 
@@ -134,9 +134,7 @@ class PlannedStep:
     @cached_property
     def values(self) -> list[StageValues]:
         """Shapes and specs of each stage's values."""
-        pairs = list(zip(self.graphs, self.plan.stages, strict=True))
-        for graph, stage in pairs:
-            _check_constraints(graph, stage)
+        pairs = zip(self.graphs, self.plan.stages, strict=True)
         return [StageValues(graph, stage) for graph, stage in pairs]
 
     def transfer(self, crossing: Crossing) -> Resharding:
@@ -186,27 +184,6 @@ def _check_order(partition: Partition, schedule: Schedule) -> None:
                     f" order {order}, but the step returns or reads rows of all microbatches, which"
                     " are put together in order; use a schedule that keeps the order"
                 )
-
-
-def _check_constraints(graph: StageGraph, stage: Stage) -> None:
-    """Check that each constraint of a stage names a value of that stage.
-
-    Raises:
-        PlanError: one is not.
-    """
-    eqns = graph.step.jaxpr.eqns
-    for constraint in stage.constraints:
-        found = 0 <= constraint.eqn < len(eqns)
-        if found:
-            eqn = eqns[constraint.eqn]
-            atoms = eqn.invars if constraint.side == "in" else eqn.outvars
-            found = 0 <= constraint.index < len(atoms)
-        if not found:
-            raise PlanError(
-                f"constraint {constraint.name!r} is of value {constraint.index} on the"
-                f" {constraint.side!r} side of equation {constraint.eqn}, which stage"
-                f" {graph.stage} does not have ({len(eqns)} equations); plan the step again"
-            )
 
 
 def single_stage(planned: Planned, stage: int | None) -> Planned:

@@ -9,7 +9,7 @@ from autopar.ir.spec import Spec, local_shape, replicated
 from autopar.microbatch.batch_rows import rows_dim
 from autopar.pipeline.partition import Total
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.plan import Stage
+from autopar.plan import PlanError, Stage
 from autopar.sharding.memory_roles import MEMORY_ROLES
 from simulator.memory import Role as MemoryRole
 
@@ -31,6 +31,12 @@ class StageValues:
     """
 
     def __init__(self, stage_graph: StageGraph, stage: Stage) -> None:
+        """Find the shapes and specs of the values.
+
+        Raises:
+            PlanError: the plan is for a stage with other values.
+        """
+        _check(stage_graph, stage)
         self.mesh = stage.mesh
         self.deferred = stage.deferred
         self.ways = self.mesh.ways(stage.deferred)
@@ -93,3 +99,32 @@ class StageValues:
 
 def _without(spec: Spec, axes: tuple[str, ...]) -> Spec:
     return tuple(tuple(axis for axis in of_dim if axis not in axes) for of_dim in spec)
+
+
+def _check(graph: StageGraph, stage: Stage) -> None:
+    """Check that a plan has the inputs and outputs of a stage, and constrains values of it.
+
+    Raises:
+        PlanError: it does not.
+    """
+    jaxpr = graph.step.jaxpr
+    sides = (("inputs", jaxpr.invars, stage.inputs), ("outputs", jaxpr.outvars, stage.outputs))
+    for side, atoms, values in sides:
+        if len(atoms) != len(values):
+            raise PlanError(
+                f"stage {graph.stage} of the plan has {len(values)} {side}, expected the"
+                f" {len(atoms)} of the step; plan the step again"
+            )
+    eqns = jaxpr.eqns
+    for constraint in stage.constraints:
+        found = 0 <= constraint.eqn < len(eqns)
+        if found:
+            eqn = eqns[constraint.eqn]
+            atoms = eqn.invars if constraint.side == "in" else eqn.outvars
+            found = 0 <= constraint.index < len(atoms)
+        if not found:
+            raise PlanError(
+                f"constraint {constraint.name!r} is of value {constraint.index} on the"
+                f" {constraint.side!r} side of equation {constraint.eqn}, which stage"
+                f" {graph.stage} does not have ({len(eqns)} equations); plan the step again"
+            )

@@ -1,9 +1,12 @@
 """A plan file that was changed so that it no longer fits its step is refused."""
 
+import copy
 import json
+from typing import Any
 
 import pytest
 
+import autopar
 from autopar.lowering.planned import PlannedStep
 from autopar.plan import Plan, PlanError
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
@@ -36,6 +39,26 @@ def test_a_constraint_on_a_value_that_the_stage_does_not_have_is_refused(pipelin
 
     with pytest.raises(PlanError, match="which stage 0 does not have"):
         assert with_changed_stages(pipeline, move_constraint).values
+
+
+def test_a_plan_of_one_stage_that_does_not_fit_is_refused_before_it_runs() -> None:
+    args = stack_params(), stack_batch()
+    plan = autopar.plan_step(
+        stack_step, args, method=autopar.ShardParallel(devices=8), cluster="dgx_h100"
+    )
+    data = json.loads(plan.to_json())
+
+    def run(data: Any) -> None:
+        changed = autopar.PlanMethod(Plan.from_json(json.dumps(data)))
+        autopar.parallelize(stack_step, method=changed).get_executable(*args)
+
+    without_input = copy.deepcopy(data)
+    del without_input["stages"][0]["inputs"][0]
+    with pytest.raises(PlanError, match=r"inputs, expected the .* of the step"):
+        run(without_input)
+    data["stages"][0]["constraints"][0]["eqn"] = 10_000
+    with pytest.raises(PlanError, match="which stage 0 does not have"):
+        run(data)
 
 
 def test_an_unchanged_plan_has_the_same_program(pipeline):
