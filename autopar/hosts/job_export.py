@@ -1,12 +1,14 @@
 """Export of jobs to workers: programs are compiled for devices of other hosts and serialized."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
+from autopar.ir.graph import listed, source_line
 from autopar.ir.keys import data_aval, on_data
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.compilation import lower_stage
@@ -15,6 +17,9 @@ from autopar.lowering.job import Array, Job, StageMesh
 from autopar.lowering.job_description import JobDescription, describe_job, mesh_of
 from autopar.lowering.planned import PlannedStep
 from autopar.runtime.create_state import part_of_state, state_job
+
+_CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
+"""Primitives that call functions of this process."""
 
 
 @dataclass(slots=True)
@@ -66,7 +71,11 @@ def export_job(planned: PlannedStep, platform: str, donated: frozenset[int]) -> 
         planned: the traced step and its plan.
         platform: "cpu" or "cuda".
         donated: numbers of the inputs whose memory the step may reuse.
+
+    Raises:
+        ValueError: the step calls Python.
     """
+    _check_callbacks(planned.step)
     functions = {
         function.task: function
         for number, stage in enumerate(planned.plan.stages)
@@ -87,6 +96,29 @@ def export_job(planned: PlannedStep, platform: str, donated: frozenset[int]) -> 
     }
     job = replace(description.job, programs=exports.programs, calls=calls)
     return replace(description, job=job)
+
+
+def _check_callbacks(step: StepGraph) -> None:
+    """Raise ValueError if a step calls Python, whose functions programs for hosts don't contain."""
+    callbacks = [
+        f"{eqn.primitive.name} ({source_line(eqn)})"
+        for eqn in _all_eqns(step.jaxpr)
+        if eqn.primitive.name in _CALLBACKS
+    ]
+    if callbacks:
+        raise ValueError(
+            f"{step.name} calls Python by {listed(callbacks)}, and hosts run compiled programs"
+            " without it; leave the call out, or run the step in one process, without"
+            " autopar.init(cluster='ray')"
+        )
+
+
+def _all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield the equations of a jaxpr and of the jaxprs inside."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _all_eqns(inner)
 
 
 def export_state(step: StepGraph, places: Sequence[Array], platform: str) -> Job:

@@ -225,3 +225,23 @@ def test_the_error_of_an_instruction_names_its_mesh():
         match=rf"host 0, mesh {to}, instruction recv {name}.*: MemoryError: no room",
     ):
         driver.steps(args, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: jax.debug.print("{}", x), "debug_print"),
+        (
+            lambda x: jax.lax.cond(x > 0, lambda: jax.pure_callback(np.asarray, x, x), lambda: x),
+            "pure_callback",
+        ),
+    ],
+)
+def test_steps_that_call_python_are_refused(call: Any, name: str) -> None:
+    def step(params: Any, batch: Any) -> Any:
+        params, loss = stack_step(params, batch)
+        result = call(loss)
+        return params, loss if result is None else result
+
+    with pytest.raises(ValueError, match=rf"step calls Python by {name} \(.*test_worker.py:"):
+        describe_job(autopar.ShardParallel(), step, (stack_params(), stack_batch()))
