@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,11 @@ def train(
     avals = jax.tree.map(abstract, state)
     loop = _Loop(step, avals, batches, num_steps, directory, save_every, keep, on_step)
     forget_saving()  # a failed checkpoint of an earlier loop is not an error of this one
-    directory_lock = lock(directory, is_alone=True)
-    try:
+    with ExitStack() as at_end:
+        at_end.callback(lock(directory, is_alone=True).release)
+        # After an error the program may end, and then a checkpoint is no longer written.
+        at_end.callback(forget_saving)
         return _run(loop, state, directory, num_steps, max_failures)
-    finally:
-        directory_lock.release()
 
 
 def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failures: int) -> Any:

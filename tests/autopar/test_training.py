@@ -1,7 +1,9 @@
 """The training loop continues from the last checkpoint, with the same batches."""
 
 import shutil
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.checkpoint import saved_steps
+from autopar.checkpoint import saved_steps, saving
 from autopar.hosts import session
 from autopar.testing import assert_allclose
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
@@ -66,6 +68,29 @@ def test_a_loop_that_is_run_again_goes_on(function, tmp_path):
     # all steps are done
     again = autopar.train(function, stack_params(), batches, 9, tmp_path)
     assert_close(again, expected(9))
+
+
+def test_an_error_of_a_loop_waits_for_the_checkpoint_that_is_written(
+    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python can't start the threads that write it after the error has ended the program."""
+    write = saving.write
+
+    def slow(*args: Any) -> dict[str, int]:
+        time.sleep(0.5)
+        return write(*args)
+
+    def fail_at_three(step: int, results: Any) -> None:
+        if step == 3:
+            raise OSError("no more batches")
+
+    monkeypatch.setattr(saving, "write", slow)
+    with pytest.raises(OSError, match="no more batches"):
+        autopar.train(
+            function, stack_params(), batches, 9, tmp_path, save_every=2, on_step=fail_at_three
+        )
+    assert saved_steps(tmp_path) == [0, 2]
+    assert not (tmp_path / "autopar.lock").exists()
 
 
 def test_a_loader_places_batches_for_the_current_plan(function, tmp_path):
