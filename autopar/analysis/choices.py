@@ -75,7 +75,8 @@ def recover(planned: Planned, model: CostModel, options: ShardingOptions) -> Cho
     if options.mode == "manual":
         raise PlanError(
             "nothing inside the step was chosen: the plan pins inputs and outputs, XLA propagates"
-            " them"
+            " them. Compile the step to predict it (fidelity='compiled', or autopar report"
+            " --compiled), or pin the same shardings with ShardParallel"
         )
     step = planned.step
     replayed = replay(planned)

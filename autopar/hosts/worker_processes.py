@@ -200,11 +200,12 @@ class Workers:
             return
         if self._groups is not None:
             if self._live:
+                shared = ", ".join(map(str, sorted(self._groups))) or "none"
                 raise HostsError(
-                    f"hosts {sorted(self._groups)} share meshes, but the new step has meshes over"
-                    f" hosts {sorted(groups)}. The workers have to start again, but"
-                    f" {len(self._live)} arrays are in their memory; delete the arrays, or call"
-                    " autopar.shutdown() and autopar.init()"
+                    f"the hosts that share meshes are {shared}, but the new step has meshes over"
+                    f" hosts {', '.join(map(str, sorted(groups)))}. The workers have to start"
+                    f" again, but {len(self._live)} arrays are in their memory; delete the arrays,"
+                    " or call autopar.shutdown() and autopar.init()"
                 )
             self.restart()
         addresses = start_process_groups(self, groups)
