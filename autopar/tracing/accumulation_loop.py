@@ -273,7 +273,8 @@ class _AccumulationLoop:
     def _classify(self) -> None:
         """Find out which equations are prepared.
 
-        They depend on no weights, and they compute or read what is computed from the whole batch.
+        They depend on no weights and not on results of the loop, and they compute or read what is
+        computed from the whole batch.
         """
         examples = [self.jaxpr.invars[i] for i in self.batch]
         weights = [
@@ -289,12 +290,13 @@ class _AccumulationLoop:
         self.of_batch = of_whole | self._dependents(in_slices)
         self.of_iteration = self._dependents([*self.slices, *self._carries])
         of_whole -= self.of_model | self.of_iteration
+        totals = [var for eqn in self.eqns if eqn.primitive in _COMBINE for var in eqn.outvars]
+        later = self._dependents([*totals, *(carry.final for carry in self.handed_on)])
         self.prepared = {
             n
             for n, eqn in enumerate(self.eqns)
             if not of_whole.isdisjoint((*_variables(eqn), *eqn.outvars))
-            and self.of_model.isdisjoint(eqn.outvars)
-            and eqn.primitive not in _COMBINE
+            and self.of_model.union(later).isdisjoint(eqn.outvars)
             and not eqn.effects
         }
 

@@ -712,3 +712,64 @@ class RandomStep:
         new = {**state, "params": updated, "seen": seen, "step": state["step"] + 1}
         chosen = draw.sample(list(metrics), 2)
         return new, value, gradients, {name: metrics[name]() for name in chosen}
+
+
+CHUNKS = 4
+"""The number of chunks of an `AccumulatingStep`."""
+
+
+class AccumulatingStep:
+    """A training step that adds the gradients of chunks in a loop of its own.
+
+    It is the same for a seed, and takes arguments like `ARGS`.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._losses = RandomLoss(seed), RandomLoss(seed + 10**6)
+        self.__name__ = "step"
+
+    def __call__(self, state, batch, frames, key):
+        draw = random.Random(self.seed + 1)
+        value_and_grad = draw.choice((autopar.value_and_grad, jax.value_and_grad))
+        keys = draw.choice(("sliced", "folded", "split"))
+        way = draw.choice(("slices", "slices", "counter"))
+        gradient_seed = draw.random()
+        params, examples = state["params"], batch["x"].shape[0]
+        size = examples // CHUNKS
+
+        def chunk(i):
+            def cut(rows):
+                if way == "slices":
+                    return rows.reshape(CHUNKS, size, *rows.shape[1:])[i]
+                return lax.dynamic_slice_in_dim(rows, i * size, size)
+
+            return jax.tree.map(cut, batch), jnp.moveaxis(cut(jnp.moveaxis(frames, 1, 0)), 0, 1)
+
+        def add(carry, sliced):
+            sums, key, number = carry
+            (batch, frames), own = sliced if way == "slices" else (chunk(number), key)
+            if keys == "folded":
+                own = jax.random.fold_in(key, number)
+            elif keys == "split" or way == "counter":
+                key, own = jax.random.split(key)
+            inputs = Inputs(params, batch, frames, own)
+            (value, rows), gradients = _gradients(
+                random.Random(gradient_seed), self._losses, value_and_grad, params, inputs
+            )
+            sums = jax.tree.map(jnp.add, sums, {"value": value, "gradients": gradients})
+            return (sums, key, number + 1), (rows, value)
+
+        slices = None
+        if way == "slices":
+            chunks = [chunk(i) for i in range(CHUNKS)]
+            stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *chunks)
+            slices = stacked, jax.random.split(key, CHUNKS)
+        sums = {"value": 0.0, "gradients": jax.tree.map(jnp.zeros_like, params)}
+        (sums, _, _), (rows, values) = lax.scan(add, (sums, key, 0), slices, length=CHUNKS)
+        gradients = jax.tree.map(lambda g: g / CHUNKS, sums["gradients"])
+        metrics = metrics_of(rows.reshape(examples, *rows.shape[2:]), batch)
+        updated = draw.choice(list(update_of(state, gradients, examples).values()))()
+        new = {**state, "params": updated, "step": state["step"] + 1}
+        chosen = draw.sample(list(metrics), 2)
+        return new, sums["value"], values, {name: metrics[name]() for name in chosen}

@@ -19,7 +19,7 @@ from autopar.tracing.trace import TraceError
 from tests.fuzz import random_steps
 from tests.fuzz.eager_tasks import eager_tasks
 from tests.fuzz.outcomes import Outcomes
-from tests.fuzz.random_steps import ARGS, BATCH_ARGNUMS, RandomStep
+from tests.fuzz.random_steps import ARGS, BATCH_ARGNUMS, CHUNKS, AccumulatingStep, RandomStep
 
 pytestmark = pytest.mark.fuzz
 
@@ -81,9 +81,8 @@ def compared(got, wanted):
     return "right"
 
 
-def outcome_of(seed, method):
-    """What becomes of the step of a seed."""
-    step = RandomStep(seed)
+def outcome_of(step, method):
+    """What becomes of a step."""
     try:
         jax.eval_shape(step, *ARGS)
     except (TypeError, ValueError):
@@ -109,7 +108,10 @@ def test_random_steps_in_microbatches_are_right_or_refused(part, monkeypatch, re
     for seed in range(250 * part, 250 * (part + 1)):
         method = method_of_single_devices(seed)
         outcomes.add(
-            f"seed {seed}", lambda seed=seed, method=method: outcome_of(seed, method), REFUSALS, 120
+            f"seed {seed}",
+            lambda seed=seed, method=method: outcome_of(RandomStep(seed), method),
+            REFUSALS,
+            120,
         )
     record_property(f"outcomes of random steps, part {part}", dict(outcomes.counts))
     jax.clear_caches()
@@ -117,12 +119,34 @@ def test_random_steps_in_microbatches_are_right_or_refused(part, monkeypatch, re
     assert outcomes.counts["right"] > 50
 
 
+def test_random_steps_that_accumulate_are_right_or_refused(monkeypatch, record_property):
+    monkeypatch.setattr(local_executable, "compile_tasks", eager_tasks)
+    outcomes = Outcomes()
+    for seed in range(2200, 2400):
+        draw = random.Random(seed + 2)
+        stages = draw.choice((2, 3))
+        method = pipeline(draw, stages, stages, CHUNKS)
+        outcomes.add(
+            f"seed {seed}",
+            lambda seed=seed, method=method: outcome_of(AccumulatingStep(seed), method),
+            REFUSALS,
+            120,
+        )
+    record_property("outcomes of random steps that accumulate", dict(outcomes.counts))
+    jax.clear_caches()
+    assert not outcomes.faults, "\n".join(outcomes.faults[:20])
+    assert outcomes.counts["right"] > 100
+
+
 def test_random_steps_on_several_devices_are_right_or_refused(record_property):
     outcomes = Outcomes()
     for seed in range(2000, 2100):
         method = method_of_several_devices(seed)
         outcomes.add(
-            f"seed {seed}", lambda seed=seed, method=method: outcome_of(seed, method), REFUSALS, 120
+            f"seed {seed}",
+            lambda seed=seed, method=method: outcome_of(RandomStep(seed), method),
+            REFUSALS,
+            120,
         )
         jax.clear_caches()
     record_property("outcomes of random steps on several devices", dict(outcomes.counts))

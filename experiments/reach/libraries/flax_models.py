@@ -141,6 +141,44 @@ def linen_lm1b() -> PublicStep:
     return PublicStep(train_step, (state, batch, jax.random.key(2)))
 
 
+def linen_accumulation() -> PublicStep:
+    """t5x/trainer.py: a loop that adds the gradients of microbatches, with dropout in each."""
+    count = 4
+    model = _Decoder()
+    ids = tokens()
+    params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, ids)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adafactor(1e-3))
+
+    def train_step(state, batch, dropout_rng):
+        rows = batch["inputs"].shape[0] // count
+
+        def loss_fn(params, batch, rng):
+            logits = state.apply_fn({"params": params}, batch["inputs"], rngs={"dropout": rng})
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+            weights = (batch["inputs"] > 0).astype(jnp.float32)
+            return (losses * weights).sum(), weights.sum()
+
+        def per_microbatch(index, carry):
+            rng, grads, metrics = carry
+            rng, own = jax.random.split(rng)
+            part = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, index * rows, rows), batch
+            )
+            grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+            (loss, weight_sum), grad = grad_fn(state.params, part, own)
+            own_metrics = {"loss": loss, "weights": weight_sum}
+            return rng, *jax.tree.map(jnp.add, (grads, metrics), (grad, own_metrics))
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        carry = dropout_rng, zeros, {"loss": 0.0, "weights": 0.0}
+        rng, grads, metrics = jax.lax.fori_loop(0, count, per_microbatch, carry)
+        grads = jax.tree.map(lambda g: g / metrics["weights"], grads)
+        return state.apply_gradients(grads=grads), metrics, rng
+
+    batch = {"inputs": ids, "targets": jnp.roll(ids, -1, 1)}
+    return PublicStep(train_step, (state, batch, jax.random.key(2)))
+
+
 class _ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, x):
