@@ -259,8 +259,8 @@ def _result_scalings(
         return [BatchScaling("item", power)] * len(eqn.outvars)
     if linear and rows and not own:
         raise NotSeparable(
-            f"{where} mixes single examples with a statistic of the whole batch (batch"
-            " normalization?)"
+            f"{where} mixes single examples with a statistic of the whole batch, as batch"
+            " normalization does"
         )
     if linear and not own:
         if not is_linear(eqn, linear):

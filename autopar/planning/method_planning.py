@@ -50,7 +50,7 @@ from autopar.recompute.rewriting import (
 )
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
-from autopar.tracing.accumulation_loop import OwnMicrobatchesError
+from autopar.tracing.chunk_step import OwnMicrobatchesError
 from autopar.tracing.shared_traces import shared_traces
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster

@@ -5,38 +5,31 @@ each iteration and adds it to its carry, and the update follows. A pipeline take
 microbatches: the equations of one iteration replace the loop, and their sums are accumulated.
 
 What an iteration reads of the batch, such as the slice of a `dynamic_slice` or a key that the loop
-splits, is computed for all iterations before the first microbatch, as other prepared inputs are
-(`autopar.ir.preparation`). Iterations that need anything else of the one before, such as running
-statistics of a model or weights that it has updated, can't overlap and are refused.
+splits, is computed for all iterations before the first microbatch (`autopar.tracing.chunk_step`).
+Carries that no gradient depends on, such as running averages of batch normalization, are computed
+by a loop after the last microbatch, from what the iterations contribute. Iterations that need
+anything else of the one before, such as weights that it has updated, can't overlap and are refused.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 from jax.extend.core.primitives import convert_element_type_p, scan_p
 
-from autopar.ir.array_cuts import CutTree
 from autopar.ir.control_flow import loop_p
 from autopar.ir.equation_groups import dependents, has_backward, units
-from autopar.ir.evaluate import evaluate, unchanged
+from autopar.ir.evaluate import Numbered, evaluate, unchanged
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, aval_of, is_backward, needed, read, scopes, source_line
-from autopar.ir.keys import impl_of, is_key
-from autopar.ir.preparation import Preparation, TracedValue
+from autopar.ir.graph import Atom, aval_of, is_backward, read, scopes, source_line
 from autopar.ir.step_graph import Combine, MicrobatchError
 from autopar.layering.gradient_scans import additive_carries
 from autopar.layering.stack_cutting import scan_operands
 from autopar.microbatch.deferred_division import equations
-from autopar.microbatch.gradients import accumulate_p
-from autopar.microbatch.splitting import microbatching_as_marked
 from autopar.primitives import PrimitiveRecord, record_of, register
-from autopar.tracing.microbatch_traces import SplitStep
 
 chunk_sum_p = Primitive("chunk_sum")
 """The sum over all chunks of its operand, which is that of one chunk."""
@@ -46,88 +39,8 @@ chunk_rows_p = Primitive("chunk_rows")
 """The rows of all chunks; its operand is the row of one chunk."""
 register(chunk_rows_p, PrimitiveRecord())
 
-_COMBINE: Mapping[Primitive, Combine] = {chunk_sum_p: "sum", chunk_rows_p: "rows"}
-
-
-class OwnMicrobatchesError(MicrobatchError):
-    """A step accumulates the gradients of its own microbatches, and others were asked for.
-
-    Attributes:
-        count: The number of its microbatches.
-    """
-
-    def __init__(self, name: str, line: str, count: int, asked: int) -> None:
-        """Describe the error.
-
-        Args:
-            name: The name of the user's function.
-            line: The line of its loop, as "FILE:LINE".
-            count: The number of its microbatches.
-            asked: The number that was asked for.
-        """
-        self.count = count
-        super().__init__(
-            f"{name} accumulates the gradients of {count} microbatches itself, in the loop at"
-            f" {line}: use num_micro_batches={count}, not {asked}"
-        )
-
-
-class ChunkStep(NamedTuple):
-    """A step with one iteration of its accumulation loop in place of the loop.
-
-    Attributes:
-        jaxpr: The step, flat but for its loops. After the arguments it takes what an iteration
-            reads of the batch. `chunk_sum` and `chunk_rows` have the results of all iterations.
-        preparation: What computes the further inputs.
-        rows: Which of the further inputs consist of a part for each iteration.
-        length: The number of iterations.
-        line: The line of the loop, as "FILE:LINE".
-    """
-
-    jaxpr: Jaxpr
-    preparation: Preparation
-    rows: tuple[bool, ...]
-    length: int
-    line: str
-
-    def in_microbatches(self, jaxpr: Jaxpr, arguments: CutTree) -> SplitStep:
-        """Return the step with its sums accumulated over microbatches.
-
-        Args:
-            jaxpr: Its jaxpr, flattened and divided into layers.
-            arguments: The arguments of that jaxpr, some of which are in pieces.
-        """
-        first = len(jaxpr.invars) - len(self.rows)
-        rows = frozenset(first + k for k, differs in enumerate(self.rows) if differs)
-        totals = [eqn for eqn in jaxpr.eqns if eqn.primitive in _COMBINE]
-        others = [each for each in enumerate(jaxpr.eqns) if each[1].primitive not in _COMBINE]
-        operands = [atom for eqn in totals for atom in eqn.invars]
-        pure = [(n, eqn) for n, eqn in others if not eqn.effects]
-        body = {n for n, _ in needed(pure, operands)}
-        mark = totals[0].replace(
-            primitive=accumulate_p,
-            invars=operands,
-            outvars=[var for eqn in totals for var in eqn.outvars],
-            params={},
-        )
-        before = [eqn for n, eqn in others if n in body]
-        after = [eqn for n, eqn in others if n not in body]
-        marked = jaxpr.replace(eqns=[*before, mark, *after])
-        combine: list[Combine] = [_COMBINE[eqn.primitive] for eqn in totals for _ in eqn.invars]
-        microbatching = microbatching_as_marked(marked, rows, self.length, combine)
-        return SplitStep(marked, microbatching, self._preparation_of_pieces(arguments), rows)
-
-    def _preparation_of_pieces(self, arguments: CutTree) -> Preparation:
-        """Return the preparation with an input for each piece of the arguments."""
-        jaxpr = self.preparation.jaxpr
-        inputs = [
-            var if len(pieces) == 1 else Var(var.aval)
-            for i, var in enumerate(jaxpr.invars)
-            for pieces in [arguments.numbers_of_pieces([i])]
-            for _ in pieces
-        ]
-        reads = sorted(arguments.numbers_of_pieces(self.preparation.reads))
-        return replace(self.preparation, jaxpr=jaxpr.replace(invars=inputs), reads=tuple(reads))
+COMBINE: Mapping[Primitive, Combine] = {chunk_sum_p: "sum", chunk_rows_p: "rows"}
+"""How the values of chunks are combined, by the primitive that marks them."""
 
 
 def has_gradient_in_loop(jaxpr: Jaxpr) -> bool:
@@ -140,28 +53,23 @@ def has_gradient_in_loop(jaxpr: Jaxpr) -> bool:
     )
 
 
-def chunk_step(jaxpr: Jaxpr, batch: Collection[int]) -> ChunkStep | None:
-    """Return a step with one iteration of its accumulation loop in place of the loop.
+def accumulation_loop(jaxpr: Jaxpr, batch: Collection[int]) -> "AccumulationLoop | None":
+    """Return the only loop of a step that accumulates gradients; None without exactly one.
 
     Args:
         jaxpr: The step, flat but for its loops.
         batch: The numbers of the inputs whose first dim is the batch.
 
-    Returns:
-        The step; None if it does not accumulate gradients in exactly one loop, or has nothing that
-        differs between the iterations.
-
     Raises:
-        MicrobatchError: An iteration needs more of the one before than sums, or the step has layers
-            of the model outside of the loop.
+        MicrobatchError: Gradients depend on what the iteration before has computed with weights, or
+            the step has layers of the model outside of the loop.
     """
     numbers = [n for n, eqn in enumerate(jaxpr.eqns) if _accumulates_gradients(eqn)]
     if len(numbers) != 1:
         return None
-    loop = _AccumulationLoop(jaxpr, numbers[0], batch)
+    loop = AccumulationLoop(jaxpr, numbers[0], batch)
     loop.check()
-    step = loop.chunk_step()
-    return step if any(step.rows) else None
+    return loop
 
 
 def _accumulates_gradients(eqn: JaxprEqn) -> bool:
@@ -205,7 +113,7 @@ def _takes_gradient(eqn: JaxprEqn) -> bool:
     )
 
 
-class _Carry(NamedTuple):
+class Carry(NamedTuple):
     """A carry that an iteration needs of the one before.
 
     Attributes:
@@ -221,8 +129,8 @@ class _Carry(NamedTuple):
     final: Var
 
 
-class _AccumulationLoop:
-    """An accumulation loop of a step, and the step without it; see `chunk_step`.
+class AccumulationLoop:
+    """An accumulation loop of a step, and the step without it; see `accumulation_loop`.
 
     Attributes:
         scan: The loop.
@@ -233,12 +141,17 @@ class _AccumulationLoop:
             slices and carries that are handed on, which are to be prepared.
         inside: The numbers of those of the body.
         outvars: The results of the step.
+        prepared: The numbers of the equations that are computed before the step.
+        of_model: The values that depend on weights.
+        of_batch: The values that depend on the batch.
+        of_iteration: The values that differ between the iterations, and what depends on them.
     """
 
     def __init__(self, jaxpr: Jaxpr, number: int, batch: Collection[int]) -> None:
         self.jaxpr, self.number, self.batch = jaxpr, number, batch
         self.scan = scan = jaxpr.eqns[number]
         self.length: int = scan.params["length"]
+        self.is_reversed: bool = scan.params["reverse"]
         self.line = source_line(scan)
         self.body = body = _flat_body(scan)
         consts, init, arrays = scan_operands(scan)
@@ -247,7 +160,7 @@ class _AccumulationLoop:
         self.slices = dict(zip(body.invars[first + len(init) :], arrays, strict=True))
         additive = additive_carries(body, first, len(init))
         names: dict[Var, Atom] = dict(zip(body.invars, consts, strict=False))
-        handed_on: list[_Carry] = []
+        handed_on: list[Carry] = []
         totals: list[JaxprEqn] = []
         for k, carry in enumerate(carries):
             after, final = body.outvars[k], scan.outvars[k]
@@ -256,19 +169,93 @@ class _AccumulationLoop:
             elif after is carry:
                 names |= {carry: init[k], final: init[k]}
             else:
-                handed_on.append(_Carry(carry, init[k], after, final))
+                handed_on.append(Carry(carry, init[k], after, final))
         rows = zip(scan.outvars[len(init) :], body.outvars[len(init) :], strict=True)
         totals += (eqn for final, row in rows for eqn in _stacked(scan, row, final))
 
         def named(atoms: Iterable[Atom]) -> list[Atom]:
             return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
-        eqns = [*jaxpr.eqns[:number], *body.eqns, *totals, *jaxpr.eqns[number + 1 :]]
-        self.eqns = [eqn.replace(invars=named(eqn.invars)) for eqn in eqns]
-        self.inside = range(number, number + len(body.eqns))
-        self.outvars = named(jaxpr.outvars)
+        before, inside, totals, after = (
+            [eqn.replace(invars=named(eqn.invars)) for eqn in eqns]
+            for eqns in (jaxpr.eqns[:number], body.eqns, totals, jaxpr.eqns[number + 1 :])
+        )
         self.handed_on = [carry._replace(after=named([carry.after])[0]) for carry in handed_on]
+        inside, following = self._without_followers(before, inside, totals)
+        self.eqns = [*before, *inside, *totals, *following, *after]
+        self.inside = range(number, number + len(inside))
+        self.outvars = named(jaxpr.outvars)
         self._classify()
+
+    def _without_followers(
+        self, before: list[JaxprEqn], inside: list[JaxprEqn], totals: list[JaxprEqn]
+    ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+        """Compute carries that depend on weights, but that no gradient depends on, after the loop.
+
+        They are no longer handed on.
+
+        Args:
+            before: The equations before the loop.
+            inside: Those of its body.
+            totals: Those of its sums and stacked values.
+
+        Returns:
+            The equations of the body without them, and those that compute them.
+        """
+        of_model = dependents(enumerate([*before, *inside]), self._weights())
+        ends = [(carry.init, carry.after) for carry in self.handed_on]
+        followers = [
+            carry
+            for carry, atoms in zip(self.handed_on, ends, strict=True)
+            if not of_model.isdisjoint(variables(atoms))
+        ]
+        others = [carry for carry in self.handed_on if carry not in followers]
+        made = dependents(enumerate(inside), [carry.before for carry in followers])
+        read = [atom for eqn in totals for atom in eqn.invars] + [each.after for each in others]
+        moved = [
+            eqn for eqn in inside if not made.isdisjoint((*variables(eqn.invars), *eqn.outvars))
+        ]
+        fixed = any(_is_layer(eqn) or eqn.effects for eqn in moved)
+        if not followers or fixed or not made.isdisjoint(variables(read)):
+            return inside, []
+        self.handed_on = others
+        own = {var for eqn in inside for var in eqn.outvars} - made
+        own |= {*self.slices, *self.carries}
+        atoms = (*(atom for eqn in moved for atom in eqn.invars), *(f.after for f in followers))
+        reads = [var for var in dict.fromkeys(variables(atoms)) if var not in made]
+        rows = [var for var in reads if var in own]
+        constants = [var for var in reads if var not in own]
+        stacked = [
+            Var(aval_of(var).update(shape=(self.length, *aval_of(var).shape))) for var in rows
+        ]
+
+        def follow(init: list, rows_of_all: list, values: list) -> list:
+            env = dict(zip(constants, values, strict=True))
+
+            def body(carry: list, slices: list) -> tuple[list, None]:
+                inner = env | dict(zip((f.before for f in followers), carry, strict=True))
+                inner |= zip(rows, slices, strict=True)
+                evaluate(enumerate(moved), inner, unchanged, unchanged)
+                return [value_of(follower.after, inner) for follower in followers], None
+
+            return jax.lax.scan(body, init, rows_of_all, self.length, self.is_reversed)[0]
+
+        results = [follower.final for follower in followers]
+        groups = [follower.init for follower in followers], stacked, constants
+        pairs = zip(rows, stacked, strict=True)
+        following = [eqn for row, final in pairs for eqn in _stacked(self.scan, row, final)]
+        following += _loop_equations(follow, groups, results, self.scan.source_info)
+        return [eqn for eqn in inside if made.isdisjoint(eqn.outvars)], following
+
+    def _weights(self) -> list[Var]:
+        """The arguments that may be weights or states of the model."""
+        return [
+            var
+            for i, var in enumerate(self.jaxpr.invars)
+            if i not in self.batch
+            and aval_of(var).ndim
+            and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
+        ]
 
     def _classify(self) -> None:
         """Find out which equations are prepared.
@@ -277,31 +264,38 @@ class _AccumulationLoop:
         computed from the whole batch.
         """
         examples = [self.jaxpr.invars[i] for i in self.batch]
-        weights = [
-            var
-            for var in self.jaxpr.invars
-            if var not in examples
-            and aval_of(var).ndim
-            and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
-        ]
-        self.of_model = self._dependents(weights)
+        self.of_model = self._dependents(self._weights())
         of_whole = self._dependents(examples)
         in_slices = [var for var, array in self.slices.items() if array in of_whole]
         self.of_batch = of_whole | self._dependents(in_slices)
-        self.of_iteration = self._dependents([*self.slices, *self._carries])
+        self.of_iteration = self._dependents([*self.slices, *self.carries])
         of_whole -= self.of_model | self.of_iteration
-        totals = [var for eqn in self.eqns if eqn.primitive in _COMBINE for var in eqn.outvars]
+        totals = [var for eqn in self.eqns if eqn.primitive in COMBINE for var in eqn.outvars]
         later = self._dependents([*totals, *(carry.final for carry in self.handed_on)])
         self.prepared = {
             n
             for n, eqn in enumerate(self.eqns)
-            if not of_whole.isdisjoint((*_variables(eqn), *eqn.outvars))
+            if not of_whole.isdisjoint((*variables(eqn.invars), *eqn.outvars))
             and self.of_model.union(later).isdisjoint(eqn.outvars)
             and not eqn.effects
         }
 
     @property
-    def _carries(self) -> list[Var]:
+    def constants(self) -> dict[Var, Any]:
+        """The constants of the step and of the body."""
+        return {
+            var: value
+            for jaxpr in (self.jaxpr, self.body)
+            for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True)
+        }
+
+    @property
+    def numbered_eqns(self) -> list[Numbered]:
+        """The equations with their numbers, but for those of sums and stacked values."""
+        return [each for each in enumerate(self.eqns) if each[1].primitive not in COMBINE]
+
+    @property
+    def carries(self) -> list[Var]:
         """The carries that are handed on, as an iteration reads them."""
         return [carry.before for carry in self.handed_on]
 
@@ -316,158 +310,63 @@ class _AccumulationLoop:
             return source_line(maker[atom]) if atom in maker else self.line
 
         ends = [atom for carry in self.handed_on for atom in (carry.init, carry.after)]
-        for atom in _only_variables(ends):
+        for atom in variables(ends):
             if atom in self.of_model:
                 raise MicrobatchError(
-                    f"the loop at {self.line} accumulates gradients, and hands more than sums of"
-                    f" what depends on weights from each iteration to the next, at {line_of(atom)}:"
-                    f" only add to such carries, {_ADVICE}"
+                    f"the loop at {self.line} accumulates gradients that depend on what its"
+                    f" iteration before has computed with weights, at {line_of(atom)}: only add to"
+                    f" such carries, {_ADVICE}"
                 )
-        for atom in _only_variables(self.slices.values()):
+        for atom in variables(self.slices.values()):
             if atom in self.of_model:
                 raise MicrobatchError(
                     f"the loop at {self.line} accumulates gradients, and what it slices is computed"
                     f" with weights before it, at {line_of(atom)}: compute that in the loop,"
                     f" {_ADVICE}"
                 )
-        outside = [
-            (n, eqn)
-            for n, eqn in enumerate(self.eqns)
-            if n not in self.inside and eqn.primitive not in _COMBINE
-        ]
+        outside = [each for each in self.numbered_eqns if each[0] not in self.inside]
         of_whole = dependents(outside, [self.jaxpr.invars[i] for i in self.batch])
         for n, eqn in outside:
-            record = record_of(eqn)
-            is_layer = record.is_contraction or record.runs_body or is_backward(eqn)
-            if n not in self.prepared and is_layer and not of_whole.isdisjoint(_variables(eqn)):
+            is_new = n not in self.prepared and not of_whole.isdisjoint(variables(eqn.invars))
+            if is_new and _is_layer(eqn):
                 raise MicrobatchError(
                     f"{eqn.primitive.name} at {source_line(eqn)} needs the whole batch, and the"
                     f" loop at {self.line} accumulates gradients of its chunks: compute that in the"
                     f" loop, {_ADVICE}"
                 )
 
-    # -- the step without the loop
-
-    def chunk_step(self) -> ChunkStep:
-        """Return the step with one iteration in place of the loop."""
-        jaxpr = self.jaxpr
-        rest = [each for each in enumerate(self.eqns) if each[0] not in self.prepared]
-        eqns = [eqn for _, eqn in needed(rest, self.outvars)]
-        known = {var for i, var in enumerate(jaxpr.invars) if i not in self.batch}
-        known |= {*jaxpr.constvars, *self.body.constvars}
-        known.update(var for eqn in eqns for var in eqn.outvars)
-        atoms = (*(atom for eqn in eqns for atom in eqn.invars), *self.outvars)
-        values = [var for var in dict.fromkeys(_only_variables(atoms)) if var not in known]
-        parts = [
-            aval_of(var).shape[0] for var in values if self._is_row(var) and self._is_part(var)
-        ]
-        self._num_examples = min(parts, default=1)
-        inputs, first = list[Var](), list[JaxprEqn]()
-        for var in values:
-            aval = aval_of(var)
-            if not self._is_row(var) or self._is_part(var):
-                inputs.append(var)
-                continue
-            impl = impl_of(aval.dtype) if is_key(aval.dtype) else None
-            row = jax.eval_shape(_as_numbers, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-            inputs.append(Var(ShapedArray((self._num_examples, *row.shape), row.dtype)))
-            back = partial(_from_row, impl)
-            first += equations(back, inputs[-1:], var, self.scan.source_info)
-        constants = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-        constants |= zip(self.body.constvars, self.body.consts, strict=True)
-        start = len(jaxpr.invars)
-        step = jaxpr.replace(
-            constvars=list(constants),
-            consts=list(constants.values()),
-            invars=[*map(self._argument, range(start)), *inputs],
-            eqns=[*first, *eqns],
-            outvars=self.outvars,
-            debug_info=jaxpr.debug_info.with_unknown_names(),
-        )
-        rows = tuple(map(self._is_row, values))
-        return ChunkStep(step, self._preparation(values), rows, self.length, self.line)
-
-    def _argument(self, i: int) -> Var:
-        """Return an argument of the step, of one microbatch if it is of the batch."""
-        var = self.jaxpr.invars[i]
-        if i not in self.batch:
-            return var
-        rows, *others = aval_of(var).shape
-        return Var(aval_of(var).update(shape=(rows // self.length, *others)))
-
-    def _is_row(self, var: Var) -> bool:
-        """Return whether each iteration has a value of its own."""
-        return var in self.of_iteration
-
-    def _is_part(self, var: Var) -> bool:
-        """Return whether the first dim of a value of an iteration is of examples."""
-        return var in self.of_batch and aval_of(var).ndim > 0
-
-    def _preparation(self, values: Sequence[Var]) -> Preparation:
-        """Return what computes values before the step."""
-        jaxpr = self.jaxpr
-        constants = {
-            **dict(zip(jaxpr.constvars, jaxpr.consts, strict=True)),
-            **dict(zip(self.body.constvars, self.body.consts, strict=True)),
-        }
-        pure = [
-            (n, eqn)
-            for n, eqn in enumerate(self.eqns)
-            if not eqn.effects and eqn.primitive not in _COMBINE
-        ]
-        rows = [var for var in values if self._is_row(var) and var not in self.slices]
-        _, init, after, final = zip(*self.handed_on, strict=True) if self.handed_on else ((),) * 4
-        iteration = [
-            (n, eqn)
-            for n, eqn in needed(pure, [*rows, *after], [*self.slices, *self._carries])
-            if not self.of_iteration.isdisjoint(eqn.outvars)
-        ]
-        operands = {atom for _, eqn in iteration for atom in _variables(eqn)} - self.of_iteration
-        wanted = [var for var in values if not self._is_row(var) and var not in final]
-        once = needed(pure, [*operands, *wanted, *init, *self.slices.values()])
-
-        def compute(*arguments: jax.Array) -> list[jax.Array]:
-            env: dict[Var, Any] = constants | dict(zip(jaxpr.invars, arguments, strict=True))
-            evaluate(once, env, unchanged, unchanged)
-
-            def body(carry: list[jax.Array], slices: list[jax.Array]) -> tuple[list, list]:
-                inner = env | dict(zip(self._carries, carry, strict=True))
-                inner |= zip(self.slices, slices, strict=True)
-                evaluate(iteration, inner, unchanged, unchanged)
-                return [_value(atom, inner) for atom in after], [inner[var] for var in rows]
-
-            first = [_value(atom, env) for atom in init]
-            arrays = [_value(atom, env) for atom in self.slices.values()]
-            reverse = self.scan.params["reverse"]
-            last, stacked = jax.lax.scan(body, first, arrays, self.length, reverse)
-            env.update(zip((*final, *self.slices, *rows), (*last, *arrays, *stacked), strict=True))
-            return [self._as_input(var, env[var]) for var in values]
-
-        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(aval_of, jaxpr.invars)]
-        traced = flatten(jax.make_jaxpr(compute)(*avals))
-        atoms = (*(atom for eqn in traced.eqns for atom in eqn.invars), *traced.outvars)
-        read_by = set(_only_variables(atoms))
-        return Preparation(
-            traced,
-            tuple(TracedValue(self.number, k) for k in range(len(values))),
-            (self.line,),
-            tuple(i for i, var in enumerate(traced.invars) if var in read_by),
-        )
-
-    def _as_input(self, var: Var, value: jax.Array) -> jax.Array:
-        """Return a value as an input of the microbatches, from those of all iterations.
-
-        Values that are not of examples, such as random keys, are there for each example, so that
-        they are cut like the batch.
-        """
-        if not self._is_row(var):
-            return value
-        if self._is_part(var):
-            return value.reshape(-1, *value.shape[2:])
-        return jnp.repeat(_as_numbers(value), self._num_examples, axis=0)
-
 
 _ADVICE = "or take the gradients of the whole batch in one piece, which num_micro_batches divides"
+
+
+def _is_layer(eqn: JaxprEqn) -> bool:
+    """Return whether an equation may be of a layer of the model, or of its gradient."""
+    record = record_of(eqn)
+    return record.is_contraction or record.runs_body or is_backward(eqn)
+
+
+def _loop_equations(
+    fun: Callable[..., list[jax.Array]],
+    operands: Sequence[Sequence[Atom]],
+    results: Sequence[Var],
+    source_info: Any,
+) -> list[JaxprEqn]:
+    """Return equations that compute `results` from groups of operands, flat but for loops."""
+    avals = [
+        [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(aval_of, group)] for group in operands
+    ]
+    traced = flatten(jax.make_jaxpr(fun)(*avals), loops=False)
+    atoms = [atom for group in operands for atom in group]
+    names: dict[Atom, Atom] = dict(zip(traced.invars, atoms, strict=True))
+    names |= zip(traced.outvars, results, strict=True)
+
+    def named(values: Iterable[Atom]) -> list:
+        return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in values]
+
+    return [
+        eqn.replace(invars=named(eqn.invars), outvars=named(eqn.outvars), source_info=source_info)
+        for eqn in traced.eqns
+    ]
 
 
 def _added(scan: JaxprEqn, body: Jaxpr, carry: Var, init: Atom, final: Var) -> list[JaxprEqn]:
@@ -499,29 +398,11 @@ def _marker(scan: JaxprEqn, primitive: Primitive, operand: Atom, result: Var) ->
     )
 
 
-def _as_numbers(value: jax.Array) -> jax.Array:
-    """Return the numbers of random keys; other values as they are."""
-    return jax.random.key_data(value) if is_key(value.dtype) else value
-
-
-def _from_row(impl: str | None, rows: jax.Array) -> jax.Array:
-    """Return the value of an iteration, from rows that are all equal.
-
-    Args:
-        impl: the implementation if the value is of random keys.
-        rows: the rows.
-    """
-    row = jax.lax.index_in_dim(rows, 0, keepdims=False)
-    return row if impl is None else jax.random.wrap_key_data(row, impl=impl)
-
-
-def _value(atom: Atom, env: dict[Var, Any]) -> jax.Array:
+def value_of(atom: Atom, env: dict[Var, Any]) -> jax.Array:
+    """Return the value of an operand, an array of its type."""
     return jnp.asarray(read(atom, env), aval_of(atom).dtype)
 
 
-def _variables(eqn: JaxprEqn) -> list[Var]:
-    return _only_variables(eqn.invars)
-
-
-def _only_variables(atoms: Iterable[Atom]) -> list[Var]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Return the operands that are no literals."""
     return [atom for atom in atoms if isinstance(atom, Var)]

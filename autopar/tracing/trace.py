@@ -41,11 +41,8 @@ from autopar.microbatch.same_step import DifferentStepsError, check_same_step
 from autopar.microbatch.splitting import split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
-from autopar.tracing.accumulation_loop import (
-    OwnMicrobatchesError,
-    chunk_step,
-    has_gradient_in_loop,
-)
+from autopar.tracing.accumulation_loop import has_gradient_in_loop
+from autopar.tracing.chunk_step import OwnMicrobatchesError, chunk_step
 from autopar.tracing.microbatch_traces import DividedTrace, MicrobatchTraces, SplitStep
 from autopar.tracing.rescaled_trace import NotAffineError, rescaled
 from autopar.tracing.shared_traces import shared

@@ -8,7 +8,7 @@ import pytest
 import autopar
 from autopar.ir.step_graph import MicrobatchError
 from autopar.testing import assert_allclose
-from autopar.tracing.accumulation_loop import OwnMicrobatchesError
+from autopar.tracing.chunk_step import OwnMicrobatchesError
 from tests.tiers import slow
 
 CHUNKS, EXAMPLES, WIDTH = 4, 4, 8
@@ -128,7 +128,26 @@ def all_examples(params, batch):
     return updated(params, gradients), total / CHUNKS
 
 
-STEPS = [scan, reversed_scan, fori_loop, split_keys, masked_means, all_examples]
+def running_statistics(params, batch):
+    """Normalize by the statistics of a chunk, and average them over the chunks in turn."""
+
+    def normalized(params, chunk):
+        x = model(params, chunk["x"])
+        mean, deviation = x.mean(0), x.std(0)
+        return jnp.mean(((x - mean) / (deviation + 0.1) - chunk["y"]) ** 2), mean
+
+    def body(carry, chunk):
+        *sums, average, number, _ = carry
+        (value, mean), gradients = jax.value_and_grad(normalized, has_aux=True)(params, chunk)
+        average = average + (mean - average) / (number + 1)
+        return (*added((*sums,), value, gradients), average, number + 1, value), None
+
+    carry = 0.0, zeros(params), params[0]["b"], 0, 0.0
+    (total, gradients, *statistics), _ = jax.lax.scan(body, carry, chunks(batch))
+    return updated(params, gradients), total / CHUNKS, statistics
+
+
+STEPS = [scan, reversed_scan, fori_loop, split_keys, masked_means, all_examples, running_statistics]
 
 
 def pipeline(count=CHUNKS, schedule="1f1b", **options):
@@ -198,13 +217,14 @@ def test_another_number_of_microbatches_is_refused(method):
         assert_equals_one_device(scan, method)
 
 
-def running_average(params, batch):
+def weighted_by_the_last_loss(params, batch):
     def body(carry, chunk):
-        value, gradients = jax.value_and_grad(loss)(params, chunk)
-        return (added(carry[0], *gradients), 0.9 * carry[1] + 0.1 * value), None
+        sums, last = carry
+        value, gradients = jax.value_and_grad(loss)(params, {**chunk, "x": last * chunk["x"]})
+        return (added(sums, *gradients), value), None
 
-    (gradients, average), _ = jax.lax.scan(body, ((*zeros(params),), 0.0), chunks(batch))
-    return updated(params, [*gradients]), average
+    (gradients, value), _ = jax.lax.scan(body, ((*zeros(params),), 1.0), chunks(batch))
+    return updated(params, [*gradients]), value
 
 
 def first_layer_before(params, batch):
@@ -220,7 +240,10 @@ def evaluation_after(params, batch):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (running_average, r"hands more than sums .* at .*test_accumulation_loop.py:\d+: only add"),
+        (
+            weighted_by_the_last_loss,
+            r"depend on what its iteration before .* at .*loop.py:\d+: only add",
+        ),
         (first_layer_before, r"slices is computed with weights .*: compute that in the loop"),
         (evaluation_after, r"dot_general at .* needs the whole batch, .* compute that in the loop"),
     ],
