@@ -26,7 +26,8 @@ from simulator.validation.report import (
     as_json as comparisons_json,
 )
 from simulator.validation.sets.steps import sets_of_file
-from simulator.validation.step_rows import unread_columns
+from simulator.validation.step_rows import read_step_rows, unread_columns
+from simulator.validation.step_scenarios import unknown_frameworks
 
 _DEFAULT_FOLDER = Path("results/validation")
 _MIN_WIDTH = 86
@@ -121,6 +122,9 @@ def _selected_sets(
         own = list(sets_of_file(data, by))
         for column in unread_columns(data):
             typer.echo(f"{data}: column {column!r} is not read", err=True)
+        for name in unknown_frameworks(read_step_rows(data)):
+            note = f"{data}: framework {name!r} is not known, and counts as Megatron-Core"
+            typer.echo(note, err=True)
         return own
     if by:
         raise ValueError("--by divides the rows of a file; give one with --data")

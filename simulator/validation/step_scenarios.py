@@ -44,7 +44,7 @@ from simulator.validation.step_recompute import (
     Recomputation,
     recomputation_of,
 )
-from simulator.validation.step_rows import StepRow, StepRowError
+from simulator.validation.step_rows import BadRow, StepRow, StepRowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,11 +387,18 @@ def _completed(row: StepRow, notes: Notes) -> StepRow:
 
 def software_of(framework: str) -> Software:
     """Return the software of a framework; Megatron-Core for one that is unknown."""
+    return _known_software(framework) or _DEFAULT_SOFTWARE
+
+
+def unknown_frameworks(rows: Iterable[StepRow | BadRow]) -> list[str]:
+    """Return the frameworks of rows that count as Megatron-Core because none has their name."""
+    names = dict.fromkeys(row.framework for row in rows if isinstance(row, StepRow))
+    return [name for name in names if name.strip() and _known_software(name) is None]
+
+
+def _known_software(framework: str) -> Software | None:
     name = framework.strip().lower()
-    for beginning, software in SOFTWARE.items():
-        if name.startswith(beginning):
-            return software
-    return _DEFAULT_SOFTWARE
+    return next((known for start, known in SOFTWARE.items() if name.startswith(start)), None)
 
 
 def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:

@@ -368,6 +368,13 @@ def test_a_file_of_steps_is_compared_by_the_command(tmp_path: Path) -> None:
     assert "unknown column 'color'" in unknown.output
 
 
+def test_a_framework_that_is_not_known_is_named(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, LLAMA, LLAMA.replace("NeMo", "Ours"), LLAMA.replace("NeMo", ""))
+    result = CliRunner().invoke(app, ["validate", "--data", str(path)])
+    assert result.stderr.count("is not known, and counts as Megatron-Core") == 1
+    assert "framework 'Ours' is not known" in result.stderr
+
+
 def test_rows_without_a_measurement_are_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path, LLAMA, LLAMA.replace(",5.0,60,", ",,60,"))
     times, memory = (Comparison.of(published) for published in sets_of_file(path))
