@@ -283,24 +283,28 @@ def _layer(layer: LayerPasses, execution: Execution, machine: Machine) -> _Stage
     """Return what a layer adds to its stage."""
     passes = (layer.forward, layer.backward, layer.recompute)
     dispatch = sum(cost.dispatch for cost in passes)
-    exposed = dispatch
-    if execution.overlap_dispatch and dispatch:
-        span = execution.expert * execution.expert_shards
-        far = span > machine.cluster.devices_per_host
-        exposed = machine.exposed_seconds(dispatch, sum(cost.compute for cost in passes), far)
+    part = _exposed_dispatch(layer, execution, machine)
     return _Stage(
         layer.forward.compute,
         layer.backward.compute,
         layer.recompute.compute,
         sum(cost.communication for cost in passes),
-        sum(
-            _host_wait(cost, machine, 0.0 if execution.overlap_dispatch else cost.dispatch)
-            for cost in passes
-        ),
+        sum(_host_wait(cost, machine, part * cost.dispatch) for cost in passes),
         sum(cost.hidden for cost in passes),
-        exposed,
-        dispatch - exposed,
+        part * dispatch,
+        (1 - part) * dispatch,
     )
+
+
+def _exposed_dispatch(layer: LayerPasses, execution: Execution, machine: Machine) -> float:
+    """Return the exposed part of the seconds in which tokens get to experts and back."""
+    passes = (layer.forward, layer.backward, layer.recompute)
+    dispatch = sum(cost.dispatch for cost in passes)
+    if not execution.overlap_dispatch or not dispatch:
+        return 1.0
+    far = execution.expert * execution.expert_shards > machine.cluster.devices_per_host
+    compute = sum(cost.compute for cost in passes)
+    return machine.exposed_seconds(dispatch, compute, far) / dispatch
 
 
 def _end(passes: tuple[PassCost, PassCost], machine: Machine) -> _Stage:
@@ -314,7 +318,7 @@ def _end(passes: tuple[PassCost, PassCost], machine: Machine) -> _Stage:
     )
 
 
-def _host_wait(cost: PassCost, machine: Machine, dispatch: float = 0.0) -> float:
+def _host_wait(cost: PassCost, machine: Machine, exposed: float = 0.0) -> float:
     """Return the seconds that the device waits for the host.
 
     The host launches kernels one by one, and gets ahead only where they are long.
@@ -322,10 +326,10 @@ def _host_wait(cost: PassCost, machine: Machine, dispatch: float = 0.0) -> float
     Args:
         cost: the pass.
         machine: the machine.
-        dispatch: seconds in which tokens get to experts and nothing is computed.
+        exposed: seconds of exposed communication beside that of the tensor axis.
     """
     host = cost.kernels * machine.backend.kernel_us * 1e-6
-    busy = cost.compute + cost.communication + dispatch
+    busy = cost.compute + cost.communication + exposed
     return (host**_HOST_NORM + busy**_HOST_NORM) ** (1 / _HOST_NORM) - busy
 
 
@@ -512,18 +516,21 @@ def _parameter_gathers(
     for kind, count in model.kind_counts.items():
         layer = layers[kind]
         moved = _sharded(layer_parameters(model, execution, kind), model, execution, machine)
-        forward = layer.forward.compute + layer.forward.communication
-        backward = layer.backward.compute + layer.recompute.compute
+        backward = layer.backward + layer.recompute
         regather = (
             moved.gather if machine.backend.regathers and execution.recompute == "full" else 0.0
         )
+        dispatched = _exposed_dispatch(layer, execution, machine)
         # the parameters of a layer are fetched while the layer before it computes
         exposed = moved.copies
-        for compute, seconds in (
-            (forward, moved.gather),
-            (backward, regather + moved.gather + moved.scatter),
+        for cost, compute, seconds in (
+            (layer.forward, layer.forward.compute + layer.forward.communication, moved.gather),
+            (backward, backward.compute, regather + moved.gather + moved.scatter),
         ):
-            exposed += machine.exposed_seconds(seconds, compute, moved.between_hosts)
+            more = machine.exposed_seconds(seconds, compute, moved.between_hosts)
+            others = dispatched * cost.dispatch
+            waits = (_host_wait(cost, machine, others + each) for each in (0.0, more))
+            exposed += more - (next(waits) - next(waits))
         total += count * (2 * moved.gather + regather + moved.scatter + moved.copies)
         all_exposed += count * exposed
         first = first or moved.gather

@@ -216,6 +216,29 @@ def test_more_imbalance_and_more_experts_per_token_are_never_faster(
     assert hidden.communication["expert"] == pytest.approx(exposed.communication["expert"])
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("hidden", [512, 2048])
+def test_overlap_and_faster_kernels_never_lengthen_a_step_that_waits_for_the_host(
+    hidden: int, zero: int
+) -> None:
+    sizes = {"hidden": hidden, "heads": 8, "ffn": 4 * hidden, "seq": 1024}
+    model = Transformer.model_validate(
+        MOE.fields() | sizes | {"experts": MOE.experts_section.fields() | {"ffn": hidden}}
+    )
+    plan = Execution.model_validate({"data": 64, "expert": 8, "global_batch": 64, "zero": zero})
+    machine = h100(64)
+    device = machine.cluster.device
+    twice = {
+        "peak_tflop_per_s": {name: 2 * peak for name, peak in device.peak_tflop_per_s.items()},
+        "memory_bandwidth_gb_per_s": 2 * device.memory_bandwidth_gb_per_s,
+    }
+    fast = machine.cluster.model_copy(update={"device": device.model_copy(update=twice)})
+    overlapped = plan.model_copy(update={"overlap_dispatch": True})
+    seconds = predict(model, plan, machine).seconds
+    assert predict(model, overlapped, machine).seconds <= seconds
+    assert predict(model, plan, replace(machine, cluster=fast)).seconds <= seconds
+
+
 def test_the_parts_of_a_step_with_experts_sum_up() -> None:
     scenario = example("deepseek_v3")
     prediction = predict(scenario.model, scenario.execution, h100(1024))
