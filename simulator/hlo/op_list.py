@@ -5,7 +5,7 @@ It follows the schedule through loops, branches and asynchronous collectives.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from simulator.hlo.kernels import kernel_of
 from simulator.hlo.provenance import name_of, phase_of
@@ -90,7 +90,7 @@ def _ops(module: Module, computation: Computation, endless_once: bool) -> Iterat
                 yield from _ops(module, module.called(instruction, "calls"), endless_once)
             elif opcode == "while":
                 yield Loop(
-                    _trip_count(module, instruction, endless_once),
+                    _trip_count(module, computation, instruction, endless_once),
                     tuple(_ops(module, module.called(instruction, "body"), endless_once)),
                 )
             elif opcode == "conditional":
@@ -174,11 +174,14 @@ def _length(ops: OpList) -> float:
     return sum(work.flops.values()) / _FLOP_PER_BYTE + work.bytes + sum(work.collectives.values())
 
 
-def _trip_count(module: Module, loop: Instruction, endless_once: bool) -> int:
-    """Return the iterations of a loop, as XLA annotates them or as its condition implies them.
+def _trip_count(
+    module: Module, computation: Computation, loop: Instruction, endless_once: bool
+) -> int:
+    """Return the iterations of a loop, as XLA annotates them or as its counter implies them.
 
     Args:
         module: the module.
+        computation: the computation with the loop.
         loop: the loop.
         endless_once: whether to return one for a loop without a known trip count.
 
@@ -187,30 +190,116 @@ def _trip_count(module: Module, loop: Instruction, endless_once: bool) -> int:
     """
     if known := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes):
         return int(known[1])
-    # a condition `i < constant` of an integer that the loop carries, which counts from 0 in steps
-    # of 1 in loops of JAX
-    condition = module.called(loop, "condition")
-    compared = condition.by_name[condition.root]
-    sides = condition.operands(compared)
-    if compared.opcode == "fusion":
-        fused = module.called(compared, "calls")
-        given = sides
-        compared = fused.by_name[fused.root]
-        sides = [
-            given[int(side.arguments)] if side.opcode == "parameter" else side
-            for side in fused.operands(compared)
-        ]
-    if compared.opcode == "compare" and "direction=LT" in compared.attributes:
-        counter, bound = sides
-        if (
-            counter.opcode == "get-tuple-element"
-            and bound.opcode == "constant"
-            and bound.array.dtype[0] in "su"
-        ):
-            return max(0, int(bound.arguments))
+    counted = _counted_iterations(module, computation, loop)
+    if counted is not None:
+        return counted
     if endless_once:
         return 1
     raise loop.error(
         "a loop without a known trip count has no known duration; use jax.lax.scan or a fori_loop "
         "with fixed bounds"
     )
+
+
+def _counted_iterations(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Return the iterations of a loop `while i < bound`, whose start, step and bound are constants.
+
+    None if the loop is of another form.
+    """
+    condition = module.called(loop, "condition")
+    compared = condition.by_name[condition.root]
+    scope = _Scope(module, condition)
+    if compared.opcode == "fusion":
+        scope, compared = scope.inside(compared)
+    if compared.opcode != "compare" or "direction=LT" not in compared.attributes:
+        return None
+    counter, bound = (scope.count(side) for side in scope.operands(compared, least=2))
+    if counter is None or counter.element is None or bound is None or bound.element is not None:
+        return None
+    body = module.called(loop, "body")
+    following = _Scope(module, body).count(body.by_name[body.root], counter.element)
+    (carried,) = computation.operands(loop, least=1)
+    first = _Scope(module, computation).count(carried, counter.element)
+    if following is None or following.element != counter.element or following.added <= 0:
+        return None
+    if first is None or first.element is not None:
+        return None
+    return max(0, -(-(bound.added - counter.added - first.added) // following.added))
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """An integer that is a constant, or a constant more than one that a loop carries.
+
+    Attributes:
+        element: number of the carried value; None for a constant.
+        added: the constant.
+    """
+
+    element: int | None
+    added: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """A computation, to follow its integers.
+
+    Attributes:
+        module: the module.
+        computation: the computation.
+        caller: the fusion that has the computation, in its scope; None for a computation of a loop,
+            whose parameter is the tuple of the carried values.
+    """
+
+    module: Module
+    computation: Computation
+    caller: "tuple[_Scope, Instruction] | None" = None
+
+    def operands(self, instruction: Instruction, least: int = 0) -> tuple[Instruction, ...]:
+        """Return the operands of an instruction of the computation."""
+        return self.computation.operands(instruction, least)
+
+    def inside(self, fusion: Instruction) -> "tuple[_Scope, Instruction]":
+        """Return the computation of a fusion, and its result."""
+        fused = self.module.called(fusion, "calls")
+        return _Scope(self.module, fused, (self, fusion)), fused.by_name[fused.root]
+
+    def count(self, instruction: Instruction, index: int | None = None) -> _Count | None:
+        """Return the integer that an instruction computes; None if it is not known.
+
+        Args:
+            instruction: the instruction.
+            index: the number of the integer in the result, if that is a tuple.
+        """
+        match instruction.opcode:
+            case "constant" if instruction.array.dtype[0] in "su" and not instruction.array.dims:
+                return _Count(None, int(instruction.arguments))
+            case "parameter" if self.caller:
+                scope, fusion = self.caller
+                return scope.count(scope.operands(fusion)[int(instruction.arguments)], index)
+            case "parameter":
+                return None if index is None else _Count(index, 0)
+            case "get-tuple-element":
+                element = re.search(r"\bindex=(\d+)", instruction.attributes)
+                (source,) = self.operands(instruction, least=1)
+                return self.count(source, int(element[1])) if element else None
+            case "tuple" if index is not None:
+                return self.count(self.operands(instruction)[index])
+            case "copy" | "bitcast" | "opt-barrier":
+                return self.count(self.operands(instruction, least=1)[0], index)
+            case "fusion":
+                scope, result = self.inside(instruction)
+                return scope.count(result, index)
+            case "add":
+                left, right = self.operands(instruction, least=2)
+                return _sum(self.count(left), self.count(right))
+            case _:
+                return None
+
+
+def _sum(left: _Count | None, right: _Count | None) -> _Count | None:
+    """Return the sum of two integers; None if it is not known."""
+    if left is None or right is None or None not in (left.element, right.element):
+        return None
+    element = right.element if left.element is None else left.element
+    return _Count(element, left.added + right.added)

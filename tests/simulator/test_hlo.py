@@ -512,6 +512,51 @@ def test_a_loop_of_unknown_length_is_refused_or_counts_once():
     assert list(parse_hlo(endless, endless_once=True)) == once
 
 
+COUNTING = """
+%body (carried: (s32[], s32[])) -> (s32[], s32[]) {{
+  %carried = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%carried), index=0
+  %by = s32[] get-tuple-element(%carried), index=1
+  %step = s32[] constant({step})
+  %next = s32[] add(%i, {added})
+  ROOT %result = (s32[], s32[]) tuple(%next, %by)
+}}
+
+%condition (tested: (s32[], s32[])) -> pred[] {{
+  %tested = (s32[], s32[]) parameter(0)
+  %counter = s32[] get-tuple-element(%tested), index=0
+  %bound = s32[] constant(10)
+  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+}}
+"""
+
+
+def counting_loop(start: str, step: int = 1, added: str = "%step") -> tuple:
+    """Return the ops of `while i < 10: i += added`, without a known trip count."""
+    return parse(
+        "%p = s32[] parameter(0)",
+        "%start = s32[] constant(2)",
+        f"%init = (s32[], s32[]) tuple({start}, %p)",
+        "ROOT %w = (s32[], s32[]) while(%init), condition=%condition, body=%body",
+        computations=COUNTING.format(step=step, added=added),
+    )
+
+
+@pytest.mark.parametrize(("step", "count"), [(1, 8), (3, 3), (100, 1)])
+def test_a_trip_count_follows_from_the_start_and_the_step_of_the_counter(step, count):
+    (loop,) = counting_loop("%start", step)
+    assert loop.count == count
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"start": "%p"}, {"start": "%start", "added": "%by"}, {"start": "%start", "step": 0}],
+)
+def test_a_counter_that_depends_on_data_gives_no_trip_count(options):
+    with pytest.raises(HloError, match="without a known trip count"):
+        counting_loop(**options)
+
+
 @pytest.mark.parametrize(("text", "message"), [("", "HloModule"), ("HloModule m\n", "ENTRY")])
 def test_text_without_a_module_is_refused(text, message):
     with pytest.raises(HloError, match=message):
