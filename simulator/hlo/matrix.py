@@ -14,7 +14,7 @@ _BATCHED = ("lhs_batch_dim", "rhs_batch_dim")
 
 def is_gemm_call(target: str) -> bool:
     """Return whether a custom call is a product of cuBLAS, e.g. `__cublas$lt$matmul$f8`."""
-    return target.startswith("__cublas$") and "grouped" not in target
+    return target.startswith(("__cublas$gemm", "__cublas$lt$matmul"))
 
 
 def is_grouped_call(target: str) -> bool:

@@ -493,6 +493,16 @@ def test_an_unknown_custom_call_is_named_and_priced_by_its_bytes():
     assert (kernel.unmodelled, kernel.bytes) == ("custom-call mystery", 32)
 
 
+def test_a_triangular_solve_of_cublas_is_no_product():
+    line = (
+        "ROOT %r = (f32[4]{0}, s8[64]{0}) custom-call(%p, %p),"
+        ' custom_call_target="__cublas$triangularSolve"'
+    )
+    (kernel,) = parse("%p = f32[4]{0} parameter(0)", line)
+    unmodelled = "custom-call __cublas$triangularSolve"
+    assert kernel == Kernel("r", "memory", 0.0, 3 * 16, "f32", unmodelled=unmodelled)
+
+
 def test_an_unknown_element_type_is_named():
     with pytest.raises(HloError, match="'f7'"):
         parse("%p = f7[4]{0} parameter(0)", "ROOT %r = f7[4]{0} negate(%p)")
