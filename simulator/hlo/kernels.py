@@ -57,7 +57,7 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
         HloError: such an instruction has other operands or attributes.
     """
     match instruction.opcode:
-        case "fusion":
+        case "fusion" | "fusion-start":
             return _fusion(instruction, module.called(instruction, "calls"))
         case "custom-call":
             return _custom_call(computation, instruction)

@@ -85,7 +85,7 @@ def _ops(module: Module, computation: Computation, endless_once: bool) -> Iterat
                 if suffix != "start" or '"is_sync":true' in instruction.attributes:
                     synchronous.add(instruction.name)
                     yield Done(instruction.name)
-            elif suffix == "start" and "calls=" in instruction.attributes:
+            elif suffix == "start" and opcode != "fusion" and "calls=" in instruction.attributes:
                 # it runs on another stream, but needs the same cores: in the order of the schedule
                 yield from _ops(module, module.called(instruction, "calls"), endless_once)
             elif opcode == "while":

@@ -390,6 +390,28 @@ def test_an_asynchronous_copy_is_one_kernel():
     ) == (Kernel("s", "memory", 0, 32),)
 
 
+def test_an_asynchronous_fusion_is_one_kernel():
+    fusion = """
+%slices (x: f32[8,4], i: s32[]) -> f32[1,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %last = s32[] constant(7)
+  %from_end = s32[] subtract(%last, %i)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,4]{1,0} dynamic-slice(%x, %from_end, %zero), dynamic_slice_sizes={1,4}
+}
+"""
+    (kernel,) = parse(
+        "%p = f32[8,4]{1,0} parameter(0)",
+        "%i = s32[] parameter(1)",
+        "%s = ((f32[8,4]{1,0}, s32[]), f32[1,4]{1,0}, u32[])"
+        " fusion-start(%p, %i), kind=kLoop, calls=%slices",
+        "ROOT %d = f32[1,4]{1,0} fusion-done(%s)",
+        computations=fusion,
+    )
+    assert kernel == Kernel("s", "memory", 0.0, 16 + 16 + 4)
+
+
 @pytest.mark.parametrize(("copy", "source"), [("{0:S(5)}", "{0}"), ("{0}", "{0:S(5)}")])
 def test_a_copy_between_device_and_host_passes_their_link(copy, source):
     assert parse(
