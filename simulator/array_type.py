@@ -40,6 +40,11 @@ class Array:
         return math.prod(self.dims)
 
     @property
+    def real_products(self) -> int:
+        """Number of products of real numbers in a product of two elements."""
+        return 4 if self.dtype in ("c64", "c128") else 1
+
+    @property
     def item_bytes(self) -> float:
         """Bytes of an element."""
         return (8 if self.dtype.startswith("f8") else ELEMENT_BITS[self.dtype]) / 8

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from autopar.ir.evaluate import bind
@@ -75,7 +76,10 @@ def _conv_general_dilated(eqn: JaxprEqn) -> OpFactors:
 
 
 def _gemm(eqn: JaxprEqn, operands: Shapes) -> Gemm:
-    """Return the sizes of a matrix product of shards."""
+    """Return the sizes of a matrix product of shards.
+
+    A product of complex numbers counts as four of real ones.
+    """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs, rhs = operands
 
@@ -86,7 +90,7 @@ def _gemm(eqn: JaxprEqn, operands: Shapes) -> Gemm:
         m=free(lhs, (*lhs_contract, *lhs_batch)),
         n=free(rhs, (*rhs_contract, *rhs_batch)),
         k=prod(lhs[dim] for dim in lhs_contract),
-        batch=prod(lhs[dim] for dim in lhs_batch),
+        batch=_real_products(eqn) * prod(lhs[dim] for dim in lhs_batch),
     )
 
 
@@ -106,7 +110,13 @@ def _conv_flops(eqn: JaxprEqn, operands: Shapes) -> float:
     # Sharding the examples of several batch groups shards the groups, not the examples of each.
     examples = lhs[numbers.lhs_spec[0]] if batch_groups == 1 else out[numbers.out_spec[0]]
     space = prod(out[dim] for dim in numbers.out_spec[2:])
-    return 2.0 * examples * space * prod(rhs) / prod(params["lhs_dilation"])
+    flops = 2.0 * examples * space * prod(rhs) / prod(params["lhs_dilation"])
+    return _real_products(eqn) * flops
+
+
+def _real_products(eqn: JaxprEqn) -> int:
+    """Return the number of products of real numbers in each product of an equation."""
+    return 4 if jnp.issubdtype(aval_of(eqn.invars[0]).dtype, jnp.complexfloating) else 1
 
 
 def _local_conv(eqn: JaxprEqn, _in: Any, _out: Any, shapes: Shapes, shards: Any) -> list[Any]:

@@ -100,7 +100,7 @@ def conv_flops(instruction: Instruction, w: Array, y: Array) -> float:
         raise instruction.error(
             f"dim_labels call the filter's dims {labels[1]!r}; its shape is {w.dims}"
         )
-    return 2.0 * y.size * w.size / w.dims[labels[1].index("o")]
+    return 2.0 * w.real_products * y.size * w.size / w.dims[labels[1].index("o")]
 
 
 def dot_of(computation: Computation, dot: Instruction) -> Gemm:
@@ -118,14 +118,17 @@ def _gemm_of(
     lhs_batch: tuple[int, ...] = (),
     rhs_batch: tuple[int, ...] = (),
 ) -> Gemm:
-    """Return the sizes of a product from its operands and their contracted and batch dims."""
+    """Return the sizes of a product from its operands and their contracted and batch dims.
+
+    A product of complex numbers counts as four of real ones.
+    """
     _check_dims(product, lhs, (*lhs_contracted, *lhs_batch))
     _check_dims(product, rhs, (*rhs_contracted, *rhs_batch))
     k = math.prod(lhs.dims[dim] for dim in lhs_contracted)
     batch = math.prod(lhs.dims[dim] for dim in lhs_batch)
     shared = {*rhs_contracted, *rhs_batch}
     n = math.prod(size for dim, size in enumerate(rhs.dims) if dim not in shared)
-    return Gemm(lhs.size // max(k * batch, 1), n, k, batch)
+    return Gemm(lhs.size // max(k * batch, 1), n, k, lhs.real_products * batch)
 
 
 def _check_dims(product: Instruction, array: Array, dims: tuple[int, ...]) -> None:

@@ -305,6 +305,16 @@ def test_a_product_that_is_not_fused_is_a_gemm():
     )
 
 
+@pytest.mark.parametrize(("dtype", "products"), [("f32", 1), ("c64", 4)])
+def test_a_product_of_complex_numbers_takes_four_of_real_ones(dtype: str, products: int) -> None:
+    (kernel,) = parse(
+        f"%p = {dtype}[4,8]{{1,0}} parameter(0)",
+        f"ROOT %r = {dtype}[4,4]{{1,0}} dot(%p, %p),"
+        " lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+    )
+    assert kernel.flops == products * 2 * 4 * 4 * 8
+
+
 def test_a_product_in_a_fusion_of_triton_is_a_gemm() -> None:
     fused = """
 %halves (a: bf16[64,2,32], b: bf16[2,32,16]) -> f32[2,64,16] {

@@ -16,12 +16,14 @@ from simulator.work import Kernel
 
 
 def _kernel(
-    name: str, fun: Callable[..., Any], *shapes: tuple[int, ...], shards: Any = None
+    name: str,
+    fun: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    shards: Any = None,
+    dtype: Any = np.float32,
 ) -> Kernel:
     """Return the kernel of the primitive `name` in `fun`, for whole operands or for `shards`."""
-    jaxpr = flatten(
-        jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes))
-    )
+    jaxpr = flatten(jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)))
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
     results = [atom.aval.shape for atom in eqn.outvars]
     return kernel_of(eqn, 0.0, [*shards, *results] if shards else None)
@@ -76,6 +78,15 @@ def test_a_shard_of_a_convolution_has_its_share_of_the_flops() -> None:
         assert (
             _kernel("conv_general_dilated", _conv, *shapes, shards=shards).flops == whole.flops / 2
         )
+
+
+def test_a_product_of_complex_numbers_takes_four_of_real_ones() -> None:
+    for name, fun, shapes in (
+        ("dot_general", jnp.matmul, ((8, 16), (16, 4))),
+        ("conv_general_dilated", _conv, ((4, 8, 8, 16), (3, 3, 16, 32))),
+    ):
+        real = _kernel(name, fun, *shapes)
+        assert _kernel(name, fun, *shapes, dtype=np.complex64).flops == 4 * real.flops
 
 
 def test_a_ragged_product_takes_each_row_with_all_matrices() -> None:
