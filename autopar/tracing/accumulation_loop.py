@@ -32,11 +32,11 @@ from autopar.microbatch.deferred_division import equations
 from autopar.primitives import PrimitiveRecord, record_of, register
 
 chunk_sum_p = Primitive("chunk_sum")
-"""The sum over all chunks of its operand, which is that of one chunk."""
+"""The sum of a value over all chunks; its operand is the value of one chunk."""
 register(chunk_sum_p, PrimitiveRecord(movement="identity", algebra="linear"))
 
 chunk_rows_p = Primitive("chunk_rows")
-"""The rows of all chunks; its operand is the row of one chunk."""
+"""An array with a row for each chunk; its operand is the row of one chunk."""
 register(chunk_rows_p, PrimitiveRecord())
 
 COMBINE: Mapping[Primitive, Combine] = {chunk_sum_p: "sum", chunk_rows_p: "rows"}
@@ -291,7 +291,7 @@ class AccumulationLoop:
 
     @property
     def numbered_eqns(self) -> list[Numbered]:
-        """The equations with their numbers, but for those of sums and stacked values."""
+        """The equations with their numbers, without the marks of sums and stacked values."""
         return [each for each in enumerate(self.eqns) if each[1].primitive not in COMBINE]
 
     @property

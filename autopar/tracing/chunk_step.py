@@ -202,7 +202,7 @@ class _ChunkInputs:
         return var in self.loop.of_iteration
 
     def _is_part(self, var: Var) -> bool:
-        """Return whether the first dim of a value of an iteration is of examples."""
+        """Return whether each iteration has its own examples along the first dim of a value."""
         return self.is_row(var) and var in self.loop.of_batch and aval_of(var).ndim > 0
 
     def preparation(self) -> Preparation:
@@ -253,7 +253,7 @@ class _ChunkInputs:
         )
 
     def _as_input(self, var: Var, value: jax.Array) -> jax.Array:
-        """Return a value as an input of the microbatches, from those of all iterations.
+        """Return an input of the microbatches, from the values of all iterations.
 
         Values that are not of examples, such as random keys, are there for each example, so that
         they are cut like the batch.
