@@ -117,8 +117,22 @@ def equations(
     avals = [aval_of(atom) for atom in operands]
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     traced = flatten(jax.make_jaxpr(fun)(*shapes))
-    names: dict[Atom, Atom] = dict(zip(traced.invars, operands, strict=True))
-    names[traced.outvars[0]] = result
+    return inlined(traced, operands, [result], source_info)
+
+
+def inlined(
+    jaxpr: Jaxpr, operands: Iterable[Atom], results: Iterable[Var], source_info: Any
+) -> list[JaxprEqn]:
+    """Return the equations of a jaxpr without constants, with other names and another source.
+
+    Args:
+        jaxpr: the jaxpr.
+        operands: what it is applied to.
+        results: the variables that its last equations assign.
+        source_info: source and name stack of the equations.
+    """
+    names: dict[Atom, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
+    names |= zip(jaxpr.outvars, results, strict=True)
 
     def renamed(atoms: Sequence[Atom]) -> list:
         return [
@@ -130,7 +144,7 @@ def equations(
         eqn.replace(
             invars=renamed(eqn.invars), outvars=renamed(eqn.outvars), source_info=source_info
         )
-        for eqn in traced.eqns
+        for eqn in jaxpr.eqns
     ]
 
 

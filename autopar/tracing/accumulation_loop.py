@@ -28,7 +28,7 @@ from autopar.ir.graph import Atom, aval_of, is_backward, read, scopes, source_li
 from autopar.ir.step_graph import Combine, MicrobatchError
 from autopar.layering.gradient_scans import additive_carries
 from autopar.layering.stack_cutting import scan_operands
-from autopar.microbatch.deferred_division import equations
+from autopar.microbatch.deferred_division import equations, inlined
 from autopar.primitives import PrimitiveRecord, record_of, register
 
 chunk_sum_p = Primitive("chunk_sum")
@@ -356,17 +356,7 @@ def _loop_equations(
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(aval_of, group)] for group in operands
     ]
     traced = flatten(jax.make_jaxpr(fun)(*avals), loops=False)
-    atoms = [atom for group in operands for atom in group]
-    names: dict[Atom, Atom] = dict(zip(traced.invars, atoms, strict=True))
-    names |= zip(traced.outvars, results, strict=True)
-
-    def named(values: Iterable[Atom]) -> list:
-        return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in values]
-
-    return [
-        eqn.replace(invars=named(eqn.invars), outvars=named(eqn.outvars), source_info=source_info)
-        for eqn in traced.eqns
-    ]
+    return inlined(traced, [atom for group in operands for atom in group], results, source_info)
 
 
 def _added(scan: JaxprEqn, body: Jaxpr, carry: Var, init: Atom, final: Var) -> list[JaxprEqn]:

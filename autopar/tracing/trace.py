@@ -42,7 +42,7 @@ from autopar.microbatch.splitting import split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
 from autopar.tracing.accumulation_loop import has_gradient_in_loop
-from autopar.tracing.chunk_step import OwnMicrobatchesError, chunk_step
+from autopar.tracing.chunk_step import ChunkStep, OwnMicrobatchesError, chunk_step
 from autopar.tracing.microbatch_traces import DividedTrace, MicrobatchTraces, SplitStep
 from autopar.tracing.rescaled_trace import NotAffineError, rescaled
 from autopar.tracing.shared_traces import shared
@@ -205,6 +205,7 @@ class _StepTracer:
         self._scan_assignments: Assignments = {}
         self.graph = cache(self._graph)
         self._traced = cache(self._trace)
+        self._chunked = cache(self._chunk_step)
 
     def _trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> _Trace:
         """Return the step for a batch that is larger by `scale`, or smaller if that is below one.
@@ -426,15 +427,23 @@ class _StepTracer:
         """
         if self.forward or not has_gradient_in_loop(traced.jaxpr):
             return None
-        with layering(self.layers, self._assignments):
-            jaxpr, *outputs = _traced_jaxpr(self.fun, self.in_tree, self.avals)
-        chunks = chunk_step(flatten(jaxpr, loops=False, keeps_remat=self.keeps_remat), self.batch)
+        chunks, *outputs = self._chunked()
         if chunks is None:
             return None
         if chunks.length != count:
             raise OwnMicrobatchesError(self.name, chunks.line, chunks.length, count)
         traced = self._in_layers(self._flat(chunks.jaxpr, *outputs))
         return traced, chunks.in_microbatches(traced.jaxpr, traced.arguments)
+
+    def _chunk_step(self) -> tuple[ChunkStep | None, list[Any], Any]:
+        """Return one iteration of the step's own loop, with the key paths and tree of its outputs.
+
+        It is the same for any number of microbatches that is asked for.
+        """
+        with layering(self.layers, self._assignments):
+            jaxpr, out_keys, out_tree = _traced_jaxpr(self.fun, self.in_tree, self.avals)
+        whole = flatten(jaxpr, loops=False, keeps_remat=self.keeps_remat)
+        return chunk_step(whole, self.batch), out_keys, out_tree
 
     def _in_layers(self, traced: _Trace) -> _Trace:
         """Return a step whose gradients JAX took, divided into layers; others as they are."""
