@@ -4,9 +4,10 @@ Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined, because JAX has
 derivatives by the time a whole step is traced, and `custom_linear_solve` becomes its solver. A
 differentiated `jax.checkpoint` becomes an `optimization_barrier` on its inputs followed by its
 body, as JAX lowers it, so that the recomputation stays. A `reshape` that reads its operand in
-another order of dims becomes a transpose and a reshape. The bodies of `scan`, `while_loop` and
-`cond` stand between markers (`autopar.ir.control_flow`). A `psum` over an axis of `jax.vmap`
-becomes a sum, and a `device_put` between memories `to_host` or `to_device`.
+another order of dims becomes a transpose and a reshape. `stop_gradient` becomes its operand, since
+XLA merges the equations that read either. The bodies of `scan`, `while_loop` and `cond` stand
+between markers (`autopar.ir.control_flow`). A `psum` over an axis of `jax.vmap` becomes a sum, and
+a `device_put` between memories `to_host` or `to_device`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from jax.extend.core.primitives import (
     scan_p,
     select_n_p,
     sharding_constraint_p,
+    stop_gradient_p,
     transpose_p,
     while_p,
 )
@@ -241,7 +243,9 @@ class _FlatJaxprBuilder:
         return eqn.params["differentiated"] and (self._keeps_remat or self._depth > 0)
 
     def _is_left_out(self, eqn: JaxprEqn, invars: Sequence[Atom]) -> bool:
-        """Return whether an equation is a sharding constraint or an offload that is not kept."""
+        """Return whether an equation is an identity, or a constraint or offload not to keep."""
+        if eqn.primitive is stop_gradient_p:
+            return True
         if eqn.primitive is sharding_constraint_p:
             return not self._keeps_constraints
         if self._keeps_remat or self._depth or not is_differentiated(eqn):

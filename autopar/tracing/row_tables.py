@@ -92,7 +92,6 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "rem": lambda x, y: np.fmod(x, np.where(y == 0, 1, y)),
     "select_n": _select,
     "sign": np.sign,
-    "stop_gradient": np.asarray,
     "sub": np.subtract,
 }
 

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Literal
+from jax.extend.core.primitives import dot_general_p
 
 import autopar
 from autopar.ir.flatten import flatten
+from autopar.ir.graph import is_backward
 from autopar.testing import assert_allclose
 
 
@@ -71,3 +73,27 @@ def test_a_start_of_zero_does_not_read_the_size_of_its_dim():
     start = lookup.invars[1]
     assert isinstance(start, Literal)
     assert start.val == 0
+
+
+def test_what_two_losses_compute_alike_is_one_equation_behind_stop_gradient():
+    """XLA merges it. Its memory was planned as if each loss computed it, and too little was."""
+
+    def step(generator, discriminator, latents):
+        def score(discriminator, examples):
+            return jnp.mean(jax.nn.softplus(jnp.sin(examples @ discriminator)))
+
+        def generated(generator):
+            return jnp.tanh(latents @ generator)
+
+        def discriminator_loss(discriminator):
+            return score(discriminator, jax.lax.stop_gradient(generated(generator)))
+
+        def generator_loss(generator):
+            return -score(discriminator, generated(generator))
+
+        return jax.grad(generator_loss)(generator), jax.grad(discriminator_loss)(discriminator)
+
+    weights = jnp.ones((4, 4))
+    flat = flatten(jax.make_jaxpr(step)(weights, weights, jnp.ones((8, 4))))
+    forward = [eqn for eqn in flat.eqns if not is_backward(eqn)]
+    assert sum(eqn.primitive is dot_general_p for eqn in forward) == 2
