@@ -14,15 +14,16 @@ from rich.table import Table
 from autopar.command_line.planning_progress import planning_progress
 from autopar.command_line.usage import MIN_WIDTH, PlanFile, StepPlace, load_plan
 from autopar.command_line.user_step import load_step
+from autopar.lowering.planned import stage_plan
 from autopar.plan import Plan
 from autopar.planning.plan_step import planned_step
 from autopar.progress import progress_part
 from autopar.report import PlannedStep, decisions
+from autopar.report.decisions import costs_on
 from simulator.cli.common_options import Json, print_json, print_table, shipped_clusters
 from simulator.cli.error_lines import usage_errors
-from simulator.costs.cost_model import ClusterCosts, CostModel
 from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
-from simulator.hardware.heterogeneous import HeterogeneousCluster
+from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster
 from simulator.transformer.scenario_files import load_for_program
 
 _SECONDS = ("compute_seconds", "communication_seconds", "resharding_seconds")
@@ -58,7 +59,7 @@ def explain(
     loaded = load_plan(plan)
     stages = range(len(loaded.stages)) if stage is None else (stage,)
     with usage_errors():
-        costs = _costs(loaded, cluster)
+        hardware = _hardware(loaded, cluster)
     user_step = load_step(step)
     rows: list[dict[str, Any]] = []
     with (
@@ -69,7 +70,7 @@ def explain(
             planned = planned_step(user_step.fun, user_step.args, loaded, **user_step.batch_options)
         for count, number in enumerate(stages, 1):
             with progress_part(0.5, 0.5 + 0.5 * count / len(stages), f"stage {number}"):
-                rows += _rows(planned, number, costs, runners_up)
+                rows += _rows(planned, number, hardware, runners_up)
     selected = [row for row in rows if _matches(row, path)]
     if not selected:
         names = list(dict.fromkeys(row["name"] for row in rows))
@@ -84,19 +85,20 @@ def explain(
         print_table(Group(*map(_explanation, selected)), MIN_WIDTH)
 
 
-def _costs(plan: Plan, cluster: str | None) -> CostModel | None:
-    """Return the cost model to explain a plan with.
+def _hardware(plan: Plan, cluster: str | None) -> AnyCluster | None:
+    """Return the cluster to explain a plan with.
 
     Args:
         plan: the plan.
         cluster: the name or file of the cluster that the plan was made for, if it was given.
 
     Returns:
-        The costs of `cluster`. None if it was not given and the plan names a shipped cluster:
-        `decisions` then uses the costs of that one.
+        `cluster`, or its pool that the plan was made for. None if it was not given and the plan
+        names a shipped cluster: `decisions` then uses the costs of that one.
 
     Raises:
-        ValueError: no cluster was given, and the plan names none of the shipped ones.
+        ValueError: no cluster was given, and the plan names none of the shipped ones; or the plan
+            was made for another cluster.
     """
     if cluster is None:
         if plan.cluster in cluster_names() + heterogeneous_cluster_names():
@@ -107,19 +109,22 @@ def _costs(plan: Plan, cluster: str | None) -> CostModel | None:
         )
     devices = [device for stage in plan.stages for device in stage.devices]
     hardware = load_for_program(cluster, 1 + max(devices))
-    if isinstance(hardware, HeterogeneousCluster):
-        hardware = hardware.pools[hardware.pool_of(plan.stages[0].devices)]
-    return ClusterCosts(hardware)
+    pools = hardware.pools if isinstance(hardware, HeterogeneousCluster) else ()
+    for candidate in (hardware, *pools):
+        if candidate.name == plan.cluster:
+            return candidate
+    raise ValueError(
+        f"the plan is for cluster {plan.cluster!r}, but --cluster is {hardware.name!r}; give the"
+        " cluster that the plan was made for"
+    )
 
 
 def _rows(
-    planned: PlannedStep, stage: int, costs: CostModel | None, runners_up: int
+    planned: PlannedStep, stage: int, hardware: AnyCluster | None, runners_up: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the decisions of a stage as JSON values."""
-    is_pipeline = not planned.plan.schedule.is_whole_step
-    table = decisions(
-        planned, stage=stage if is_pipeline else None, costs=costs, runners_up=runners_up
-    )
+    costs = None if hardware is None else costs_on(hardware, stage_plan(planned.plan, stage))
+    table = decisions(planned, stage=stage, costs=costs, runners_up=runners_up)
     for row in table.astype(object).to_dict("records"):
         others = [
             {"choice": other.choice, "extra_seconds": other.extra_seconds}

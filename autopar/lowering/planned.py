@@ -194,11 +194,11 @@ def single_stage(planned: Planned, stage: int | None) -> Planned:
         stage: number of the stage; None for a plan that is not a pipeline.
 
     Raises:
-        ValueError: the plan is a pipeline and `stage` is none of its stages.
+        ValueError: as `stage_plan`.
     """
+    plan = stage_plan(planned.plan, stage)
     if planned.plan.schedule.is_whole_step:
         return planned
-    plan = stage_plan(planned.plan, stage)
     step = as_planned(planned).graphs[stage or 0].step
     return PlannedStep(step, plan.model_copy(update={"fingerprint": step.fingerprint}))
 
@@ -211,9 +211,14 @@ def stage_plan(plan: Plan, stage: int | None) -> Plan:
         stage: number of the stage; None for a plan that is not a pipeline.
 
     Raises:
-        ValueError: the plan is a pipeline and `stage` is none of its stages.
+        ValueError: the plan is a pipeline and `stage` is none of its stages; or it is not a
+            pipeline and `stage` is another one than 0.
     """
     if plan.schedule.is_whole_step:
+        if stage:
+            raise ValueError(
+                f"stage {stage} is given, but the plan is not a pipeline; leave out the stage"
+            )
         return plan
     last = len(plan.stages) - 1
     if stage is None or not 0 <= stage <= last:

@@ -10,7 +10,7 @@ from autopar.lowering.planned import Planned, single_stage
 from autopar.plan import Plan
 from autopar.sharding.options import ShardingOptions
 from simulator.costs.cost_model import ClusterCosts, CostModel
-from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
+from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,8 +63,6 @@ def decisions(
 def default_costs(plan: Plan) -> CostModel:
     """Return the cost model of the shipped cluster with the name in the plan.
 
-    A cluster that is smaller than the plan's mesh is extended by whole hosts.
-
     Raises:
         ValueError: there is no shipped cluster of this name.
     """
@@ -75,9 +73,21 @@ def default_costs(plan: Plan) -> CostModel:
             f"the plan is for cluster {plan.cluster!r}, which is not a shipped one; give the cost"
             " model it was made with, e.g. costs=ClusterCosts(cluster)"
         ) from error
+    return costs_on(cluster, plan)
+
+
+def costs_on(cluster: AnyCluster, plan: Plan) -> CostModel:
+    """Return the cost model of a plan that has a single stage.
+
+    Args:
+        cluster: the cluster that the plan was made for. If it has pools, the costs are those of the
+            pool of the stage; if it is smaller than the plan's mesh, it is extended by whole hosts.
+        plan: the plan.
+    """
+    (stage,) = plan.stages
     if isinstance(cluster, HeterogeneousCluster):
-        cluster = cluster.pools[cluster.pool_of(plan.stages[0].devices)]
-    count = plan.stages[0].mesh.num_devices
+        cluster = cluster.pools[cluster.pool_of(stage.devices)]
+    count = stage.mesh.num_devices
     if count > cluster.num_devices:
         cluster = cluster.with_size(hosts=ceil(count / cluster.devices_per_host))
     return ClusterCosts(cluster)

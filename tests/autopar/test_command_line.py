@@ -287,6 +287,29 @@ def test_every_stage_of_a_pipeline_is_explained(folder, tmp_path):
     assert "stage" in run("explain", path, place, "*", "--stage", len(numbers), code=2).output
 
 
+def test_the_stages_of_a_pipeline_over_pools_are_explained_with_the_costs_of_their_pools(
+    folder, tmp_path
+):
+    path = tmp_path / "plan.json"
+    layers = autopar.AutoLayerOption(2)
+    method = autopar.PipeshardParallel(16, 4, layer_option=layers)
+    plan = autopar.plan_step(*api(), method=method, cluster="p3_beside_p4d")
+    plan.save(path)
+    assert [stage.devices[0] for stage in plan.stages] == [0, 8]
+    explained = values("explain", path, STEP, "*", "--cluster", "p3_beside_p4d")
+    assert explained == values("explain", path, STEP, "*")
+
+
+def test_a_plan_for_a_pool_is_explained_with_the_costs_of_the_pool(folder, tmp_path):
+    path = tmp_path / "plan.json"
+    pool = simulator.load_cluster("p3_beside_p4d").pools[1]
+    plan = autopar.plan_step(*api(), method=autopar.ShardParallel(8), cluster=pool)
+    plan.save(path)
+    rows = values("explain", path, STEP, "*", "--cluster", "p3_beside_p4d")
+    seconds = sum(row[name] or 0 for row in rows for name in row if name.endswith("_seconds"))
+    assert seconds == pytest.approx(plan.predicted_seconds, rel=1e-9)
+
+
 def test_methods_are_compared_by_the_predictions_of_their_plans(folder):
     names = ["shard", "zero3"]
     options = [text for name in names for text in ("--method", name)]
@@ -588,6 +611,11 @@ PLAN = ("plan", "--cluster", "dgx_h100")
         (("predict", "empty.json", STEP, "--cluster", "dgx_h100"), "empty.json: not a plan"),
         (("explain", "plan.json", STEP, "*", "--runners-up", "-1"), "'--runners-up'"),
         (("explain", "plan.json", STEP, "*", "--stage", "one"), "'--stage'"),
+        (("explain", "plan.json", STEP, "*", "--stage", "1"), "the plan is not a pipeline"),
+        (
+            ("explain", "plan.json", STEP, "*", "--cluster", "dgx_a100_80"),
+            "the plan is for cluster 'dgx_h100', but --cluster is 'dgx_a100_80'",
+        ),
         (("explain", "plan.json", STEP, "*", "--cluster", "folder"), "unknown cluster 'folder'"),
         (("compare", STEP, "--cluster", "dgx_h100", "--method", "sharded"), "is not one of"),
         (("simulate", "program.json"), "expected a program that save_program wrote"),
