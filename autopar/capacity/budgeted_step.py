@@ -113,11 +113,15 @@ class BudgetedStep:
             tokens=self.tokens,
         )
 
-    def compiled_within(self) -> tuple[Plan, Prediction]:
+    def compiled_within(self, excess: float = 1.0) -> tuple[Plan, Prediction]:
         """Return the fastest plan that XLA compiles within the budget, and its prediction.
 
         Plans that the planner predicts to exceed the budget by up to `SLACK` are compiled, too. One
         whose program exceeds the budget is planned again within less memory.
+
+        Args:
+            excess: bytes of the compiled program of a similar step, divided by those of its plan.
+                If they are less, plans may exceed the budget by as much more.
 
         Raises:
             ProgramTooLargeError: all plans that were compiled need more.
@@ -126,7 +130,7 @@ class BudgetedStep:
         try:
             plan = self.plan()
         except DoesNotFit:
-            plan = self.plan(SLACK * self.budget)
+            plan = self.plan(SLACK * self.budget / min(1.0, excess))
         least = float("inf")
         for _ in range(_ROUNDS):
             prediction = self.predict(plan, compiled=True)
@@ -134,9 +138,8 @@ class BudgetedStep:
             if used <= self.budget:
                 return plan, prediction
             least = min(least, used)
-            allowed = min(self.budget, plan.predicted_bytes - (used - self.budget))
             try:
-                plan = self.plan(allowed)
+                plan = self.plan(plan.predicted_bytes - (used - self.budget))
             except DoesNotFit:
                 break
         raise ProgramTooLargeError(self.budget, least, plan.step)

@@ -75,7 +75,9 @@ class SizeAttempts:
     def fits_compiled(self, index: int) -> bool:
         """Return whether there is a plan that XLA compiles within the budget."""
         if index not in self.compiled:
-            self.compiled[index] = self._attempt(index, BudgetedStep.compiled_within)
+            self.compiled[index] = self._attempt(
+                index, lambda step: step.compiled_within(self.excess)
+            )
         return not isinstance(self.compiled[index], ValueError)
 
     def first_guess(self) -> int:

@@ -92,6 +92,45 @@ def test_the_answer_is_compiled_within_the_budget_and_the_next_is_not():
     assert f"batch={found.refused.size} does not fit" in text
 
 
+def test_the_next_size_is_compiled_where_plans_are_estimated_too_large():
+    def infer(params, x):
+        for weight in params:
+            x = jnp.tanh(x @ weight)
+        return x
+
+    def of_requests(size):
+        return infer, of_batch(size)[1]
+
+    found = autopar.fit(
+        of_requests,
+        CLUSTER,
+        largest="batch",
+        method=replace(METHOD, memory_budget=30e6),
+        multiple_of=4096,
+    )
+    assert found.prediction.memory.total <= found.budget
+    assert found.refused is not None
+    args = of_requests(found.refused.size)[1]
+    plan = autopar.plan_step(infer, args, method=autopar.DataParallel((2,)), cluster=CLUSTER)
+    assert autopar.predict(infer, args, plan, CLUSTER).memory.total > found.budget
+
+
+def test_the_step_is_made_of_multiples_only():
+    def of_triples(size):
+        if size % 3:
+            raise ValueError(f"{size} examples are no triples")
+        return of_batch(size)
+
+    options = {"largest": "batch", "confirm": False, "at_most": 12}
+    given = autopar.fit(
+        of_triples, CLUSTER, method=replace(METHOD, devices=(1,)), multiple_of=3, **options
+    )
+    counted = autopar.fit(
+        of_triples, CLUSTER, method=autopar.DataParallel((1,), 3, memory_budget=30e6), **options
+    )
+    assert given.size == counted.size == 12
+
+
 def test_layers_are_fitted_and_limits_hold():
     method = replace(METHOD, memory_budget=WORKSPACE + 1e6)
     found = autopar.fit(of_layers, CLUSTER, largest="layers", method=method, confirm=False)
