@@ -192,7 +192,7 @@ def _attempts_of_sizes(largest: Largest, maker: _Maker, limits: _Limits) -> Size
     def step_of(size: int) -> BudgetedStep:
         return maker.step(made(size), maker.cluster)
 
-    multiple = _MULTIPLE_OF[largest] if largest != "batch" else _batch_multiple(maker, made)
+    multiple = limits.multiple_of or _MULTIPLE_OF.get(largest) or _batch_multiple(maker, made)
     sizes = limits.sizes(largest, multiple)
     if len(sizes) > 1 and made(sizes[0]).shapes() == made(sizes[1]).shapes():
         raise OptionError(
@@ -204,7 +204,7 @@ def _attempts_of_sizes(largest: Largest, maker: _Maker, limits: _Limits) -> Size
 
 def _batch_multiple(maker: _Maker, made: Callable[[int], MadeStep]) -> int:
     """Return the number of devices times that of microbatches."""
-    method = maker.method_of(made(maker.cluster.num_devices))
+    method = maker.method or maker.method_of(made(maker.cluster.num_devices))
     if method is None:
         return maker.cluster.num_devices
     devices = requested_mesh(method.devices, maker.cluster.num_devices).num_devices
