@@ -48,7 +48,9 @@ def fit(
 ) -> Fit:
     """Return the largest size of a step that fits into memory, or the smallest cluster for it.
 
-    Sizes are searched by doubling and bisection, each planned within the budget. XLA compiles the
+    Sizes are searched by doubling and bisection, each planned within the budget. Clusters are first
+    searched among those whose numbers of hosts, or of GPUs of a host, are 1, 2, 3, 4, 6, 8, 12 and
+    so on: most batches divide evenly over them. XLA compiles the
     answer, and the next size if the planner finds it close to the budget. A plan that needs more
     than the planner estimates is planned again within less.
 
@@ -119,13 +121,13 @@ def fit(
         check_takes(make_step, ())
         attempts = _attempts_of_clusters(fewest, maker, limits)
         start, towards, back = 0, 0, len(attempts.sizes) - 1
-    answer = settled(attempts.fits, start, towards, back)
+    answer = settled(attempts.fits, start, towards, back, attempts.rungs)
     if confirm:
         if answer is not None:
             attempts.learn_excess(answer[0])
-            answer = settled(attempts.fits, answer[0], towards, back)
+            answer = settled(attempts.fits, answer[0], towards, back, attempts.rungs)
         start = back if answer is None else answer[0]
-        answer = settled(attempts.fits_compiled, start, towards, back)
+        answer = settled(attempts.fits_compiled, start, towards, back, attempts.rungs)
     if answer is None:
         raise attempts.never_fits(back)
     return _result(attempts, *answer, is_confirmed=confirm)
@@ -240,7 +242,17 @@ def _attempts_of_clusters(fewest: Fewest, maker: _Maker, limits: _Limits) -> Siz
         local = per_host if fewest == "hosts" else min(size, per_host)
         return maker.step(made, cluster.with_size(hosts, local))
 
-    return SizeAttempts(fewest, sizes, step_of)
+    rungs = [
+        index
+        for index, size in enumerate(sizes)
+        if _divides_well(size // per_host if fewest == "gpus" and size > per_host else size)
+    ]
+    return SizeAttempts(fewest, sizes, step_of, rungs)
+
+
+def _divides_well(number: int) -> bool:
+    """Return whether a number is a power of two or three times one, as most batches divide by."""
+    return number // (number & -number) in (1, 3)
 
 
 def _result(attempts: SizeAttempts, index: int, beyond: int | None, *, is_confirmed: bool) -> Fit:

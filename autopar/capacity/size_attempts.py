@@ -38,6 +38,8 @@ class SizeAttempts:
         quantity: what varies.
         sizes: the sizes in rising order.
         step_of: returns the step of a size.
+        rungs: indices of the sizes to try first if the size that is started from does not fit; by
+            default strides double.
         plans: the plans within the budget by index; an error where there is none.
         compiled: compiled plans within the budget with their predictions, likewise.
         excess: bytes of a compiled program divided by those of its plan; one before any is known.
@@ -46,6 +48,7 @@ class SizeAttempts:
     quantity: Largest | Fewest
     sizes: Sequence[int]
     step_of: Callable[[int], BudgetedStep]
+    rungs: Sequence[int] = ()
     plans: dict[int, Plan | ValueError] = field(default_factory=dict)
     compiled: dict[int, tuple[Plan, Prediction] | ValueError] = field(default_factory=dict)
     excess: float = 1.0
@@ -166,7 +169,7 @@ class SizeAttempts:
 
 
 def settled(
-    holds: Callable[[int], bool], start: int, towards: int, back: int
+    holds: Callable[[int], bool], start: int, towards: int, back: int, rungs: Sequence[int] = ()
 ) -> tuple[int, int | None] | None:
     """Return the last index with a property towards one end, and the next, which lacks it.
 
@@ -175,6 +178,7 @@ def settled(
         start: the index to start from; the property need not hold there.
         towards: the end at which the property is least likely.
         back: the other end.
+        rungs: the indices to try first on the way back; by default strides double.
 
     Returns:
         The two indices; the second is None if the property holds at the end. None if no index was
@@ -182,5 +186,5 @@ def settled(
     """
     if holds(start):
         return boundary(holds, start, towards)
-    refused, found = boundary(lambda index: not holds(index), start, back)
+    refused, found = boundary(lambda index: not holds(index), start, back, rungs)
     return None if found is None else (found, refused)

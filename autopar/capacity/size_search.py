@@ -1,37 +1,51 @@
 """Search for the boundary between sizes that fit and sizes that do not, with few evaluations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 
-def boundary(holds: Callable[[int], bool], start: int, stop: int) -> tuple[int, int | None]:
+def boundary(
+    holds: Callable[[int], bool], start: int, stop: int, rungs: Sequence[int] = ()
+) -> tuple[int, int | None]:
     """Return the last number that has a property, on the way from `start` to `stop`, and the next.
 
-    Strides double from `start` until the property is lost; bisection finds where. The property need
-    not be monotone: what is returned are neighbours, of which the first has it and the second has
-    not.
+    The rungs are tried from `start` until the property is lost; bisection finds where. The property
+    need not be monotone: what is returned are neighbours, of which the first has it and the second
+    has not.
 
     Args:
         holds: the property; it holds at `start`.
         start: the number to start from.
         stop: the last number, which may be smaller than `start`.
+        rungs: the numbers to try first; those between `start` and `stop` count. By default strides
+            double.
 
     Returns:
         The last number with the property, and the next; None if it holds at `stop`.
     """
     sign = 1 if stop >= start else -1
-    distance = abs(stop - start)
-    low, stride = 0, 1
-    while True:
-        if low == distance:
-            return stop, None
-        high = min(low + stride, distance)
-        if not holds(start + sign * high):
+    low = start
+    for high in _ladder(start, stop, rungs):
+        if not holds(high):
             break
-        low, stride = high, 2 * stride
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(start + sign * middle):
+        low = high
+    else:
+        return stop, None
+    while abs(high - low) > 1:
+        middle = low + sign * (abs(high - low) // 2)
+        if holds(middle):
             low = middle
         else:
             high = middle
-    return start + sign * low, start + sign * high
+    return low, high
+
+
+def _ladder(start: int, stop: int, rungs: Sequence[int]) -> Iterator[int]:
+    """Yield the rungs between `start` and `stop` on the way, and `stop` as the last one."""
+    sign = 1 if stop >= start else -1
+    distance = abs(stop - start)
+    if not rungs:
+        rungs = [start + sign * (2**k - 1) for k in range(1, distance.bit_length() + 1)]
+    between = sorted({sign * rung for rung in rungs if 0 < sign * (rung - start) < distance})
+    yield from (sign * rung for rung in between)
+    if distance:
+        yield stop

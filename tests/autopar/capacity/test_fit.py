@@ -163,6 +163,22 @@ def test_the_smallest_cluster_that_fits(fewest, budget, size):
     assert all("hosts" not in change.change for change in found.refused.changes)
 
 
+@pytest.mark.parametrize(("fewest", "batch", "size"), [("gpus", 65536, 16), ("hosts", 9600, 12)])
+def test_clusters_over_which_the_batch_does_not_divide_hide_no_smaller_one(fewest, batch, size):
+    def make_step():
+        return of_batch(batch)
+
+    cluster = load_cluster(CLUSTER)
+    assert isinstance(cluster, Cluster)
+    hosts = size if fewest == "hosts" else size // 8
+    plan = autopar.plan_step(
+        *make_step(), method=autopar.DataParallel(), cluster=cluster.with_size(hosts)
+    )
+    method = autopar.DataParallel(memory_budget=plan.predicted_bytes)
+    found = autopar.fit(make_step, CLUSTER, fewest=fewest, method=method, confirm=False, at_least=3)
+    assert found.size == size
+
+
 def test_the_method_of_the_options_is_taken():
     def make_step(size):
         return *of_batch(size), {"method": METHOD}

@@ -24,14 +24,19 @@ def test_the_answer_has_the_property_and_the_next_has_not(fits, start, upwards):
         assert after - last == (1 if upwards else -1)
 
 
-@given(FITS, st.integers(0, 39), st.booleans())
-def test_the_search_may_start_at_a_size_that_does_not_fit(fits, start, is_largest):
+RUNGS = st.lists(st.integers(0, 50), max_size=10)
+
+
+@given(FITS, st.integers(0, 39), st.booleans(), RUNGS)
+def test_the_search_may_start_at_a_size_that_does_not_fit(fits, start, is_largest, rungs):
     start = min(start, len(fits) - 1)
     towards, back = (len(fits) - 1, 0) if is_largest else (0, len(fits) - 1)
-    found = settled(fits.__getitem__, start, towards, back)
+    found = settled(fits.__getitem__, start, towards, back, rungs)
     if found is None:
+        between = range(min(start, back), max(start, back) + 1)
         assert not fits[start]
         assert not fits[back]
+        assert not any(fits[rung] for rung in rungs if rung in between)
         return
     last, after = found
     assert fits[last]
