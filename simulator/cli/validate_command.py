@@ -25,8 +25,8 @@ from simulator.validation.report import (
 from simulator.validation.report import (
     as_json as comparisons_json,
 )
-from simulator.validation.sets.steps import sets_of_file
-from simulator.validation.step_rows import read_step_rows, unread_columns
+from simulator.validation.sets.steps import sets_of_rows
+from simulator.validation.step_rows import read_step_table
 from simulator.validation.step_scenarios import unknown_frameworks
 
 _DEFAULT_FOLDER = Path("results/validation")
@@ -119,10 +119,11 @@ def _selected_sets(
     if data is not None and isfile(data):
         if names:
             raise ValueError(f"{names[0]!r}: {data} is a file, whose rows are all compared")
-        own = list(sets_of_file(data, by))
-        for column in unread_columns(data):
+        table = read_step_table(data)
+        own = list(sets_of_rows(data, table.rows, by))
+        for column in table.unread:
             typer.echo(f"{data}: column {column!r} is not read", err=True)
-        for name in unknown_frameworks(read_step_rows(data)):
+        for name in unknown_frameworks(table.rows):
             note = f"{data}: framework {name!r} is not known, and counts as Megatron-Core"
             typer.echo(note, err=True)
         return own

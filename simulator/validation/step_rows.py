@@ -12,7 +12,7 @@ from io import StringIO
 from math import isfinite
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from simulator.files import FileError, brief, read_text
 
@@ -155,6 +155,18 @@ class BadRow:
         return f"row {self.line}"
 
 
+class StepTable(NamedTuple):
+    """A table of steps.
+
+    Attributes:
+        rows: its rows.
+        unread: its columns that are no columns of steps.
+    """
+
+    rows: list[StepRow | BadRow]
+    unread: list[str]
+
+
 COLUMNS = tuple(name for name in StepRow.__dataclass_fields__ if name != "line")
 """Columns of a table of steps."""
 
@@ -165,8 +177,8 @@ MEASURED = ("step_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "memory_gb", "ou
 """Columns of which a table must have one, as there is nothing to compare otherwise."""
 
 
-def read_step_rows(path: Path) -> list[StepRow | BadRow]:
-    """Return the rows of a table of steps.
+def read_step_table(path: Path) -> StepTable:
+    """Read a table of steps.
 
     Args:
         path: a CSV file with some columns of `COLUMNS`; others are not read.
@@ -194,13 +206,8 @@ def read_step_rows(path: Path) -> list[StepRow | BadRow]:
             )
     if not rows:
         raise FileError(f"{path}: no rows below the header; expected a row for each step")
-    return [_row(line, cells) for line, cells in enumerate(rows, 1)]
-
-
-def unread_columns(path: Path) -> list[str]:
-    """Return the columns of a table that are no columns of steps."""
-    text = read_text(path, "a CSV file of training steps")
-    return [name for name in next(csv.reader(StringIO(text)), []) if name not in COLUMNS]
+    unread = [column for column in columns if column not in COLUMNS]
+    return StepTable([_row(line, cells) for line, cells in enumerate(rows, 1)], unread)
 
 
 def _row(line: int, cells: Mapping[str | None, Any]) -> StepRow | BadRow:

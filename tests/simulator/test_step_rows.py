@@ -13,10 +13,10 @@ from simulator.files import FileError
 from simulator.transformer import EAGER
 from simulator.validation.cases import Case
 from simulator.validation.report import Comparison
-from simulator.validation.sets.steps import STEP_SETS, STEPS, is_fitted, sets_of_file, step_cases
+from simulator.validation.sets.steps import STEP_SETS, STEPS, is_fitted, sets_of_rows, step_cases
 from simulator.validation.step_notes import notes_of
 from simulator.validation.step_recompute import recomputation_of
-from simulator.validation.step_rows import COLUMNS, BadRow, StepRow, StepRowError, read_step_rows
+from simulator.validation.step_rows import COLUMNS, BadRow, StepRow, StepRowError, read_step_table
 from simulator.validation.step_scenarios import StepScenario, scenario_of
 
 HEADER = "model,gpu,gpus,layers,hidden,ffn,heads,kv_heads,vocab,seq,tp,pp,vp,dp,micro_batch,"
@@ -45,7 +45,7 @@ def row_with(**changes: Any) -> StepRow:
 
 
 def first_row(file: str, framework: str) -> StepScenario:
-    rows = read_step_rows(STEPS / f"{file}.csv")
+    rows = read_step_table(STEPS / f"{file}.csv").rows
     row = next(
         row for row in rows if isinstance(row, StepRow) and row.framework.startswith(framework)
     )
@@ -59,7 +59,7 @@ def write_rows(folder: Path, *rows: str, header: str = HEADER) -> Path:
 
 
 def test_a_row_has_the_values_of_its_cells(tmp_path: Path) -> None:
-    (row,) = read_step_rows(write_rows(tmp_path, LLAMA))
+    (row,) = read_step_table(write_rows(tmp_path, LLAMA)).rows
     assert isinstance(row, StepRow)
     assert (row.line, row.layers, row.step_s, row.cp, row.sequence_parallel) == (
         1,
@@ -83,7 +83,7 @@ def test_a_row_has_the_values_of_its_cells(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_cell_refuses_its_row_alone(tmp_path: Path, old: str, new: str, why: str) -> None:
-    good, bad = read_step_rows(write_rows(tmp_path, LLAMA, LLAMA.replace(old, new)))
+    good, bad = read_step_table(write_rows(tmp_path, LLAMA, LLAMA.replace(old, new))).rows
     assert isinstance(good, StepRow)
     assert isinstance(bad, BadRow)
     assert (bad.line, why in bad.why) == (2, True)
@@ -91,24 +91,24 @@ def test_a_wrong_cell_refuses_its_row_alone(tmp_path: Path, old: str, new: str, 
 
 def test_a_table_without_a_column_that_it_needs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no column hidden"):
-        read_step_rows(write_rows(tmp_path, header=HEADER.replace("hidden,", "")))
+        read_step_table(write_rows(tmp_path, header=HEADER.replace("hidden,", "")))
     unmeasured = "model,gpu,gpus,layers,hidden,heads,vocab,seq"
     with pytest.raises(FileError, match="no column step_s or"):
-        read_step_rows(write_rows(tmp_path, header=unmeasured))
+        read_step_table(write_rows(tmp_path, header=unmeasured))
 
 
 def test_a_table_with_a_column_twice_or_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="column tp is given 2 times; expected once"):
-        read_step_rows(write_rows(tmp_path, f"{LLAMA},4", header=f"{HEADER},tp"))
+        read_step_table(write_rows(tmp_path, f"{LLAMA},4", header=f"{HEADER},tp"))
     with pytest.raises(FileError, match="no rows below the header; expected a row for each step"):
-        read_step_rows(write_rows(tmp_path))
+        read_step_table(write_rows(tmp_path))
 
 
 def test_a_table_of_a_spreadsheet_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = write_rows(tmp_path, LLAMA)
-    rows = read_step_rows(path)
+    rows = read_step_table(path).rows
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert read_step_rows(path) == rows
+    assert read_step_table(path).rows == rows
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,9 @@ def test_a_framework_that_is_not_known_is_named(tmp_path: Path) -> None:
 
 def test_rows_without_a_measurement_are_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path, LLAMA, LLAMA.replace(",5.0,60,", ",,60,"))
-    times, memory = (Comparison.of(published) for published in sets_of_file(path))
+    times, memory = (
+        Comparison.of(published) for published in sets_of_rows(path, read_step_table(path).rows)
+    )
     assert [row.why for row in times.unpredicted] == [
         "columns step_s, tokens_per_s_per_gpu and tflops_per_gpu: empty"
     ]
@@ -533,7 +535,7 @@ def test_tensor_parallelism_of_torchtitan_divides_norms_and_may_overlap() -> Non
 
 def test_rows_to_which_numbers_are_fitted_are_counted(tmp_path: Path) -> None:
     name = "megatron_bridge_25.09-26.08"
-    rows = [row for row in read_step_rows(STEPS / f"{name}.csv") if isinstance(row, StepRow)]
+    rows = [row for row in read_step_table(STEPS / f"{name}.csv").rows if isinstance(row, StepRow)]
     fitted = [row for row in rows if is_fitted(name, row)]
     assert len([row for row in fitted if row.gpu == "GB300" and "llama" in row.model]) == 15
     assert len([row for row in fitted if "Nemotron_3" in row.model]) == 26

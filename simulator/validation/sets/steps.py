@@ -14,7 +14,7 @@ from simulator.validation.step_rows import (
     BadRow,
     StepRow,
     StepRowError,
-    read_step_rows,
+    read_step_table,
 )
 from simulator.validation.step_scenarios import StepScenario, scenario_of
 
@@ -37,7 +37,7 @@ def step_cases(
     path = folder / f"{name}.csv"
     if folder == STEPS or path.exists():
         fitted = partial(is_fitted, name) if folder == STEPS else None
-        yield from _cases_of_rows(read_step_rows(path), wanted, fitted)
+        yield from _cases_of_rows(read_step_table(path).rows, wanted, fitted)
 
 
 def is_fitted(name: str, row: StepRow) -> bool:
@@ -66,25 +66,27 @@ def step_memory(name: str, wanted: Predicate, folder: Path = STEPS) -> Iterator[
     path = folder / f"{name}.csv"
     if folder != STEPS and not path.exists():
         return
-    rows = [row for row in read_step_rows(path) if isinstance(row, StepRow)]
+    rows = [row for row in read_step_table(path).rows if isinstance(row, StepRow)]
     yield from _memory_of_rows([row for row in rows if row.memory_gb is not None and wanted(row)])
 
 
-def sets_of_file(path: Path, by: Sequence[str] = ()) -> tuple[PublishedSet, ...]:
+def sets_of_rows(
+    path: Path, table: Sequence[StepRow | BadRow], by: Sequence[str] = ()
+) -> tuple[PublishedSet, ...]:
     """Return the sets of a user's table: seconds, and memory where rows state it.
 
     Args:
         path: the file.
+        table: its rows.
         by: columns; rows that differ in one of them belong to different sets.
 
     Raises:
         ValueError: there is no such column.
-        FileError: the file can't be read.
     """
     if unknown := [column for column in by if column not in COLUMNS]:
         raise ValueError(f"unknown column {unknown[0]!r}; expected some of {', '.join(COLUMNS)}")
     groups: dict[str, list[StepRow | BadRow]] = {}
-    for row in read_step_rows(path):
+    for row in table:
         values = [str(getattr(row, column)) for column in by if isinstance(row, StepRow)]
         name = " ".join([path.stem, *values]) if values or not by else f"{path.stem} unreadable"
         groups.setdefault(name, []).append(row)
