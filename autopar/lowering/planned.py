@@ -1,5 +1,6 @@
 """A traced step with its plan: the common input of execution, simulation and reports."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -13,10 +14,15 @@ from autopar.lowering.instructions import Crossing, PipelineProgram, ValueNames,
 from autopar.lowering.stage_values import StageValues
 from autopar.pipeline.partition import Partition
 from autopar.pipeline.partitioner import partition_step, stages_of_layers, whole_step_partition
-from autopar.pipeline.pipeline_schedules import Schedule, has_backward, make_schedule
+from autopar.pipeline.pipeline_schedules import (
+    Schedule,
+    has_backward,
+    make_schedule,
+    splits_backward,
+)
 from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.plan import WHOLE_STEP, Plan, PlanError
+from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan, PlanError
 from simulator.program import Program, Run
 
 
@@ -104,22 +110,8 @@ class PlannedStep:
     @cached_property
     def partition(self) -> Partition:
         """The step as tasks."""
-        if self.plan.schedule.is_whole_step:
-            return whole_step_partition(self.step)
-        own_layers = [stage.layers for stage in self.plan.stages]
-        found, layers = sorted(chain(*own_layers)), num_layers(self.step.jaxpr)
-        option = self.plan.schedule.layer_option
-        if isinstance(option, FollowLayerOption):
-            homes, forward = option.layer_of_input, not has_backward(self.plan.schedule.name)
-        elif found == list(range(layers)):
-            homes, forward = {}, False
-        else:
-            raise PlanError(
-                f"the stages of the plan have layers {found}, expected each of the"
-                f" step's {layers} layers (0 to {layers - 1}) once; plan the step again"
-            )
-        stages = stages_of_layers(own_layers, layers)
-        return partition_step(self.step, stages, "W" in self.schedule.phases, homes, forward)
+        layers = [stage.layers for stage in self.plan.stages]
+        return scheduled_partition(self.step, self.plan.schedule, layers)
 
     @cached_property
     def graphs(self) -> list[StageGraph]:
@@ -162,6 +154,36 @@ class PlannedStep:
         """Names of the tasks that the program runs. Tasks with nothing to do are left out."""
         instructions = (instruction for row in self.program.instructions for instruction in row)
         return frozenset(run.task for run in instructions if isinstance(run, Run))
+
+
+def scheduled_partition(
+    step: StepGraph, schedule: PipelineSchedule, layers: Sequence[Sequence[int]]
+) -> Partition:
+    """Return the tasks of a step that runs by a schedule.
+
+    Args:
+        step: the step.
+        schedule: the schedule.
+        layers: the layers of each stage.
+
+    Raises:
+        PlanError: the stages do not have each layer once, and do not follow those of another step.
+    """
+    if schedule.is_whole_step:
+        return whole_step_partition(step)
+    found, count = sorted(chain(*layers)), num_layers(step.jaxpr)
+    option = schedule.layer_option
+    if isinstance(option, FollowLayerOption):
+        homes, forward = option.layer_of_input, not has_backward(schedule.name)
+    elif found == list(range(count)):
+        homes, forward = {}, False
+    else:
+        raise PlanError(
+            f"the stages of the plan have layers {found}, expected each of the step's {count}"
+            f" layers (0 to {count - 1}) once; plan the step again"
+        )
+    is_split = splits_backward(schedule.name)
+    return partition_step(step, stages_of_layers(layers, count), is_split, homes, forward)
 
 
 def _check_order(partition: Partition, schedule: Schedule) -> None:

@@ -13,16 +13,12 @@ from jax.sharding import PartitionSpec
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.ir.spec import partition_spec
 from autopar.ir.step_graph import EXACT, Exactness, StepGraph
-from autopar.layering.layers import FollowLayerOption, num_layers
-from autopar.lowering.planned import PlannedStep
+from autopar.layering.layers import FollowLayerOption
+from autopar.lowering.planned import PlannedStep, scheduled_partition
 from autopar.lowering.program_memory import MeshMemory
 from autopar.microbatch.exactness import exactness_of
-from autopar.pipeline.partition import Partition
-from autopar.pipeline.partitioner import partition_step, stages_of_layers, whole_step_partition
 from autopar.pipeline.pipeline_schedules import (
-    has_backward,
     schedule_kind,
-    splits_backward,
 )
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
 from autopar.plan import WHOLE_STEP, MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
@@ -124,9 +120,7 @@ def follow(
             )
         schedule = WHOLE_STEP
         step = trace(fun, args, batch)
-        partition = whole_step_partition(step)
     else:
-        num_stages = len(followed.plan.stages)
         schedule = _forward_schedule(followed, input_homes)
         option = schedule.layer_option
         assert isinstance(option, FollowLayerOption)
@@ -140,12 +134,8 @@ def follow(
             forward=True,
             exactness=exactness,
         )
-        homes_of_inputs = option.layer_of_input
-        partition = partition_step(
-            step, range(num_stages), input_homes=homes_of_inputs, forward=True
-        )
-    layers = [(s,) for s in range(partition.num_stages)]
-    return _follow(step, partition, schedule, followed, layers, input_homes, cluster)
+    layers = [(s,) for s in range(len(followed.plan.stages))]
+    return _follow(step, schedule, followed, layers, input_homes, cluster)
 
 
 def follow_with_first_pass(followed: PlannedStep, cluster: AnyCluster) -> PlannedStep:
@@ -168,23 +158,12 @@ def follow_with_first_pass(followed: PlannedStep, cluster: AnyCluster) -> Planne
     homes = _homes_by_input(followed)
     input_homes = [homes[i] for i in first.reads]
     if followed.partition.is_whole_step:
-        schedule, partition = WHOLE_STEP, whole_step_partition(step)
+        schedule = WHOLE_STEP
     else:
         of_state = [None if k in step.batch else home for k, home in enumerate(input_homes)]
         schedule = _schedule_of_first_pass(followed, of_state)
-        option = schedule.layer_option
-        assert isinstance(option, FollowLayerOption)
-        partition = partition_step(
-            step,
-            stages_of_layers(layers, num_layers(step.jaxpr)),
-            splits_backward(schedule.name),
-            input_homes=option.layer_of_input,
-            forward=not has_backward(schedule.name),
-        )
     output_homes = [homes[i] for i in followed.step.completed]
-    planned = _follow(
-        step, partition, schedule, followed, layers, input_homes, cluster, output_homes
-    )
+    planned = _follow(step, schedule, followed, layers, input_homes, cluster, output_homes)
     planned = follow_with_first_pass(planned, cluster)
     memory = MeshMemory(followed)
     meshes = range(followed.schedule.pipeline.num_meshes)
@@ -220,7 +199,6 @@ def _in_two_passes(plan: Plan, first: Plan, unread: Level) -> Plan:
 
 def _follow(
     step: StepGraph,
-    partition: Partition,
     schedule: PipelineSchedule,
     followed: PlannedStep,
     layers: Sequence[tuple[int, ...]],
@@ -228,11 +206,10 @@ def _follow(
     cluster: AnyCluster,
     output_homes: Sequence[_InputHome] = (),
 ) -> PlannedStep:
-    """Plan a partitioned step in the stages of another one.
+    """Plan a traced step in the stages of another one.
 
     Args:
         step: the step.
-        partition: the step as tasks.
         schedule: its schedule.
         followed: the step to follow, with its plan.
         layers: the layers of each stage, if the step is not one program.
@@ -240,6 +217,7 @@ def _follow(
         cluster: the cluster that `followed` is planned for.
         output_homes: where its outputs are read; empty if they may be anywhere.
     """
+    partition = scheduled_partition(step, schedule, layers)
     solved: list[tuple[Stage, Shardings]] = []
     for graph, stage in zip(stage_graphs(partition), followed.plan.stages, strict=True):
         pool = cluster.pools[cluster.pool_of(stage.devices)]
