@@ -13,6 +13,7 @@ from jax.extend.core import Var
 
 from autopar.directives.definitions import Checkpoint, DirectiveError, Fuse, Replace, describe
 from autopar.directives.model_graph import ModelGraph, Node, RematRegion
+from autopar.ir.graph import variables
 
 type Region = Fuse | Replace | Checkpoint | RematRegion
 type GraphItem = Node | RegionNode
@@ -74,7 +75,7 @@ def recomputable_parts(graph: ModelGraph, nodes: Sequence[Node]) -> list[frozens
     inside: set[Var] = set()
     after: set[Var] = set()
     for node in graph.nodes:
-        read = {atom for atom in node.eqn.invars if isinstance(atom, Var)}
+        read = set(variables(node.eqn.invars))
         if node.name in names:
             if not read.isdisjoint(after):
                 parts.append(set())

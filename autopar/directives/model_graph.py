@@ -21,7 +21,7 @@ from jax.extend.core.primitives import copy_p, remat_p
 from autopar._plugins import assume_cudnn
 from autopar.directives.nnx_scopes import MARK
 from autopar.ir.calls import called_jaxpr, has_derivative_rule
-from autopar.ir.graph import Atom, aval_of, needed
+from autopar.ir.graph import Atom, aval_of, needed, variables
 
 _METHOD = re.compile(r"\.\w+$")
 _VMAP = re.compile(r"\bvmap\(([^()]*)\)")
@@ -108,20 +108,15 @@ class ModelGraph:
     def inputs_of(self, nodes: Sequence[Node]) -> list[Var]:
         """Return the values that `nodes` read but do not compute, in the order of first use."""
         computed = {var for node in nodes for var in node.eqn.outvars}
-        read = (atom for node in nodes for atom in node.eqn.invars if isinstance(atom, Var))
+        read = variables(atom for node in nodes for atom in node.eqn.invars)
         return [var for var in dict.fromkeys(read) if var not in computed]
 
     def outputs_of(self, nodes: Sequence[Node]) -> list[Var]:
         """Return the results of `nodes` that other nodes read or the model returns."""
         own = {node.name for node in nodes}
-        needed = {
-            a
-            for node in self.nodes
-            if node.name not in own
-            for a in node.eqn.invars
-            if isinstance(a, Var)
-        }
-        needed.update(atom for atom in self.outvars if isinstance(atom, Var))
+        others = (node for node in self.nodes if node.name not in own)
+        read = (atom for node in others for atom in node.eqn.invars)
+        needed = set(variables((*read, *self.outvars)))
         return [var for node in nodes for var in node.eqn.outvars if var in needed]
 
 

@@ -10,7 +10,7 @@ from autopar.directives.definitions import Replace, Sync
 from autopar.directives.equation_regions import Region
 from autopar.directives.model_graph import ModelGraph
 from autopar.directives.value_layouts import ValueLayout
-from autopar.ir.graph import Atom
+from autopar.ir.graph import Atom, variables
 from autopar.ir.spec import Spec
 
 
@@ -120,7 +120,7 @@ def _read(items: Iterable[PlacedItem]) -> Iterable[Var]:
     for item in items:
         match item:
             case PlacedEquation(_, eqn):
-                yield from (atom for atom in eqn.invars if isinstance(atom, Var))
+                yield from variables(eqn.invars)
             case PlacedSync():
                 yield item.source
             case PlacedRegion():

@@ -43,7 +43,7 @@ from autopar.directives.value_layouts import (
     propagate,
     whole_layout,
 )
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom, aval_of, variables
 from autopar.ir.spec import LogicalMesh, Spec, axes_of
 
 
@@ -183,7 +183,7 @@ class _Propagator:
                 raise DirectiveError(
                     f"{describe(sync)} of {sync.path or 'the model'} has nothing to do: {reason}"
                 )
-        used = {atom for atom in outvars if isinstance(atom, Var)}
+        used = set(variables(outvars))
         return PlacedModel(
             self.graph,
             close_regions(self.frames[0].items, used),

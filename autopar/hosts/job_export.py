@@ -1,14 +1,13 @@
 """Export of jobs to workers: programs are compiled for devices of other hosts and serialized."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from autopar.ir.graph import listed, source_line
+from autopar.ir.graph import all_eqns, listed, source_line
 from autopar.ir.keys import data_aval, on_data
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.compilation import lower_stage
@@ -102,7 +101,7 @@ def _check_callbacks(step: StepGraph) -> None:
     """Raise ValueError if a step calls Python, whose functions programs for hosts don't contain."""
     callbacks = [
         f"{eqn.primitive.name} ({source_line(eqn)})"
-        for eqn in _all_eqns(step.jaxpr)
+        for eqn in all_eqns(step.jaxpr)
         if eqn.primitive.name in _CALLBACKS
     ]
     if callbacks:
@@ -111,14 +110,6 @@ def _check_callbacks(step: StepGraph) -> None:
             " without it; leave the call out, or run the step in one process, without"
             " autopar.init(cluster='ray')"
         )
-
-
-def _all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the equations of a jaxpr and of the jaxprs inside."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _all_eqns(inner)
 
 
 def export_state(step: StepGraph, places: Sequence[Array], platform: str) -> Job:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import (
     broadcast_in_dim_p,
     concatenate_p,
@@ -45,7 +45,15 @@ from jax.lax import split_p
 
 from autopar.ir import control_flow
 from autopar.ir.calls import called_jaxpr
-from autopar.ir.graph import Atom, aval_of, eqns_of_call, is_differentiated, needed, source_line
+from autopar.ir.graph import (
+    Atom,
+    all_eqns,
+    aval_of,
+    eqns_of_call,
+    is_differentiated,
+    needed,
+    source_line,
+)
 from autopar.ir.host_memory import is_on_host, to_device_p, to_host_p
 from autopar.ir.scope_renaming import with_renamed_scopes
 
@@ -82,13 +90,8 @@ def flatten(
 
 def constrained_lines(jaxpr: Jaxpr) -> tuple[str, ...]:
     """Return the lines of the user's code that call `jax.lax.with_sharding_constraint`."""
-    lines: dict[str, None] = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is sharding_constraint_p:
-            lines[source_line(eqn)] = None
-        for inner in jaxprs_in_params(eqn.params):
-            lines |= dict.fromkeys(constrained_lines(inner))
-    return tuple(lines)
+    constraints = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive is sharding_constraint_p)
+    return tuple(dict.fromkeys(map(source_line, constraints)))
 
 
 class _FlatJaxprBuilder:

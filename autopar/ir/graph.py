@@ -4,7 +4,7 @@ import hashlib
 import re
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autopar.ir import control_flow
@@ -36,7 +36,7 @@ def needed(
     """
     numbered = list(eqns)
     known = frozenset(given)
-    live = {atom for atom in outvars if isinstance(atom, Var)}.difference(known)
+    live = set(variables(outvars)).difference(known)
     pending: Sequence[int] = range(len(numbered))[::-1]
     kept: list[int] = []
     while True:
@@ -181,6 +181,24 @@ def is_differentiated(eqn: JaxprEqn) -> bool:
     That includes its backward pass.
     """
     return "jvp(" in scopes(eqn)
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Return the atoms that are no literals, in order."""
+    return [atom for atom in atoms if isinstance(atom, Var)]
+
+
+def renamed(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    """Return atoms with those in `names` replaced by what `names` has for them."""
+    return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
+
+
+def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield the equations of a jaxpr, each followed by those of the jaxprs inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from all_eqns(inner)
 
 
 def aval_of(atom: Atom) -> ShapedArray:

@@ -17,7 +17,7 @@ from jax.extend.core.primitives import scan_p
 
 from autopar.ir.equation_groups import has_backward, units
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, is_backward, source_line
+from autopar.ir.graph import Atom, is_backward, source_line, variables
 from autopar.layering.equal_values import EqualValues, equal_carries, runs_again
 from autopar.layering.gradient_layers import forward_pass
 from autopar.layering.layer_clustering import NoLayersError
@@ -100,7 +100,7 @@ def _recomputed_values(jaxpr: Jaxpr) -> set[Var]:
         for earlier in scans if eqn.primitive is scan_p else []:
             if runs_again(values, eqn, earlier):
                 recomputed.update(earlier.outvars)
-    return {atom for atom in recomputed if isinstance(atom, Var)}
+    return set(variables(recomputed))
 
 
 def _has_scan(jaxpr: Jaxpr) -> bool:

@@ -26,7 +26,15 @@ from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, sati
 from autopar.ir.control_flow import MARKERS, repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, eqns_of_call, is_outer_backward, read, scopes, source_line
+from autopar.ir.graph import (
+    Atom,
+    eqns_of_call,
+    is_outer_backward,
+    read,
+    scopes,
+    source_line,
+    variables,
+)
 from autopar.layering.equal_bodies import with_shared_bodies
 from autopar.layering.layer_clustering import (
     NoLayersError,
@@ -191,7 +199,7 @@ class FollowLayerOption:
         }
         layers: list[int | None] = []
         for eqn in jaxpr.eqns:
-            operands = (atom for atom in eqn.invars if isinstance(atom, Var))
+            operands = variables(eqn.invars)
             operand_layers = [layer_of_var[var] for var in operands if var in layer_of_var]
             layers.append(max(operand_layers, default=None))
             if operand_layers:
@@ -492,10 +500,9 @@ def _layers(jaxpr: Jaxpr, layers: Sequence[int]) -> dict[int, tuple[list[JaxprEq
     last = max(layers, default=-1)
     last_use: dict[Atom, int] = {}
     for eqn, layer in zip(jaxpr.eqns, layers, strict=True):
-        for atom in eqn.invars:
-            if isinstance(atom, Var):
-                last_use[atom] = max(layer, last_use.get(atom, -1))
-    last_use.update((atom, last + 1) for atom in jaxpr.outvars if isinstance(atom, Var))
+        for var in variables(eqn.invars):
+            last_use[var] = max(layer, last_use.get(var, -1))
+    last_use.update(dict.fromkeys(variables(jaxpr.outvars), last + 1))
     eqns_by_layer: dict[int, list[JaxprEqn]] = {layer: [] for layer in range(-1, last + 1)}
     for eqn, layer in zip(jaxpr.eqns, layers, strict=True):
         if eqn.primitive is not boundary_p:
@@ -514,7 +521,7 @@ def _run(
 ) -> None:
     """Evaluate the equations of a layer and add its results to `env`."""
     defined = {var for eqn in eqns for var in eqn.outvars}
-    operands = (atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))
+    operands = variables(atom for eqn in eqns for atom in eqn.invars)
     inputs = [var for var in dict.fromkeys(operands) if var not in defined]
 
     def layer(*values: Any) -> list[Any]:
@@ -537,7 +544,7 @@ def _run(
 
 def _flops(eqn: JaxprEqn, debug_info: Any) -> float:
     """Return the FLOP of all matrix products and convolutions in an equation and its calls."""
-    invars = list(dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)))
+    invars = list(dict.fromkeys(variables(eqn.invars)))
     flat = flatten(Jaxpr([], invars, eqn.outvars, [eqn], debug_info=debug_info))
     kernels = (
         (times, kernel_of(inner))

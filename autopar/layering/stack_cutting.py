@@ -7,7 +7,7 @@ dim becomes the sum of partial sums. An equation that can't be cut reads the con
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import batched
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from jax.extend.core.primitives import (
 
 from autopar.ir import control_flow
 from autopar.ir.array_cuts import Cut
-from autopar.ir.graph import Atom, aval_of, is_backward, needed, scopes
+from autopar.ir.graph import Atom, aval_of, is_backward, needed, scopes, variables
 from autopar.primitives import MissingRuleError, op_factors, record_of
 from autopar.primitives.factors import PARTIAL, Dims, OpFactors
 
@@ -151,7 +151,7 @@ def cut_stacks(
         return _uncut(jaxpr, layers)
     cutter = _StackCutter(jaxpr, scans or {}, layers, backward or BackwardScans({}, 0))
     cutter.propagate(seeds)
-    return cutter.emit(_variables(in_pieces), _variables(out_pieces))
+    return cutter.emit(set(variables(in_pieces)), set(variables(out_pieces)))
 
 
 def _uncut(jaxpr: Jaxpr, layers: Sequence[int]) -> CutJaxpr:
@@ -169,10 +169,6 @@ def scan_operands(scan: JaxprEqn) -> tuple[list[Atom], list[Atom], list[Atom]]:
     """Return the constants, initial carries and sliced arrays of a scan."""
     consts, init, slices = map(list, scan.params["ft_in"].update(scan.invars).unpack())
     return consts, init, slices
-
-
-def _variables(atoms: Iterable[Atom]) -> frozenset[Var]:
-    return frozenset(atom for atom in atoms if isinstance(atom, Var))
 
 
 def roots(jaxpr: Jaxpr, value: Atom, dim: int) -> set[Atom]:
@@ -382,7 +378,7 @@ class _StackCutter:
 
     # -- the new jaxpr
 
-    def emit(self, in_pieces: frozenset[Var], out_pieces: frozenset[Var]) -> CutJaxpr:
+    def emit(self, in_pieces: Set[Var], out_pieces: Set[Var]) -> CutJaxpr:
         """Return the new jaxpr; see `cut_stacks` for the arguments."""
         writer = _Writer(self.cuts)
         invars: list[Var] = []
@@ -675,8 +671,7 @@ class _Writer:
             for aval in map(aval_of, operands)
         ]
         traced = jax.make_jaxpr(jax.named_scope(STACK_SCOPE)(fun))(*avals)
-        variables = (atom for atom in operands if isinstance(atom, Var))
-        producers = (self._producer[var] for var in variables if var in self._producer)
+        producers = (self._producer[v] for v in variables(operands) if v in self._producer)
         backward = next(filter(is_backward, producers), None)
         env: dict[Var, Atom] = dict(zip(traced.jaxpr.invars, operands, strict=True))
         for eqn in traced.jaxpr.eqns:
@@ -695,7 +690,7 @@ class _Writer:
         ]
 
     def _append(self, eqn: JaxprEqn, layer: int) -> None:
-        operand_layers = (self._layer_of.get(a, -1) for a in eqn.invars if isinstance(a, Var))
+        operand_layers = (self._layer_of.get(var, -1) for var in variables(eqn.invars))
         layer = max(layer, max(operand_layers, default=-1))
         self.eqns.append(eqn)
         self.layers.append(layer)

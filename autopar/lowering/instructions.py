@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jax.extend.core import Var
 
 from autopar.ir.array_sizes import array_bytes
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import aval_of, variables
 from autopar.lowering.cross_mesh_resharding import Resharding
 from autopar.pipeline.partition import Partition, Task
 from autopar.pipeline.pipeline_schedules import Schedule
@@ -202,7 +202,7 @@ class _ProgramBuilder:
         """Return the names of inputs and of outputs of the step: they are never freed."""
         partition = self._partition
         jaxpr = partition.step.jaxpr
-        outputs = [atom for atom in jaxpr.outvars if isinstance(atom, Var)]
+        outputs = variables(jaxpr.outvars)
         names = {self._names.of(var, 0) for var in outputs if var in partition.producers}
         return names | {f"in{i}" for i in range(len(jaxpr.invars))}
 

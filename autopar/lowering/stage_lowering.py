@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.ir import graph
 from autopar.ir.evaluate import Numbered, compiler_options, evaluate
+from autopar.ir.graph import variables
 from autopar.ir.host_memory import in_its_memory, is_on_host, memory_kind
 from autopar.ir.spec import AnyMesh, Spec, partition_spec, replicated
 from autopar.lowering.shardwise import pinned_specs, shardwise
@@ -370,7 +371,7 @@ class StageLowering:
         """
         reads, results = self.partition.reads[task], self.partition.results[task]
         if task.phase == "S":  # XLA pairs them itself, and uses the rest for temporaries
-            outvars = {var for var in self.partition.step.jaxpr.outvars if isinstance(var, Var)}
+            outvars = set(variables(self.partition.step.jaxpr.outvars))
             returned_inputs = outvars.difference(results)
             reusable = self.donated - returned_inputs
             return [k for k, var in enumerate(reads) if var in reusable]

@@ -19,8 +19,8 @@ from jax.extend.core.primitives import div_p
 from jax.lax import tile_p
 
 from autopar.ir import control_flow
-from autopar.ir.equation_groups import dependents, units
-from autopar.ir.graph import Atom, Where, aval_of, is_backward, is_forward, source_line
+from autopar.ir.equation_groups import dependents, flow, units
+from autopar.ir.graph import Atom, Where, aval_of, is_backward, is_forward, source_line, variables
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch import row_loops
 from autopar.microbatch.batch_scaling_constants import (
@@ -443,17 +443,8 @@ class BatchScalings:
     @cached_property
     def _of_gradients(self) -> Set[Var]:
         """The values that are computed from gradients, in this or an earlier iteration."""
-        found: set[Var] = set()
-        size = -1
-        while len(found) > size:
-            size = len(found)
-            for eqn in self._eqns:
-                reads = [atom for atom in eqn.invars if isinstance(atom, Var)]
-                if is_backward(eqn) or not found.isdisjoint(reads):
-                    found.update(eqn.outvars)
-                    if eqn.primitive is control_flow.loop_result_p:
-                        found.update(reads[:1])  # the carry
-        return found
+        gradients = (var for eqn in self._eqns if is_backward(eqn) for var in eqn.outvars)
+        return flow(self._eqns, gradients, stops={control_flow.loop_test_p})
 
     @cached_property
     def _of_own_loops(self) -> Set[Atom]:
@@ -528,9 +519,7 @@ class BatchScalings:
         try:
             results = result_scalings(eqn, whole, operands, self.count)
         except NotSeparable:
-            if is_backward(eqn) or self._of_gradients.isdisjoint(
-                atom for atom in eqn.invars if isinstance(atom, Var)
-            ):
+            if is_backward(eqn) or self._of_gradients.isdisjoint(variables(eqn.invars)):
                 raise
             raise SecondGradient(
                 f"{Where(eqn)} is not linear in a gradient of the batch, or in what a gradient has"

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, aval_of, is_backward, needed, source_line
+from autopar.ir.graph import Atom, aval_of, is_backward, needed, renamed, source_line, variables
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
@@ -97,7 +97,7 @@ def find_boundary(
             tail.update(unit.makes)
         if not in_body:
             values.update((var, None) for var in read if var in made)
-    values.update((var, None) for var in jaxpr.outvars if isinstance(var, Var) and var in made)
+    values.update((var, None) for var in variables(jaxpr.outvars) if var in made)
     blocks: dict[Var, tuple[int, int]] = {}
     for var in values:
         kind = scalings.kinds[var] if scalings else None
@@ -118,7 +118,7 @@ def _depending(jaxpr: Jaxpr, batch: Set[int], positions: int | None = None) -> s
     if positions is not None:
         rows = dependents(eqns, [jaxpr.invars[positions]])
         for _, eqn in eqns:
-            operands = [atom for atom in eqn.invars if isinstance(atom, Var)]
+            operands = variables(eqn.invars)
             if record_of(eqn).is_contraction and not rows.isdisjoint(operands):
                 sources += eqn.outvars
     return dependents(eqns, sources)
@@ -331,14 +331,13 @@ def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:
         effects=frozenset(),
     )
 
-    def renamed(atoms: Sequence[Atom]) -> list[Atom]:
-        return [totals.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
-
     rest = [
-        eqn.replace(invars=renamed(eqn.invars)) for number, eqn in numbered if number not in front
+        eqn.replace(invars=renamed(eqn.invars, totals))
+        for number, eqn in numbered
+        if number not in front
     ]
     eqns = [*(jaxpr.eqns[number] for number in sorted(front)), *before, mark, *after, *rest]
-    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars))
+    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, totals))
 
 
 def _with_whole_units(numbered: Sequence[Numbered], chosen: set[int]) -> set[int]:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom, aval_of, variables
 
 _OF_CONDITIONS = ("copy", "convert_element_type", "nonbatchable")
 _OF_MASKS = ("copy", "broadcast_in_dim")
@@ -36,13 +36,9 @@ class ExampleLoops:
         """Index the equations of a flat jaxpr."""
         self._made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
-        self._read = Counter(atom for atom in atoms if isinstance(atom, Var))
-        self._results: dict[Var, list[JaxprEqn]] = {}
-        self._result_of: dict[Atom, JaxprEqn] = {}
-        for eqn in jaxpr.eqns:
-            if eqn.primitive is control_flow.loop_result_p:
-                self._results.setdefault(control_flow.token_of(eqn), []).append(eqn)
-                self._result_of[eqn.invars[0]] = eqn
+        self._read = Counter(variables(atoms))
+        results = (eqn for eqn in jaxpr.eqns if eqn.primitive is control_flow.loop_result_p)
+        self._result_of: dict[Atom, JaxprEqn] = {eqn.invars[0]: eqn for eqn in results}
 
     def summands(self, carry: Var) -> list[Atom] | None:
         """Return what each iteration adds to a carry; None if that is not all that it does."""
@@ -99,7 +95,8 @@ class ExampleLoops:
         """
         if not self.is_of_equinox(test):
             return False
-        results = self._results.get(control_flow.token_of(test), [])
+        token = control_flow.token_of(test)
+        results = [eqn for eqn in self._result_of.values() if control_flow.token_of(eqn) is token]
         running = {result.invars[0] for result in results if self._is_mask(result, form_of)}
         return self._is_of_any(test.invars[0], form_of) and all(
             self._keeps_values(result, running) for result in results

@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.equation_groups import Unit, dependents, units
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, Where, aval_of, needed
+from autopar.ir.graph import Atom, Where, aval_of, needed, variables
 from autopar.ir.keys import is_key
 from autopar.ir.preparation import TracedValue
 from autopar.ir.step_graph import MicrobatchError
@@ -128,7 +128,7 @@ def latest_completed(
         else:
             rest.update(unit.makes)
     read = {var for unit in groups if unit.number not in update for var in unit.reads}
-    read.update(atom for atom in small.outvars if isinstance(atom, Var))
+    read.update(variables(small.outvars))
     of_examples = {small.invars[i] for i in inputs} - derived
     return tuple(value for var, value in known.items() if var in read & (derived | of_examples))
 
@@ -231,7 +231,7 @@ class _CompletableValues(PreparableValues):
             inside |= more
         read = {
             var for unit in self.units if unit.number not in inside for var in unit.reads
-        }.union(atom for atom in self.outvars if isinstance(atom, Var))
+        }.union(variables(self.outvars))
         first_pass = (unit for unit in self.units if unit.number in inside)
         return [var for unit in first_pass for var in unit.makes if var in read]
 
@@ -333,16 +333,12 @@ def model_layers(
             and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
         )
     for eqn, twin in zip(traces[0].eqns, traces[1].eqns, strict=True):
-        if not weights.isdisjoint((*_operands(eqn), *_operands(twin))):
+        if not weights.isdisjoint(variables((*eqn.invars, *twin.invars))):
             for pair in zip(eqn.outvars, twin.outvars, strict=True):
                 if aval_of(pair[0]).shape == aval_of(pair[1]).shape:
                     weights.update(pair)
     for _, eqn in eqns:
-        record, operands = record_of(eqn), _operands(eqn)
+        record, operands = record_of(eqn), variables(eqn.invars)
         is_layer = record.is_contraction or record.runs_body
         if is_layer and not of_batch.isdisjoint(operands) and not weights.isdisjoint(operands):
             yield eqn
-
-
-def _operands(eqn: JaxprEqn) -> list[Var]:
-    return [atom for atom in eqn.invars if isinstance(atom, Var)]

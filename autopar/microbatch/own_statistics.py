@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Set
 from jax.extend.core import Jaxpr, Var
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
-from autopar.ir.graph import aval_of, is_differentiated
+from autopar.ir.graph import aval_of, is_differentiated, variables
 from autopar.microbatch.batch_scaling import StatisticRules
 from autopar.microbatch.body_boundary import before_update
 
@@ -101,5 +101,5 @@ def _differentiates_examples(jaxpr: Jaxpr, larger: Jaxpr) -> bool:
     groups = units(enumerate(jaxpr.eqns))
     inner = {var for unit in groups if has_backward(unit) for var in unit.makes} & made
     outer = (var for unit in groups if not has_backward(unit) for var in unit.reads)
-    outputs = (atom for atom in jaxpr.outvars if isinstance(atom, Var))
+    outputs = variables(jaxpr.outvars)
     return not inner.isdisjoint((*outer, *outputs))

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import random_bits_p, random_split_p
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
-from autopar.ir.graph import Atom, aval_of, needed, source_line
+from autopar.ir.graph import aval_of, needed, renamed, source_line, variables
 from autopar.ir.keys import is_key
 from autopar.ir.preparation import Preparation, TracedValue
 from autopar.microbatch.batch_scaling import BatchScalings
@@ -42,7 +42,7 @@ def preparation(whole: Jaxpr, places: Sequence[TracedValue]) -> Preparation:
     values = values_at(whole, places)
     pure = [(n, eqn) for n, eqn in enumerate(whole.eqns) if not eqn.effects]
     eqns = [eqn for _, eqn in needed(pure, values)]
-    read = {atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var)}
+    read = set(variables(atom for eqn in eqns for atom in eqn.invars))
     jaxpr = whole.replace(eqns=eqns, outvars=values, effects=frozenset())
     lines = dict.fromkeys(source_line(whole.eqns[place.number]) for place in places)
     reads = tuple(i for i, var in enumerate(whole.invars) if var in read)
@@ -63,11 +63,9 @@ def with_prepared(jaxpr: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
         source = jaxpr.eqns[place.number].source_info
         first += equations(partial(_as_traced, place), inputs[-1:], value, source)
 
-    def renamed(atoms: Iterable[Atom]) -> list[Atom]:
-        return [new.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
-
-    eqns = [*first, *(eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns)]
-    return jaxpr.replace(invars=[*jaxpr.invars, *inputs], eqns=eqns, outvars=renamed(jaxpr.outvars))
+    eqns = [*first, *(eqn.replace(invars=renamed(eqn.invars, new)) for eqn in jaxpr.eqns)]
+    outvars = renamed(jaxpr.outvars, new)
+    return jaxpr.replace(invars=[*jaxpr.invars, *inputs], eqns=eqns, outvars=outvars)
 
 
 def examples_first(place: TracedValue, value: jax.Array) -> jax.Array:
@@ -201,7 +199,7 @@ class PreparableValues:
         later = dependents(eqns, chosen)
         found: dict[Var, None] = {}
         for _, eqn in eqns:
-            operands = [atom for atom in eqn.invars if isinstance(atom, Var)]
+            operands = variables(eqn.invars)
             if algebra_of(eqn) == "invariant" and not later.isdisjoint(operands):
                 found |= {var: None for var in operands if var not in later}
         return list(filter(self._is_of_examples, found))

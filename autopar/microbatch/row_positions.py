@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom, aval_of, variables
 from autopar.microbatch.batch_scaling_rules import BatchScaling, MinorExamples, NotSeparable
 from autopar.microbatch.created_rows import (
     ROWS_OF,
@@ -113,7 +113,7 @@ def _with_whole_sizes(micro: Jaxpr, whole: Jaxpr, batch: frozenset[int]) -> Jaxp
     numbered = list(enumerate(micro.eqns))
     from_data = dependents(numbered, [micro.invars[i] for i in batch])
     created = dependents(numbered, micro.invars[-1:])
-    read_otherwise = {atom for atom in micro.outvars if isinstance(atom, Var)}
+    read_otherwise = set(variables(micro.outvars))
     eqns = list(micro.eqns)
     for number, eqn in reversed(numbered):
         twin = whole.eqns[number]
@@ -131,7 +131,7 @@ def _with_whole_sizes(micro: Jaxpr, whole: Jaxpr, batch: frozenset[int]) -> Jaxp
                 ]
             )
         else:
-            read_otherwise.update(atom for atom in eqn.invars if isinstance(atom, Var))
+            read_otherwise.update(variables(eqn.invars))
     return micro.replace(eqns=eqns)
 
 
@@ -164,7 +164,7 @@ def blocks_of_created(
     made_by: dict[Var, JaxprEqn] = {}
     for eqn in jaxpr.eqns:
         made_by.update(dict.fromkeys(eqn.outvars, eqn))
-        if any(atom in of_batch for atom in eqn.invars if isinstance(atom, Var)):
+        if not of_batch.isdisjoint(variables(eqn.invars)):
             of_batch.update(eqn.outvars)
     created = [eqn.outvars[0] for eqn in jaxpr.eqns if created_by(eqn) in ROWS_OF]
     examples = aval_of(jaxpr.invars[positions]).shape[0]

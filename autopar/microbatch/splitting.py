@@ -20,7 +20,7 @@ from jax.extend.core.primitives import div_p
 
 from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, aval_of, needed, source_line
+from autopar.ir.graph import Atom, aval_of, needed, renamed, source_line, variables
 from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
 from autopar.microbatch.batch_scaling import (
     BatchScalings,
@@ -326,16 +326,9 @@ def _with_dims_of_one(
         return micro
     mark = mark.replace(invars=values, outvars=[Var(aval_of(value)) for value in values])
     totals = dict(zip(_mark(micro)[1].outvars, mark.outvars, strict=True))
-    rest = [
-        eqn.replace(invars=[_renamed(atom, totals) for atom in eqn.invars])
-        for eqn in micro.eqns[number + 1 :]
-    ]
-    outvars = [_renamed(atom, totals) for atom in micro.outvars]
-    return micro.replace(eqns=[*micro.eqns[:number], *eqns, mark, *rest], outvars=outvars)
-
-
-def _renamed(atom: Atom, names: Mapping[Var, Var]) -> Atom:
-    return names.get(atom, atom) if isinstance(atom, Var) else atom
+    rest = [eqn.replace(invars=renamed(eqn.invars, totals)) for eqn in micro.eqns[number + 1 :]]
+    eqns = [*micro.eqns[:number], *eqns, mark, *rest]
+    return micro.replace(eqns=eqns, outvars=renamed(micro.outvars, totals))
 
 
 def _no_batch() -> MicrobatchError:
@@ -444,7 +437,7 @@ def _loops(
     """
     level: dict[Var, int] = {}
     for eqn in jaxpr.eqns:
-        turn = max((level.get(atom, 0) for atom in eqn.invars if isinstance(atom, Var)), default=0)
+        turn = max((level.get(var, 0) for var in variables(eqn.invars)), default=0)
         level.update((var, turn + (var in before)) for var in eqn.outvars)
     early = [(number, eqn) for number, eqn in marks if eqn.outvars and eqn.outvars[0] in before]
     turns = sorted({level[eqn.outvars[0]] for _, eqn in early})
@@ -612,17 +605,13 @@ def _parts(
         repeated = {
             n
             for n in acts
-            if not depending.isdisjoint(_vars(jaxpr.eqns[n]))
-            and completed.isdisjoint(_vars(jaxpr.eqns[n]))
+            if not depending.isdisjoint(variables(jaxpr.eqns[n].invars))
+            and completed.isdisjoint(variables(jaxpr.eqns[n].invars))
         }
     body = [each for each in numbered if each[0] not in acts - repeated]
     tail = [each for each in numbered if each[0] not in repeated]
     wanted = [atom for _, eqn in (marks if ends is None else ends) for atom in eqn.invars]
     return marks, needed(body, wanted, given), needed(tail, jaxpr.outvars, given=accumulated)
-
-
-def _vars(eqn: JaxprEqn) -> list[Var]:
-    return [atom for atom in eqn.invars if isinstance(atom, Var)]
 
 
 def _mark(jaxpr: Jaxpr) -> Numbered:

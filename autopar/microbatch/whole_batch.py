@@ -6,6 +6,7 @@ So the equations up to the accumulated values come from a trace for one microbat
 equations after them come from a trace for the whole batch.
 """
 
+from collections import ChainMap
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -79,8 +80,8 @@ def join_traces(
         for number, eqn in once:
             if not repeated and aligned:
                 numbers[number] = len(eqns)
-            eqns.append(eqn.replace(invars=[_named(atom, names) for atom in eqn.invars]))
-    outvars = [_named(atom, names) for atom in whole.outvars]
+            eqns.append(eqn.replace(invars=graph.renamed(eqn.invars, names)))
+    outvars = graph.renamed(whole.outvars, names)
     return micro.replace(
         eqns=eqns, outvars=outvars, constvars=list(constants), consts=list(constants.values())
     ), numbers
@@ -110,14 +111,11 @@ def _same(mine: Unit, other: Unit, names: Names) -> bool:
     If they do, adds the results of `other` to `names`.
     """
     local: Names = {}
-
-    def named(atom: Atom) -> Atom:
-        return local.get(atom, _named(atom, names)) if isinstance(atom, Var) else atom
-
     for (_, a), (_, b) in zip(mine.eqns, other.eqns, strict=True):
         if [var.aval for var in a.outvars] != [var.aval for var in b.outvars]:
             return False
-        if not all(_is(x, named(y)) for x, y in zip(a.invars, b.invars, strict=True)):
+        operands = graph.renamed(b.invars, ChainMap(local, names))
+        if not all(_is(x, y) for x, y in zip(a.invars, operands, strict=True)):
             return False
         if graph.params_text(a) != graph.params_text(b):
             return False
@@ -137,7 +135,3 @@ def _equal(a: Any, b: Any) -> bool:
     if (np.shape(a), getattr(a, "dtype", None)) != (np.shape(b), getattr(b, "dtype", None)):
         return False
     return graph.constant(a).tobytes() == graph.constant(b).tobytes()
-
-
-def _named(atom: Atom, names: Names) -> Atom:
-    return names.get(atom, atom) if isinstance(atom, Var) else atom

@@ -11,10 +11,9 @@ from typing import NamedTuple, Protocol
 
 from jax.extend.core import Var
 
-from autopar.ir import control_flow
-from autopar.ir.equation_groups import dependents
+from autopar.ir.equation_groups import dependents, flow
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom
+from autopar.ir.graph import Atom, variables
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import Combine, StepGraph
 from autopar.microbatch.gradients import accumulate_p
@@ -88,21 +87,9 @@ def batch_facts(step: StepGraph) -> BatchFacts:
     for var in dependents(enumerate(step.jaxpr.eqns), totals):
         dims.pop(var, None)
     rows = {var: min(var_dims) for var, var_dims in dims.items() if len(var_dims) == 1}
-    reached = {step.jaxpr.invars[i] for i in step.batch}
-    while True:  # the carries of loops take more than one pass
-        num_reached = len(reached)
-        for eqn in step.jaxpr.eqns:
-            if eqn.primitive is accumulate_p or reached.isdisjoint(
-                a for a in eqn.invars if isinstance(a, Var)
-            ):
-                continue
-            reached.update(eqn.outvars)
-            if eqn.primitive is control_flow.loop_test_p:  # how often the loop runs
-                reached.add(control_flow.token_of(eqn))
-            if eqn.primitive is control_flow.loop_result_p:
-                reached.update(a for a in eqn.invars[:1] if isinstance(a, Var))
-        if len(reached) == num_reached:
-            return BatchFacts(dims, rows, frozenset(reached.difference(rows)))
+    examples = [step.jaxpr.invars[i] for i in step.batch]
+    of_batch = flow(step.jaxpr.eqns, examples, stops={accumulate_p})
+    return BatchFacts(dims, rows, frozenset(of_batch.difference(rows)))
 
 
 class Partitioner(Protocol):
@@ -205,14 +192,14 @@ class Partition:
         read += [atom for _, eqn in eqns for atom in eqn.invars]
         read += [total.part for total in self.totals.get(task, ())]
         local = computed.union(self.step.jaxpr.constvars)
-        return tuple(dict.fromkeys(a for a in read if isinstance(a, Var) and a not in local))
+        return tuple(dict.fromkeys(var for var in variables(read) if var not in local))
 
     @cached_property
     def results(self) -> dict[Task, tuple[Var, ...]]:
         """The values that each task computes for other tasks or for the step, without its sums."""
         results: dict[Task, dict[Var, None]] = {task: {} for task in self.eqns}
         used = [var for reads in self.reads.values() for var in reads]
-        used += [atom for atom in self.step.jaxpr.outvars if isinstance(atom, Var)]
+        used += variables(self.step.jaxpr.outvars)
         used += self.external_reads
         for var in used:
             task = self.producers.get(var)

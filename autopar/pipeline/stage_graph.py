@@ -241,7 +241,7 @@ def _in_order_of_sums(update: Sequence[Numbered], last_sum: dict[Var, int]) -> I
 
 def _inputs(partition: Partition, stage: int, eqns: Sequence[JaxprEqn]) -> tuple[int, ...]:
     """Return the inputs of the whole step that the stage reads, in the order of their first use."""
-    first_use = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var))
+    first_use = dict.fromkeys(graph.variables(atom for eqn in eqns for atom in eqn.invars))
     order = {var: k for k, var in enumerate(first_use)}
     inputs = [i for i, stages in partition.input_stages.items() if stage in stages]
     invars = partition.step.jaxpr.invars

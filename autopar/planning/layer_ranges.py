@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.control_flow import MARKERS
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import aval_of, variables
 from autopar.ir.host_memory import is_on_host
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
@@ -221,7 +221,7 @@ def _state_bytes(step: StepGraph) -> dict[Var, int]:
 def _saved_bytes(step: StepGraph) -> dict[Var, int]:
     examples = {step.jaxpr.invars[i] for i in (*step.batch, *step.received_inputs)}
     for eqn in step.jaxpr.eqns:
-        if any(isinstance(atom, Var) and atom in examples for atom in eqn.invars):
+        if not examples.isdisjoint(variables(eqn.invars)):
             examples.update(eqn.outvars)
     saved = (var for var in step.saved_for_backward if var in examples and not is_on_host(var))
     return {var: value_bytes(var) for var in saved}

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from jax.extend.core import Var
-
 from autopar.analysis.choices import recover
 from autopar.analysis.planned_collectives import collectives_by_equation
 from autopar.analysis.replay import ShardedEquation
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.control_flow import MARKERS, repeats
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import aval_of, variables
 from autopar.ir.spec import local_shape
 from autopar.lowering.compilation import lower_stage
 from autopar.lowering.planned import Planned, PlannedStep, single_stage
@@ -182,9 +180,7 @@ class _StageModel:
             *self._step.cross_task_values,
         }
         for _, mark in self._step.microbatching.marks if self._step.microbatching else ():
-            task_values.update(
-                atom for atom in (*mark.invars, *mark.outvars) if isinstance(atom, Var)
-            )
+            task_values.update(variables((*mark.invars, *mark.outvars)))
         return _rounded(self._memory.roles_at_peak(self._choices.selected, numbers, task_values))
 
     @cached_property

@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_
 
 from autopar.ir.array_sizes import array_bytes, hlo_dtype
 from autopar.ir.evaluate import bind
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import aval_of, variables
 from autopar.ir.spec import Spec
 from autopar.primitives.equation_work import Shapes
 from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
@@ -144,7 +144,7 @@ def _axes_of_dims(index_map: Jaxpr) -> list[set[int]]:
     """Return for each result of an index map the positions of the operands that it depends on."""
     reads: dict[Var, set[int]] = {var: {k} for k, var in enumerate(index_map.invars)}
     for eqn in index_map.eqns:
-        operands = [reads.get(atom, set()) for atom in eqn.invars if isinstance(atom, Var)]
+        operands = [reads.get(var, set()) for var in variables(eqn.invars)]
         reads.update((var, set().union(*operands)) for var in eqn.outvars)
     return [
         set() if isinstance(atom, Literal) else reads.get(atom, set()) for atom in index_map.outvars

@@ -13,7 +13,7 @@ from jax.extend.core import Var
 
 from autopar.ir import control_flow
 from autopar.ir.array_sizes import value_bytes
-from autopar.ir.graph import Atom, aval_of, is_backward
+from autopar.ir.graph import Atom, aval_of, is_backward, variables
 from autopar.ir.host_memory import is_on_host, move_beside, on_host, to_device_p, to_host_p
 from autopar.ir.keys import is_key
 from autopar.ir.memo import memoized_on_step
@@ -54,7 +54,7 @@ def _states(step: StepGraph) -> list[int]:
     }
     blocked = {a for number in early for a in jaxpr.eqns[number].invars if isinstance(a, Var)}
     read = {a for eqn in jaxpr.eqns for a in eqn.invars if isinstance(a, Var)}
-    outputs = Counter(atom for atom in jaxpr.outvars if isinstance(atom, Var))
+    outputs = Counter(variables(jaxpr.outvars))
     blocked.update(var for var, times in outputs.items() if times > 1)
     blocked.update(outputs.keys() & set(jaxpr.invars))
     read -= blocked

@@ -19,7 +19,7 @@ from jax.lax import optimization_barrier_p
 
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.equation_groups import Unit
-from autopar.ir.graph import Atom, aval_of, is_backward, needed
+from autopar.ir.graph import Atom, aval_of, is_backward, needed, variables
 from autopar.ir.host_memory import move_beside, on_host, to_device_p, to_host_p
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.rebuilding import Placed, rebuilt, retraced_alike
@@ -340,7 +340,7 @@ class _Rewriter:
         then the value that was computed last.
         """
         found = self.passes
-        outputs = {atom for atom in found.step.jaxpr.outvars if isinstance(atom, Var)}
+        outputs = set(variables(found.step.jaxpr.outvars))
         layer = found.layers[u]
 
         def serves(var: Var) -> bool:

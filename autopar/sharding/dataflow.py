@@ -8,7 +8,7 @@ from typing import Literal as OneOf
 from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom, is_backward
+from autopar.ir.graph import Atom, is_backward, variables
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import op_factors, record_of
@@ -159,7 +159,7 @@ def _parameters(step: StepGraph, marked: Sequence[frozenset[int]]) -> set[Var]:
         for eqn, is_root in zip(reversed(step.jaxpr.eqns), reversed(per_example), strict=True):
             carries = eqn.primitive is control_flow.loop_result_p and eqn.invars[0] in reaching
             if is_root or carries or not reaching.isdisjoint(eqn.outvars):
-                reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
+                reaching.update(variables(eqn.invars))
         if len(reaching) == count:
             return {var for var in step.jaxpr.invars if var in reaching}
 
@@ -175,14 +175,14 @@ def _batch_statistics(step: StepGraph, per_example: Set[Var]) -> frozenset[Var]:
                 for atom, var in zip(eqn.invars, eqn.outvars, strict=True)
                 if isinstance(atom, Var) and atom in reached
             )
-        elif any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
+        elif not reached.isdisjoint(variables(eqn.invars)):
             reached.update(eqn.outvars)
     for eqn in reversed(step.jaxpr.eqns):
         if record_of(eqn).passes_through:
             passed = (
                 atom for atom, var in zip(eqn.invars, eqn.outvars, strict=True) if var in reaching
             )
-            reaching.update(atom for atom in passed if isinstance(atom, Var))
+            reaching.update(variables(passed))
         elif not reaching.isdisjoint(eqn.outvars):
-            reaching.update(atom for atom in eqn.invars if isinstance(atom, Var))
+            reaching.update(variables(eqn.invars))
     return frozenset(reached & reaching) - per_example

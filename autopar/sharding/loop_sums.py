@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import add_jaxvals_p, add_p, reduce_sum_p
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom, aval_of, variables
 from autopar.primitives import record_of
 
 
@@ -32,7 +32,7 @@ def summed_iterations(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> Mapp
     lengths: dict[Var, int] = {}
     carries: set[Atom] = set()
     for number, eqn in enumerate(eqns):
-        for atom in {atom for atom in eqn.invars if isinstance(atom, Var)}:
+        for atom in set(variables(eqn.invars)):
             readers.setdefault(atom, []).append(number)
         if eqn.primitive is control_flow.loop_p:
             lengths[control_flow.token_of(eqn)] = eqn.params["length"] or 1

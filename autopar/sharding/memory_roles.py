@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
+from autopar.ir.graph import variables
 from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
 from autopar.sharding.dataflow import InputRole
@@ -32,7 +33,7 @@ class ValueRoles:
         # The point after the last equation, where results are live, belongs to the update.
         self._passes: list[Pass] = [*map(_pass_of, jaxpr.eqns), "other"]
         self._makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-        self._outputs = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+        self._outputs = set(variables(jaxpr.outvars))
 
     def of(self, var: Var, last: int) -> Role:
         """Return the role of a value that is last read at point `last`."""

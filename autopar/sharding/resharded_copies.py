@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jax.extend.core import Var
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom
+from autopar.ir.graph import Atom, variables
 from autopar.ir.spec import LogicalMesh, Spec
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
@@ -109,7 +109,7 @@ class ReshardedCopies:
 
 def divisible_values(step: StepGraph, decisions: Decisions) -> Mapping[Var, Sequence[Use]]:
     """Return the results of fused kernels that may be computed in parts, with their uses."""
-    returned = (atom for atom in step.jaxpr.outvars if isinstance(atom, Var))
+    returned = variables(step.jaxpr.outvars)
     kept = {*returned, *step.cross_task_values}
     found: dict[Var, list[Use]] = {
         var: []

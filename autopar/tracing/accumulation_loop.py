@@ -24,7 +24,7 @@ from autopar.ir.control_flow import loop_p
 from autopar.ir.equation_groups import dependents, has_backward, units
 from autopar.ir.evaluate import Numbered, evaluate, unchanged
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, aval_of, is_backward, read, scopes, source_line
+from autopar.ir.graph import Atom, aval_of, is_backward, read, scopes, source_line, variables
 from autopar.ir.step_graph import Combine, MicrobatchError
 from autopar.layering.gradient_scans import additive_carries
 from autopar.layering.stack_cutting import scan_operands
@@ -391,8 +391,3 @@ def _marker(scan: JaxprEqn, primitive: Primitive, operand: Atom, result: Var) ->
 def value_of(atom: Atom, env: dict[Var, Any]) -> jax.Array:
     """Return the value of an operand, an array of its type."""
     return jnp.asarray(read(atom, env), aval_of(atom).dtype)
-
-
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Return the operands that are no literals."""
-    return [atom for atom in atoms if isinstance(atom, Var)]

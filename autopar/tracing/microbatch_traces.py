@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_cuts import CutTree
 from autopar.ir.equation_groups import dependents
-from autopar.ir.graph import Atom, is_backward, needed, source_line
+from autopar.ir.graph import Atom, is_backward, needed, source_line, variables
 from autopar.ir.preparation import Preparation, TracedValue
 from autopar.ir.step_graph import (
     Exactness,
@@ -384,7 +384,7 @@ class MicrobatchTraces:
         """Return a first pass as a step, and the numbers of the arguments that it has."""
         result, count = self.split(), len(self.paths)
         made = result.jaxpr.invars[count:]
-        read = {atom for eqn in result.jaxpr.eqns for atom in eqn.invars if isinstance(atom, Var)}
+        read = set(variables(atom for eqn in result.jaxpr.eqns for atom in eqn.invars))
         early: set[int] = set()
         for source in (result.preparation, result.first_pass):
             early.update(source.reads if source else ())

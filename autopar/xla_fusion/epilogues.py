@@ -7,7 +7,7 @@ from jax.extend.core.primitives import broadcast_in_dim_p, scatter_add_p
 from jax.lax import optimization_barrier_p
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom, aval_of, variables
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
@@ -30,11 +30,11 @@ class Values:
         self.makers = {var: number for number, eqn in enumerate(self.eqns) for var in eqn.outvars}
         self.readers: dict[Var, list[int]] = defaultdict(list)
         for number, eqn in enumerate(self.eqns):
-            for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
+            for var in dict.fromkeys(variables(eqn.invars)):
                 self.readers[var].append(number)
         self.base = self._bases()
         self.inputs = {*step.jaxpr.invars, *step.jaxpr.constvars}
-        returned = (atom for atom in step.jaxpr.outvars if isinstance(atom, Var))
+        returned = variables(step.jaxpr.outvars)
         self.outputs = {self.base.get(var, var) for var in (*returned, *step.cross_task_values)}
 
     def _bases(self) -> dict[Var, Var]:

@@ -30,7 +30,7 @@ from jax.lax import optimization_barrier_p, split_p
 
 from autopar.ir import control_flow
 from autopar.ir.array_sizes import value_bytes
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import aval_of, variables
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
@@ -164,7 +164,7 @@ class _Fusion:
         self.inside: list[tuple[int, ...]] = [()] * len(self.eqns)
         self.region = _regions(step)
         finals = (eqn.invars[1] for eqn in self.eqns if eqn.primitive is control_flow.loop_result_p)
-        self.carried = {atom for atom in finals if isinstance(atom, Var)}
+        self.carried = set(variables(finals))
 
         self._place()
         self._merge()
@@ -282,7 +282,7 @@ class _Fusion:
                 self.inside[number] = users
             elif number in self.rows or self.cheap[number]:
                 forced = not (wanted | self.exponentials).isdisjoint(eqn.outvars)
-                if any(isinstance(atom, Var) and atom in self.scattered for atom in eqn.invars):
+                if not self.scattered.isdisjoint(variables(eqn.invars)):
                     self.onto.update(eqn.outvars)
                     forced = True
                 if (
@@ -392,7 +392,7 @@ class _Fusion:
                     found[var] = frozenset((var,))
                     continue
                 atoms = eqn.invars[r : r + 1] if record_of(eqn).passes_through else eqn.invars
-                parts = [found.get(a, frozenset((a,))) for a in atoms if isinstance(a, Var)]
+                parts = [found.get(var, frozenset((var,))) for var in variables(atoms)]
                 union = frozenset().union(*(p for p in parts if p is not None))
                 found[var] = None if None in parts or len(union) > _MOST_SOURCES else union
         return found

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.core.primitives import scatter_add_p, select_and_scatter_add_p
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom, aval_of, variables
 from autopar.ir.host_memory import to_device_p, to_host_p
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
@@ -29,15 +29,15 @@ def stored_values(step: StepGraph) -> frozenset[Var]:
     These are inputs, outputs, values that cross tasks of a stage, the operands and results of
     kernels that are no fusions, and costly values that more than one kernel reads.
     """
-    eqns, outputs = step.jaxpr.eqns, {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
+    eqns, outputs = step.jaxpr.eqns, set(variables(step.jaxpr.outvars))
     outputs.update(step.cross_task_values)
     inputs = set(step.jaxpr.invars)
-    readers = Counter(atom for eqn in eqns for atom in _operands(eqn))
+    readers = Counter(atom for eqn in eqns for atom in set(variables(eqn.invars)))
     makers = {var: eqn for eqn in eqns for var in eqn.outvars}
     stored, in_place = {*step.jaxpr.invars, *step.jaxpr.constvars, *outputs}, set()
     kernels: dict[Var, set[int]] = defaultdict(set)  # those that read or compute each value
     for number, eqn in reversed(list(enumerate(eqns))):
-        record, operands = record_of(eqn), _operands(eqn)
+        record, operands = record_of(eqn), variables(eqn.invars)
         if eqn.primitive in control_flow.MARKERS or _is_offload(eqn, inputs, outputs):
             stored.update((*eqn.outvars, *operands))
         elif is_view(eqn):
@@ -84,7 +84,7 @@ def lifetimes(
     """
     eqns = step.jaxpr.eqns
     stored, end, loops = stored_values(step) | exponentials, len(eqns), control_flow.spans(eqns)
-    outputs = {atom for atom in step.jaxpr.outvars if isinstance(atom, Var)}
+    outputs = set(variables(step.jaxpr.outvars))
     own_memory = outputs.union(step.cross_task_values)
     first: dict[Var, int] = dict.fromkeys((*step.jaxpr.invars, *step.jaxpr.constvars), 0)
     received = {step.jaxpr.invars[i] for i in step.received_inputs}
@@ -99,8 +99,8 @@ def lifetimes(
         elif eqn.primitive in control_flow.ENTERING:
             read = loops[control_flow.token_of(eqn)][1]
         first.update(dict.fromkeys(eqn.outvars, made))
-        last.update((atom, max(read, last.get(atom, 0))) for atom in _operands(eqn))
-        first.update((atom, number) for atom in _operands(eqn) if atom in received)
+        last.update((atom, max(read, last.get(atom, 0))) for atom in variables(eqn.invars))
+        first.update((atom, number) for atom in variables(eqn.invars) if atom in received)
         product = added_to.get(number)
         if is_view(eqn) or product is not None:
             pairs = zip(eqn.invars, eqn.outvars, strict=False)
@@ -158,7 +158,7 @@ def readings(step: StepGraph) -> Mapping[Var, tuple[int, int]]:
         if of_results and (is_view(eqn) or stored.isdisjoint(eqn.outvars)):
             first = min(first for first, _ in of_results)
             last = max(last for _, last in of_results)
-        for atom in _operands(eqn):
+        for atom in variables(eqn.invars):
             span = spans.get(atom, (first, last))
             spans[atom] = min(first, span[0]), max(last, span[1])
     return spans
@@ -172,7 +172,7 @@ def _is_offload(eqn: JaxprEqn, inputs: Set[Var], outputs: Set[Var]) -> bool:
     """
     if eqn.primitive not in (to_device_p, to_host_p):
         return False
-    return inputs.isdisjoint(_operands(eqn)) and outputs.isdisjoint(eqn.outvars)
+    return inputs.isdisjoint(variables(eqn.invars)) and outputs.isdisjoint(eqn.outvars)
 
 
 def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:
@@ -185,7 +185,3 @@ def _is_sum(maker: JaxprEqn | None, readers: Counter[Var]) -> bool:
 
 def _is_zero(atom: Atom) -> bool:
     return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and bool(atom.val == 0)
-
-
-def _operands(eqn: JaxprEqn) -> set[Var]:
-    return {atom for atom in eqn.invars if isinstance(atom, Var)}
