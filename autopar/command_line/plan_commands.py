@@ -11,6 +11,7 @@ from autopar.command_line.usage import (
     MIN_WIDTH,
     ClusterName,
     ClusterNames,
+    Compiled,
     Hosts,
     MicroBatches,
     PlanFile,
@@ -74,13 +75,7 @@ def predict(
     plan: PlanFile,
     step: StepPlace,
     cluster: ClusterNames,
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compiled",
-            help="Compile the step with XLA for the cluster, instead of using the planner's model.",
-        ),
-    ] = False,
+    compiled: Compiled = False,
     as_json: Json = False,
 ) -> None:
     """Predict the time and memory of a planned step on clusters, each in a column.

@@ -12,7 +12,7 @@ from autopar.command_line.compare_command import compare_methods
 from autopar.command_line.named_methods import MethodName
 from autopar.command_line.plan_commands import cluster_of_plan
 from autopar.command_line.planning_progress import planning_progress
-from autopar.command_line.usage import load_plan, unique
+from autopar.command_line.usage import Compiled, load_plan, unique
 from autopar.command_line.user_step import UserStep, load_step
 from autopar.plan import Plan
 from autopar.planning.last_results import OptionTrial, get_last_search_result
@@ -37,13 +37,7 @@ def report(
         ),
     ],
     cluster: Clusters = None,
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compiled",
-            help="Compile the step with XLA for the cluster, instead of using the planner's model.",
-        ),
-    ] = False,
+    compiled: Compiled = False,
     alternatives: Annotated[
         bool,
         typer.Option(

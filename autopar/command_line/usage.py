@@ -35,6 +35,13 @@ ClusterNames = Annotated[
         autocompletion=shipped_clusters,
     ),
 ]
+Compiled = Annotated[
+    bool,
+    typer.Option(
+        "--compiled",
+        help="Compile the step with XLA for the cluster, instead of using the planner's model.",
+    ),
+]
 Hosts = Annotated[
     int | None, typer.Option(min=1, help="Number of hosts; by default that of the cluster.")
 ]
