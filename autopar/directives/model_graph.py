@@ -120,6 +120,11 @@ class ModelGraph:
         return [var for node in nodes for var in node.eqn.outvars if var in needed]
 
 
+def depth(path: str) -> int:
+    """Return how many modules a path has; 0 for that of the model."""
+    return path.count("/") + 1 if path else 0
+
+
 def within(scope: str, path: str) -> bool:
     """Return whether the module at `scope` is the one at `path`, or inside it."""
     return not path or scope == path or scope.startswith(f"{path}/")

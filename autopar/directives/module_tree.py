@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from autopar._plugins import assume_cudnn
 from autopar.directives.definitions import Directive, DirectiveError, describe
-from autopar.directives.model_graph import ModelGraph, within
+from autopar.directives.model_graph import ModelGraph, depth, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class ModuleTree:
             root = next((root for root in roots if within(path, root)), None)
             if root is None:
                 continue
-            indent = "  " * (_depth(path) - _depth(root))
+            indent = "  " * (depth(path) - depth(root))
             params = ", ".join(
                 f"{name}={aval.dtype}{list(aval.shape)}" for name, aval in module.params.items()
             )
@@ -170,10 +170,6 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     candidates = [candidate for candidate in candidates if candidate]
     close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.3) or candidates[:3]
     return f"near it: {', '.join(close) or 'nothing'}"
-
-
-def _depth(path: str) -> int:
-    return path.count("/") + 1 if path else 0
 
 
 def _parents(scope: str) -> list[str]:

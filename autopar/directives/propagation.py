@@ -23,7 +23,7 @@ from autopar.directives.definitions import (
     describe,
 )
 from autopar.directives.equation_regions import GraphItem, Region, RegionNode, nodes_in
-from autopar.directives.model_graph import ModelGraph, Node, join_path, within
+from autopar.directives.model_graph import ModelGraph, Node, depth, join_path, within
 from autopar.directives.placed_model import (
     PlacedEquation,
     PlacedItem,
@@ -149,7 +149,7 @@ class _Propagator:
         self.lenient = decisions.lenient
         self.equation_layouts: dict[str, EquationLayouts] = {}
         self.syncs = dict(enumerate(decisions.syncs))
-        outermost_first = sorted(self.syncs, key=lambda k: _depth(self.syncs[k].path))
+        outermost_first = sorted(self.syncs, key=lambda k: depth(self.syncs[k].path))
         self.leaving = [k for k in reversed(outermost_first) if self.syncs[k].mode == "fwd_post"]
         self.entering = [k for k in outermost_first if self.syncs[k].mode != "fwd_post"]
         self.layouts = {var: _initial_layout(graph, var, decisions) for var in graph.value_names}
@@ -393,10 +393,6 @@ class _Propagator:
 def _example(path: str, mode: str, op: str, mesh_axis: str | None = None) -> str:
     module = f"sch[{path!r}]" if path else "sch"
     return f"{module}.sync({mode!r}, {op!r}" + (f", mesh_axis={mesh_axis!r})" if mesh_axis else ")")
-
-
-def _depth(path: str) -> int:
-    return path.count("/") + 1 if path else 0
 
 
 def _inside(scope: str | None, path: str) -> bool:

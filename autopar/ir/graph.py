@@ -193,6 +193,22 @@ def renamed(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
     return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
 
+def possible_weights(jaxpr: Jaxpr, batch: Collection[int]) -> list[Var]:
+    """Return the inputs that may be weights or states of a model: float arrays but the batch.
+
+    Args:
+        jaxpr: the jaxpr of a step.
+        batch: numbers of the inputs that are its batch.
+    """
+    return [
+        var
+        for i, var in enumerate(jaxpr.invars)
+        if i not in batch
+        and aval_of(var).ndim > 0
+        and jax.numpy.issubdtype(aval_of(var).dtype, jax.numpy.inexact)
+    ]
+
+
 def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yield the equations of a jaxpr, each followed by those of the jaxprs inside it."""
     for eqn in jaxpr.eqns:

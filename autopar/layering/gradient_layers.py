@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_sizes import value_bytes
-from autopar.ir.control_flow import MARKERS, OPENING, repeats, switch_p
+from autopar.ir.control_flow import OPENING, repeats, switch_p
 from autopar.ir.equation_groups import Unit, units
 from autopar.ir.graph import is_outer_backward, source_line
 from autopar.layering.layer_clustering import (
@@ -25,7 +25,7 @@ from autopar.layering.layer_clustering import (
 )
 from autopar.layering.layers import AutoLayerOption, LayerError, in_layer, layer_of
 from autopar.layering.scan_layers import LAYERS_IN_LOOPS
-from autopar.primitives import kernel_of
+from autopar.primitives import is_product, kernel_of
 
 
 def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
@@ -130,12 +130,7 @@ def _cluster(jaxpr: Jaxpr, forward: Sequence[Unit], option: AutoLayerOption) -> 
 
 def _flops(unit: Unit, times: Sequence[float]) -> float:
     """Return the FLOP of the products and convolutions of a unit."""
-    kernels = (
-        (times[number], kernel_of(eqn))
-        for number, eqn in unit.eqns
-        if eqn.primitive not in MARKERS and eqn.outvars
-    )
-    return sum(count * kernel.flops for count, kernel in kernels if kernel.kind in ("gemm", "conv"))
+    return sum(times[n] * kernel_of(eqn).flops for n, eqn in unit.eqns if is_product(eqn))
 
 
 def _last_readers(forward: Iterable[Unit], layers: Iterable[int]) -> dict[Var, int]:

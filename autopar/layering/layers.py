@@ -23,7 +23,7 @@ from jax.extend.core.primitives import jit_p, remat_p
 from jax.extend.source_info_util import user_context
 
 from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, satisfying
-from autopar.ir.control_flow import MARKERS, repeats
+from autopar.ir.control_flow import repeats
 from autopar.ir.evaluate import bind
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import (
@@ -44,7 +44,7 @@ from autopar.layering.layer_clustering import (
 )
 from autopar.layering.scan_layers import Iterations, recomputed_scans, seeds_of, uncut_loops
 from autopar.layering.stack_cutting import cut_stacks
-from autopar.primitives import kernel_of
+from autopar.primitives import is_product, kernel_of
 
 boundary_p = Primitive("pipeline_boundary")
 boundary_p.multiple_results = True
@@ -546,12 +546,8 @@ def _flops(eqn: JaxprEqn, debug_info: Any) -> float:
     """Return the FLOP of all matrix products and convolutions in an equation and its calls."""
     invars = list(dict.fromkeys(variables(eqn.invars)))
     flat = flatten(Jaxpr([], invars, eqn.outvars, [eqn], debug_info=debug_info))
-    kernels = (
-        (times, kernel_of(inner))
-        for inner, times in zip(flat.eqns, repeats(flat.eqns), strict=True)
-        if inner.primitive not in MARKERS and inner.outvars
-    )
-    return sum(times * kernel.flops for times, kernel in kernels if kernel.kind in ("gemm", "conv"))
+    counted = zip(flat.eqns, repeats(flat.eqns), strict=True)
+    return sum(times * kernel_of(inner).flops for inner, times in counted if is_product(inner))
 
 
 def num_layers(jaxpr: Jaxpr) -> int:
@@ -563,10 +559,6 @@ def num_layers(jaxpr: Jaxpr) -> int:
 def has_light_layers(jaxpr: Jaxpr) -> bool:
     """Return whether a layer of a traced step has no matrix product or convolution."""
     heavy = {
-        layer[0]
-        for eqn in jaxpr.eqns
-        if (layer := layer_of(eqn)) is not None
-        if eqn.outvars and eqn.primitive not in MARKERS
-        if kernel_of(eqn).kind in ("gemm", "conv")
+        layer[0] for eqn in jaxpr.eqns if (layer := layer_of(eqn)) is not None if is_product(eqn)
     }
     return len(heavy) < num_layers(jaxpr)

@@ -677,16 +677,10 @@ def _adds_alike(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
     return len(powers - {None}) <= 1
 
 
-def _is_costly(eqn: JaxprEqn) -> bool:
-    """Return whether an equation takes too long to compute a second time for a statistic."""
-    record = record_of(eqn)
-    return record.is_contraction or record.runs_body
-
-
 def _costly(jaxpr: Jaxpr) -> set[Var]:
-    """Return the values that cost more than an elementwise pass over the batch."""
+    """Return the values that take too long to compute a second time for a statistic."""
     numbered = list(enumerate(jaxpr.eqns))
-    costly = [unit for unit in units(numbered) if any(_is_costly(eqn) for _, eqn in unit.eqns)]
+    costly = (u for u in units(numbered) if any(record_of(eqn).is_costly for _, eqn in u.eqns))
     return dependents(numbered, [var for unit in costly for var in unit.makes])
 
 

@@ -254,7 +254,7 @@ def _result_scalings(
     linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
     rows = {k: kind for k, kind in enumerate(operands) if kind.form == "rows"}
     if any(kind.form == "item" for kind in operands):
-        if linear or rows or _shapes(eqn) != _shapes(whole):
+        if linear or rows or result_shapes(eqn) != result_shapes(whole):
             raise AcrossExamples(f"{where} combines the example of one iteration with others")
         return [BatchScaling("item", power)] * len(eqn.outvars)
     if linear and rows and not own:
@@ -268,7 +268,7 @@ def _result_scalings(
                 f"{where} is not linear in a statistic of the batch (a masked mean? a ratio of"
                 " sums?)"
             )
-        if _shapes(eqn) != _shapes(whole):
+        if result_shapes(eqn) != result_shapes(whole):
             raise NotSeparable(f"{where} repeats a statistic of the batch for each example")
         return [BatchScaling("linear", power)] * len(eqn.outvars)
     if rows:
@@ -300,7 +300,8 @@ def _own_power(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) ->
         return powers.pop()
 
 
-def _shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+def result_shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    """Return the shapes of the results of an equation."""
     return [aval_of(var).shape for var in eqn.outvars]
 
 
@@ -336,7 +337,7 @@ def _of_rows(
         raise NotSeparable(f"{where} {reason}")
     if 0 in rows and rows[0].dim in indexed_dims(eqn):
         raise AcrossExamples(f"{where} looks up examples by their positions in the batch")
-    same_shapes = _shapes(eqn) == _shapes(whole)
+    same_shapes = result_shapes(eqn) == result_shapes(whole)
     match factors.kinds[examples.number]:
         case "sum":
             if not same_shapes:
@@ -384,12 +385,12 @@ def _check_rows(
 
 def _created(eqn: JaxprEqn, whole: JaxprEqn, kind: BatchScaling, count: int) -> BatchScaling:
     """Return the scaling of results of operands without examples: rows if their shape grows."""
-    if _shapes(eqn) == _shapes(whole):
+    if result_shapes(eqn) == result_shapes(whole):
         return kind
     where = Where(eqn)
     if len(eqn.outvars) > 1:
         raise PositionOfExamples(f"{where} {why_whole(eqn)}")
-    (shape,), (full,) = _shapes(eqn), _shapes(whole)
+    (shape,), (full,) = result_shapes(eqn), result_shapes(whole)
     grown = [dim for dim, (a, b) in enumerate(zip(shape, full, strict=True)) if a != b]
     uniform = eqn.primitive in (broadcast_in_dim_p, tile_p) or (
         eqn.primitive is iota_p and eqn.params["dimension"] not in grown

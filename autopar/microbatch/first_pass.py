@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.equation_groups import Unit, dependents, units
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, Where, aval_of, needed, variables
+from autopar.ir.graph import Atom, Where, aval_of, needed, possible_weights, variables
 from autopar.ir.keys import is_key
 from autopar.ir.preparation import TracedValue
 from autopar.ir.step_graph import MicrobatchError
@@ -325,20 +325,14 @@ def model_layers(
     weights: set[Var] = set()
     for trace in traces:
         of_batch |= dependents(enumerate(trace.eqns), (trace.invars[i] for i in batch))
-        weights.update(
-            var
-            for i, var in enumerate(trace.invars)
-            if i not in batch
-            and aval_of(var).ndim
-            and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
-        )
+        weights.update(possible_weights(trace, batch))
     for eqn, twin in zip(traces[0].eqns, traces[1].eqns, strict=True):
         if not weights.isdisjoint(variables((*eqn.invars, *twin.invars))):
             for pair in zip(eqn.outvars, twin.outvars, strict=True):
                 if aval_of(pair[0]).shape == aval_of(pair[1]).shape:
                     weights.update(pair)
     for _, eqn in eqns:
-        record, operands = record_of(eqn), variables(eqn.invars)
-        is_layer = record.is_contraction or record.runs_body
-        if is_layer and not of_batch.isdisjoint(operands) and not weights.isdisjoint(operands):
+        operands = variables(eqn.invars)
+        mixed = not of_batch.isdisjoint(operands) and not weights.isdisjoint(operands)
+        if mixed and record_of(eqn).is_costly:
             yield eqn

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import random_bits_p, random_split_p
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
-from autopar.ir.graph import aval_of, needed, renamed, source_line, variables
+from autopar.ir.graph import aval_of, needed, possible_weights, renamed, source_line, variables
 from autopar.ir.keys import is_key
 from autopar.ir.preparation import Preparation, TracedValue
 from autopar.microbatch.batch_scaling import BatchScalings
@@ -278,13 +278,7 @@ def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
     numbered = list(enumerate(jaxpr.eqns))
     groups = units(numbered)
     of_batch = dependents(numbered, (jaxpr.invars[i] for i in examples))
-    sources: list[Var] = [
-        var
-        for i, var in enumerate(jaxpr.invars)
-        if i not in examples
-        and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
-        and aval_of(var).ndim > 0
-    ]
+    sources = possible_weights(jaxpr, examples)
     for unit in groups:
         is_costly = not of_batch.isdisjoint(unit.reads) and any(map(_is_costly, _eqns(unit)))
         if is_costly or has_backward(unit) or any(map(_draws_together, _eqns(unit))):
@@ -308,8 +302,7 @@ def _keeps_elements(eqn: JaxprEqn) -> bool:
 
 
 def _is_costly(eqn: JaxprEqn) -> bool:
-    record = record_of(eqn)
-    return record.is_contraction or record.runs_body or bool(eqn.effects)
+    return record_of(eqn).is_costly or bool(eqn.effects)
 
 
 def _draws_together(eqn: JaxprEqn) -> bool:

@@ -19,7 +19,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents
 from autopar.ir.graph import Atom, aval_of, variables
-from autopar.microbatch.batch_scaling_rules import BatchScaling, MinorExamples, NotSeparable
+from autopar.microbatch.batch_scaling_rules import (
+    BatchScaling,
+    MinorExamples,
+    NotSeparable,
+    result_shapes,
+)
 from autopar.microbatch.created_rows import (
     ROWS_OF,
     created_by,
@@ -122,7 +127,7 @@ def _with_whole_sizes(micro: Jaxpr, whole: Jaxpr, batch: frozenset[int]) -> Jaxp
         elif created.isdisjoint(eqn.outvars):
             is_changed = read_otherwise.isdisjoint(eqn.outvars)
         else:
-            is_changed = _shapes(eqn) != _shapes(twin)
+            is_changed = result_shapes(eqn) != result_shapes(twin)
         if is_changed:
             eqns[number] = eqn.replace(
                 invars=[
@@ -133,10 +138,6 @@ def _with_whole_sizes(micro: Jaxpr, whole: Jaxpr, batch: frozenset[int]) -> Jaxp
         else:
             read_otherwise.update(variables(eqn.invars))
     return micro.replace(eqns=eqns)
-
-
-def _shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
-    return [aval_of(var).shape for var in eqn.outvars]
 
 
 def blocks_of_created(

@@ -14,7 +14,7 @@ from jax.extend.core import Var
 from autopar._cpython import builds_graphs
 from autopar.devices import Device, logical_mesh
 from autopar.ir.array_sizes import value_bytes
-from autopar.ir.control_flow import MARKERS, OPENING
+from autopar.ir.control_flow import OPENING
 from autopar.ir.graph import source_line
 from autopar.ir.step_graph import StepGraph
 from autopar.layering.layers import num_layers
@@ -47,7 +47,7 @@ from autopar.planning.stage_construction import (
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.stage_problem import NoStagesError
 from autopar.planning.step_planner import coverage_warnings, stage_of
-from autopar.primitives import kernel_of
+from autopar.primitives import is_product
 from autopar.progress import progress_part
 from autopar.recompute.offloading import offloaded_inputs
 from autopar.sharding.options import AUTO, ShardingOptions
@@ -461,11 +461,10 @@ def _lines_of_loops(graph: StageGraph) -> list[str]:
 
 def _has_product(graph: StageGraph) -> bool:
     return any(
-        kernel_of(eqn).kind in ("gemm", "conv")
+        is_product(eqn)
         for task, eqns in graph.tasks.items()
         if task.phase != "U"
         for _, eqn in eqns
-        if eqn.outvars and eqn.primitive not in MARKERS
     )
 
 

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 from jax.extend.core.primitives import name_p
 
 from autopar._cpython import builds_graphs
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.analysis.reasons import print_if_asked
+from autopar.analysis.replay import equation_name
 from autopar.ir.control_flow import endless_loops
 from autopar.ir.graph import aval_of, listed
 from autopar.ir.host_memory import is_on_host, to_host_p
@@ -45,13 +46,12 @@ def make_plan(
     options: ShardingOptions,
     method: str,
     costs: CostModel | None = None,
-    memory_budget: float | None = None,
 ) -> Plan:
     """Return the cheapest plan for `step` on `mesh`, which recomputes only what `step` does.
 
     The arguments and errors are those of `make_planned`.
     """
-    return make_planned(step, mesh, cluster, options, method, costs, memory_budget).plan
+    return make_planned(step, mesh, cluster, options, method, costs).plan
 
 
 @builds_graphs
@@ -196,7 +196,7 @@ def stage_of(step: StepGraph, mesh: LogicalMesh, shardings: Shardings) -> Stage:
                 side=constraint.side,
                 index=constraint.index,
                 spec=constraint.spec,
-                name=_name(eqn),
+                name=equation_name(eqn),
                 **_array(aval_of(atoms[constraint.index])),
             )
         )
@@ -220,13 +220,8 @@ def _offloaded_values(step: StepGraph, shardings: Shardings) -> Iterator[Offload
             continue
         (source,) = eqn.invars
         if isinstance(source, Var) and source in shardings.specs:
-            name, spec = _name(makers[source]), shardings.specs[source]
+            name, spec = equation_name(makers[source]), shardings.specs[source]
             yield OffloadedValue(spec=spec, name=name, **_array(aval_of(source)))
-
-
-def _name(eqn: JaxprEqn) -> str:
-    """Return the scope of an equation in the model and its primitive."""
-    return f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
 
 
 def _array(aval: Any) -> dict[str, Any]:

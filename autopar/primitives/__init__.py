@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from autopar.ir import control_flow
 from autopar.ir.array_sizes import hlo_dtype
 from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
@@ -50,6 +51,7 @@ __all__ = [
     "MissingRuleError",
     "PrimitiveRecord",
     "bind_shards",
+    "is_product",
     "kernel_name",
     "kernel_of",
     "op_factors",
@@ -92,6 +94,12 @@ def op_factors(eqn: JaxprEqn) -> OpFactors:
             than arrays.
     """
     return record_of(eqn).factors(eqn)
+
+
+def is_product(eqn: JaxprEqn) -> bool:
+    """Return whether an equation of a flat jaxpr is a matrix product or convolution."""
+    is_computed = bool(eqn.outvars) and eqn.primitive not in control_flow.MARKERS
+    return is_computed and kernel_of(eqn).kind in ("gemm", "conv")
 
 
 def kernel_of(

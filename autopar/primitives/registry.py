@@ -166,6 +166,11 @@ class PrimitiveRecord:
         """Whether it is a matrix product or convolution."""
         return self.algebra == "product" and self.fusion != "elementwise"
 
+    @property
+    def is_costly(self) -> bool:
+        """Whether it may take much longer than a pass over its operands."""
+        return self.is_contraction or self.runs_body
+
 
 PUBLIC_PRIMITIVES = {
     primitive.name: primitive
