@@ -97,17 +97,17 @@ def integer(least: int = 1) -> AllowedValues:
     return AllowedValues(f"a whole number of at least {least}", take)
 
 
-def real(least: float = 0.0, above: float = -math.inf, most: float = math.inf) -> AllowedValues:
-    """Return the real numbers in [least, most] and above `above`; neither bools nor NaN."""
+def real(above: float = -math.inf, most: float = math.inf) -> AllowedValues:
+    """Return the real numbers in [0, most] and above `above`; neither bools nor NaN."""
 
     def take(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             raise TypeError
-        if not (least <= float(value) <= most and float(value) > above):
+        if not (0.0 <= float(value) <= most and float(value) > above):
             raise ValueError
         return float(value)
 
-    limits = f"above {above:g}" if above >= least else f"of at least {least:g}"
+    limits = f"above {above:g}" if above >= 0.0 else "of at least 0"
     return AllowedValues(f"a {'finite ' if most < math.inf else ''}number {limits}", take)
 
 

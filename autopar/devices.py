@@ -90,15 +90,12 @@ def check_host_memory(devices: Iterable[Device]) -> None:
             )
 
 
-def device_mesh(
-    devices: Devices, shape: Sequence[int] | None = None, axis_names: tuple[str, ...] | None = None
-) -> Mesh:
+def device_mesh(devices: Devices, shape: Sequence[int] | None = None) -> Mesh:
     """Return the mesh of this process's devices that `devices` stands for, with Auto axes.
 
     Args:
         devices: see `Devices`.
         shape: the shape that the mesh must have, e.g. that of a plan; any by default.
-        axis_names: names of the axes; by default the names of a given mesh, or `AXIS_NAMES`.
 
     Raises:
         ValueError: this process has too few devices, or `shape` needs another number of them.
@@ -109,13 +106,13 @@ def device_mesh(
                 f"the plan needs a mesh of shape {tuple(shape)},"
                 f" got one of shape {devices.axis_sizes}"
             )
-        names = axis_names or devices.axis_names
+        names = devices.axis_names
         return Mesh(devices.devices, names, axis_types=(AxisType.Auto,) * len(names))
     chosen, own_shape = _choose(devices, prod(shape) if shape is not None else None)
     shape = own_shape if shape is None else tuple(shape)
     if prod(shape) != len(chosen):
         raise ValueError(f"a mesh of shape {shape} needs {prod(shape)} devices, got {len(chosen)}")
-    names = axis_names or logical_mesh(shape).axis_names
+    names = logical_mesh(shape).axis_names
     return Mesh(np.array(chosen).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
 
 

@@ -5,7 +5,7 @@ from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster
 
 
-def automatic_method(cluster: AnyCluster, num_micro_batches: int | None = None) -> PlanningMethod:
+def automatic_method(cluster: AnyCluster) -> PlanningMethod:
     """Return the method that `--method auto` stands for.
 
     It compares pipelines of all schedules with the step as one program on each mesh of one or two
@@ -13,11 +13,10 @@ def automatic_method(cluster: AnyCluster, num_micro_batches: int | None = None) 
 
     Args:
         cluster: the cluster to plan for.
-        num_micro_batches: number of microbatches; if None, the fastest on several devices.
     """
     if cluster.num_devices == 1:
-        return ShardParallel(num_micro_batches=num_micro_batches or 1)
-    return automatic_pipeline("auto", num_micro_batches)
+        return ShardParallel(num_micro_batches=1)
+    return automatic_pipeline("auto")
 
 
 def automatic_pipeline(schedule: str, num_micro_batches: int | None = None) -> PipeshardParallel:

@@ -44,30 +44,24 @@ class Recomputation:
     peak_bytes: float
 
 
-def cheapest_recomputation(
-    problem: RecomputeProblem, budget: float, time_limit: float = 5.0
-) -> Recomputation | None:
+def cheapest_recomputation(problem: RecomputeProblem, budget: float) -> Recomputation | None:
     """Return the cheapest recomputation within `budget` bytes; None if there is none.
 
     Args:
         problem: The values.
         budget: The bytes that may be live at any program point.
-        time_limit: Seconds for each integer program.
     """
-    return _search(problem, budget, time_limit)
+    return _search(problem, budget, time_limit=5.0)
 
 
-def least_memory(
-    problem: RecomputeProblem, time_limit: float = 2.0, rounds: int = 1000
-) -> Recomputation:
+def least_memory(problem: RecomputeProblem, rounds: int = 1000) -> Recomputation:
     """Return the recomputation with the lowest peak memory that is found.
 
     Args:
         problem: The values.
-        time_limit: Seconds for each integer program.
         rounds: Maximum number of integer programs.
     """
-    found = _search(problem, None, time_limit, rounds)
+    found = _search(problem, None, 2.0, rounds)
     assert found is not None
     return found
 

@@ -51,7 +51,7 @@ def write_table(table: Table, path: Path) -> None:
     os.replace(partial, path)
 
 
-def read_rows(path: Path) -> Table:
+def read_rows(path: str) -> Table:
     """Return the rows in a file; only empty values are missing, not e.g. a series named "NA"."""
     return pd.read_csv(path, keep_default_na=False, na_values=[""])
 

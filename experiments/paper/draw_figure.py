@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.paper.compute_rows import write_table
+from experiments.paper.compute_rows import read_rows, write_table
 from experiments.paper.figure_files import write_record
 from experiments.paper.paper_style import paper_style, save_figure
 from experiments.paper.study import Table, figure_named
@@ -27,9 +27,7 @@ def main(name: str, folder: str, code: str, *parts: str) -> None:
         ValueError: all parts failed.
     """
     figure = figure_named(name)
-    tables: list[Table] = [
-        pd.read_csv(path, keep_default_na=False, na_values=[""]) for path in parts
-    ]
+    tables = list(map(read_rows, parts))
     table: Table = pd.concat(tables, ignore_index=True)
     # Without failed parts, whose values are missing, so that whole numbers stay whole.
     ok = [one for one in tables if (one["status"] == "ok").all()]

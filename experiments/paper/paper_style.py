@@ -5,7 +5,7 @@ distinguish (Okabe and Ito, 2008). Their lightness differs as well, and series h
 markers or hatches, so that a print in grey is legible.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,7 @@ def series_style(number: int) -> dict[str, Any]:
     }
 
 
-def draw_lines(
-    axes: Axes, table: Table, x: str, y: str, names: Mapping[str, str] | None = None
-) -> None:
+def draw_lines(axes: Axes, table: Table, x: str, y: str) -> None:
     """Draw a line for each series of a table.
 
     Args:
@@ -100,12 +98,10 @@ def draw_lines(
         table: rows with `series`.
         x: the column of the horizontal axis.
         y: the column of the vertical axis.
-        names: names of the series in the legend; their own by default.
     """
     for number, (series, rows) in enumerate(table.groupby("series", sort=False)):
         shown = rows.dropna(subset=[y])
-        label = (names or {}).get(str(series), str(series))
-        axes.plot(shown[x], shown[y], label=label, **series_style(number))
+        axes.plot(shown[x], shown[y], label=str(series), **series_style(number))
 
 
 def draw_bars(
@@ -113,8 +109,6 @@ def draw_bars(
     table: Table,
     *,
     value: str = "ours",
-    published: str = "published",
-    names: Mapping[str, str] | None = None,
     order: Sequence[str] = (),
 ) -> None:
     """Draw a bar for each series in each group, and a mark where a number is published.
@@ -124,10 +118,8 @@ def draw_bars(
 
     Args:
         axes: where to draw.
-        table: rows with `group` and `series`.
+        table: rows with `group` and `series`, and `published` where there are such numbers.
         value: the column of the bars.
-        published: the column of the marks.
-        names: names of the series in the legend; their own by default.
         order: all series, for panels that share a legend but lack some of them.
     """
     groups = list(dict.fromkeys(table["group"]))
@@ -151,16 +143,16 @@ def draw_bars(
             edgecolor="black",
             linewidth=0.4,
             hatch=HATCHES[look % len(HATCHES)],
-            label=(names or {}).get(name, name),
+            label=name,
         )
         for place, (_, row) in zip(places, rows.iterrows(), strict=True):
             if str(row.get("fits", "")) == "False":
                 axes.plot(place, 0.02, "x", color="black", markersize=4, **at_axis)
             if str(row.get("published_fits", "")) == "False":
                 axes.plot(place, 0.02, "+", color="#D55E00", markersize=6, **at_axis)
-            if published in rows and pd.notna(row[published]):
+            if "published" in rows and pd.notna(row["published"]):
                 label = None if marked else "published"
-                axes.plot(place, row[published], **PUBLISHED_MARK, label=label)
+                axes.plot(place, row["published"], **PUBLISHED_MARK, label=label)
                 marked = True
     axes.set_xticks(range(len(groups)), list(map(str, groups)))
 

@@ -96,7 +96,6 @@ def plan_wide_resnet(
     layers: int | None = None,
     work: LayerWork = "flops",
     data_parallel: bool = False,
-    memory_budget: float | None = None,
 ) -> autopar.Plan:
     """Plan a Wide-ResNet as a 1F1B pipeline whose layers are recomputed, as Alpa does.
 
@@ -106,7 +105,6 @@ def plan_wide_resnet(
         layers: number of layers; by default that of its blocks.
         work: what is even among layers.
         data_parallel: whether stages use data parallelism alone.
-        memory_budget: bytes of one device; by default what the cluster file leaves for a step.
 
     Raises:
         NoStagesError, InfeasibleError: no plan fits in the memory.
@@ -122,7 +120,6 @@ def plan_wide_resnet(
         ),
         stage_option=stages,
         default_auto_sharding_option=options,
-        memory_budget=memory_budget,
     )
     return autopar.plan_step(train_step, args, method=method, cluster=p3(plan.gpus))
 

@@ -306,6 +306,6 @@ def without_folders(text: str) -> str:
     return text
 
 
-def brief_text(text: str, length: int = 600) -> str:
-    """Return a text in one line, without the folders of this machine."""
-    return " ".join(without_folders(text).split())[:length]
+def brief_text(text: str) -> str:
+    """Return the beginning of a text in one line, without the folders of this machine."""
+    return " ".join(without_folders(text).split())[:600]
