@@ -98,7 +98,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
 
 def is_uniform(known: Known | None, value: float) -> bool:
     """Return whether all elements of a constant are `value`."""
-    return isinstance(known, np.ndarray) and bool((_core(known) == value).all())
+    return isinstance(known, np.ndarray) and bool((core(known) == value).all())
 
 
 def known_literal(atom: Atom) -> np.ndarray | None:
@@ -146,9 +146,9 @@ def _elementwise(
             parts.append(known.values)
             continue
         assert known is not None
-        if known.ndim and any(size > 1 for size in _core(known).shape[:count]):
+        if known.ndim and any(size > 1 for size in core(known).shape[:count]):
             return None  # rows differ by their position
-        parts.append(_core(known)[(0,) * count][None] if known.ndim and count else _core(known))
+        parts.append(core(known)[(0,) * count][None] if known.ndim and count else core(known))
     if prod(np.broadcast_shapes(*(part.shape for part in parts))) > MOST_ELEMENTS:
         return None
     with np.errstate(all="ignore"):
@@ -184,8 +184,8 @@ def _spread(values: np.ndarray, shape: tuple[int, ...], dims: Sequence[int]) -> 
 def _reshaped(known: Known | None, shape: tuple[int, ...]) -> Known | None:
     """Return what is known after a reshape that keeps rows apart from other dims."""
     if isinstance(known, np.ndarray):
-        if known.ndim and _core(known).size == 1:
-            return np.broadcast_to(_core(known).reshape(()), shape)
+        if known.ndim and core(known).size == 1:
+            return np.broadcast_to(core(known).reshape(()), shape)
         return known.reshape(shape) if known.size <= MOST_ELEMENTS else None
     assert known is not None
     for count in (1, 2):
@@ -195,7 +195,7 @@ def _reshaped(known: Known | None, shape: tuple[int, ...]) -> Known | None:
     return None
 
 
-def _core(values: np.ndarray) -> np.ndarray:
+def core(values: np.ndarray) -> np.ndarray:
     """Return a constant with its repeated elements once: dims of stride zero have size one."""
     strides = zip(values.strides, values.shape, strict=True)
     return values[tuple(slice(0, 1) if s == 0 and n else slice(None) for s, n in strides)]

@@ -42,6 +42,7 @@ from autopar.microbatch.splitting import split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
 from autopar.tracing.accumulation_loop import has_gradient_in_loop
+from autopar.tracing.block_lookups import with_own_blocks
 from autopar.tracing.chunk_step import ChunkStep, OwnMicrobatchesError, chunk_step
 from autopar.tracing.microbatch_traces import DividedTrace, MicrobatchTraces, SplitStep
 from autopar.tracing.rescaled_trace import NotAffineError, rescaled
@@ -255,7 +256,8 @@ class _StepTracer:
             traced = self._flat(*_traced_jaxpr(self.fun, self.in_tree, scaled))
         if not in_microbatches:
             return traced
-        return traced._replace(jaxpr=with_own_rows(traced.jaxpr, traced.batch))
+        own = with_own_blocks(with_own_rows(traced.jaxpr, traced.batch), traced.batch)
+        return traced._replace(jaxpr=own)
 
     def _flat(self, jaxpr: Jaxpr, out_keys: list[Any], out_tree: Any) -> _Trace:
         """Return a traced step with its scans divided into layers, and flat.
