@@ -214,7 +214,7 @@ class _BlockLookups:
             case "select_n", [_, *cases] if all(case is not None for case in cases):
                 ends = [case.interval() for case in cases if case is not None]
                 return _within(min(low for low, _ in ends), max(high for _, high in ends), shape)
-            case "convert_element_type" | "copy" | "stop_gradient", [_Bounds() as of]:
+            case "convert_element_type" | "copy", [_Bounds() as of]:
                 return of
             case "broadcast_in_dim" | "reshape" | "squeeze", [_Bounds() as of]:
                 base = known_result(eqn, [of.base])

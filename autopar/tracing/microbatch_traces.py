@@ -367,7 +367,7 @@ class MicrobatchTraces:
             traces=tuple(completing(trace, completed) for trace in self.traces),
             gradient_free=True,
             name=f"the first pass of {self.name}",
-            retrace=partial(_first_pass_of, self.retrace),
+            retrace=partial(first_pass_of, self.retrace, completed),
             in_layers=divided and divided._replace(trace=completing(divided.trace, completed)),
             is_first_pass=True,
             blocks={},
@@ -426,11 +426,21 @@ class MicrobatchTraces:
         return step, reads
 
 
-def _first_pass_of(retrace: Callable[[int], StepGraph], count: int) -> StepGraph:
-    """Return the first pass of a step in `count` microbatches."""
+def first_pass_of(
+    retrace: Callable[[int], StepGraph], completed: Sequence[TracedValue], count: int
+) -> StepGraph:
+    """Return the first pass of a step in `count` microbatches.
+
+    Raises:
+        MicrobatchError: There is none, or it completes other values than `completed`.
+    """
     step = retrace(count)
     if step.first_pass is None:
         raise MicrobatchError(f"{step.name} has no first pass in {count} microbatches")
+    if step.first_pass.places != tuple(completed):
+        raise MicrobatchError(
+            f"the first pass of {step.name} completes other values in {count} microbatches"
+        )
     return step.first_pass.step
 
 

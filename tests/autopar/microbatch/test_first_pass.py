@@ -303,3 +303,13 @@ def test_an_evaluation_follows_a_step_of_two_passes():
         lambda params, batch: both(params, batch), method=autopar.FollowParallel(train, 4)
     )
     assert_allclose(evaluate(PARAMS, BATCH), both(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
+
+
+def test_a_first_pass_that_completes_other_values_does_not_stand_in(contrastive):
+    step = contrastive.step
+    first = step.first_pass
+    other = [place._replace(number=place.number + 1) for place in first.places]
+    own = microbatch_traces.first_pass_of(lambda count: step, first.places, 8)
+    assert own is first.step
+    with pytest.raises(autopar.MicrobatchError, match="completes other values"):
+        microbatch_traces.first_pass_of(lambda count: step, other, 8)
