@@ -7,29 +7,31 @@ microbatches: the equations of one iteration replace the loop, and their sums ar
 What an iteration reads of the batch, such as the slice of a `dynamic_slice` or a key that the loop
 splits, is computed for all iterations before the first microbatch (`autopar.tracing.chunk_step`).
 Carries that no gradient depends on, such as running averages of batch normalization, are computed
-by a loop after the last microbatch, from what the iterations contribute. Iterations that need
-anything else of the one before, such as weights that it has updated, can't overlap and are refused.
+by a loop after the last microbatch, from what the iterations contribute. If the step takes the
+gradient of its first chunk before the loop, the loop is rewritten to take that chunk as well
+(`autopar.tracing.first_chunk`). Iterations that need anything else of the one before, such as
+weights that it has updated, can't overlap and are refused.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
-from jax.extend.core.primitives import convert_element_type_p, scan_p
+from jax.extend.core.primitives import scan_p
 
 from autopar.ir.control_flow import loop_p
 from autopar.ir.equation_groups import dependents, has_backward, units
 from autopar.ir.evaluate import Numbered, evaluate, unchanged
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, aval_of, is_backward, read, scopes, source_line, variables
+from autopar.ir.graph import Atom, aval_of, is_backward, scopes, source_line
 from autopar.ir.step_graph import Combine, MicrobatchError
-from autopar.layering.gradient_scans import additive_carries
-from autopar.layering.stack_cutting import scan_operands
-from autopar.microbatch.deferred_division import equations, inlined
+from autopar.microbatch.deferred_division import equations
 from autopar.primitives import PrimitiveRecord, record_of, register
+from autopar.tracing.chunk_loop import ChunkLoop, chunk_loop, loop_equations, value_of, variables
+from autopar.tracing.first_chunk import with_first_chunk
 
 chunk_sum_p = Primitive("chunk_sum")
 """The sum of a value over all chunks; its operand is the value of one chunk."""
@@ -67,7 +69,9 @@ def accumulation_loop(jaxpr: Jaxpr, batch: Collection[int]) -> "AccumulationLoop
     numbers = [n for n, eqn in enumerate(jaxpr.eqns) if _accumulates_gradients(eqn)]
     if len(numbers) != 1:
         return None
-    loop = AccumulationLoop(jaxpr, numbers[0], batch)
+    chunks = chunk_loop(jaxpr.eqns[numbers[0]])
+    of_model = dependents(enumerate(jaxpr.eqns), _weights(jaxpr, batch))
+    loop = AccumulationLoop(*with_first_chunk(jaxpr, chunks, of_model), batch)
     loop.check()
     return loop
 
@@ -76,34 +80,12 @@ def _accumulates_gradients(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a scan that adds gradients which it takes to its carry."""
     if eqn.primitive is not scan_p or "jvp(" in scopes(eqn):
         return False
-    body = _flat_body(eqn)
-    consts, init, _ = scan_operands(eqn)
-    backward = (var for eqn in body.eqns if _takes_gradient(eqn) for var in eqn.outvars)
-    gradients = dependents(enumerate(body.eqns), backward)
-    additive = additive_carries(body, len(consts), len(init))
-    return any(adds and body.outvars[k] in gradients for k, adds in enumerate(additive))
-
-
-def _flat_body(scan: JaxprEqn) -> Jaxpr:
-    """Return the body of a scan, flat but for its loops, without casts of a dtype to itself.
-
-    A carry that starts as a Python number is cast to itself to lose its weak type.
-    """
-    body = flatten(scan.params["jaxpr"], loops=False)
-    names: dict[Var, Atom] = {}
-    eqns: list[JaxprEqn] = []
-
-    def named(atoms: Iterable[Atom]) -> list[Atom]:
-        return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
-
-    for eqn in body.eqns:
-        eqn = eqn.replace(invars=named(eqn.invars))
-        is_cast = eqn.primitive is convert_element_type_p
-        if is_cast and aval_of(eqn.invars[0]).dtype == aval_of(eqn.outvars[0]).dtype:
-            names[eqn.outvars[0]] = eqn.invars[0]
-        else:
-            eqns.append(eqn)
-    return body.replace(eqns=eqns, outvars=named(body.outvars))
+    loop = chunk_loop(eqn)
+    eqns = loop.body.eqns
+    backward = (var for eqn in eqns if _takes_gradient(eqn) for var in eqn.outvars)
+    gradients = dependents(enumerate(eqns), backward)
+    sums = zip(loop.handed_on, loop.additive, strict=True)
+    return any(adds and after in gradients for after, adds in sums)
 
 
 def _takes_gradient(eqn: JaxprEqn) -> bool:
@@ -133,8 +115,7 @@ class AccumulationLoop:
     """An accumulation loop of a step, and the step without it; see `accumulation_loop`.
 
     Attributes:
-        scan: The loop.
-        body: Its flat body.
+        chunks: The loop.
         slices: The array of each value of the body that is a slice of one.
         handed_on: The carries that an iteration needs of the one before.
         eqns: The equations of the step with those of the body in place of the loop. They read
@@ -147,38 +128,32 @@ class AccumulationLoop:
         of_iteration: The values that differ between the iterations, and what depends on them.
     """
 
-    def __init__(self, jaxpr: Jaxpr, number: int, batch: Collection[int]) -> None:
-        self.jaxpr, self.number, self.batch = jaxpr, number, batch
-        self.scan = scan = jaxpr.eqns[number]
-        self.length: int = scan.params["length"]
-        self.is_reversed: bool = scan.params["reverse"]
-        self.line = source_line(scan)
-        self.body = body = _flat_body(scan)
-        consts, init, arrays = scan_operands(scan)
-        first = len(consts)
-        carries = body.invars[first : first + len(init)]
-        self.slices = dict(zip(body.invars[first + len(init) :], arrays, strict=True))
-        additive = additive_carries(body, first, len(init))
-        names: dict[Var, Atom] = dict(zip(body.invars, consts, strict=False))
+    def __init__(self, jaxpr: Jaxpr, loop: ChunkLoop, batch: Collection[int]) -> None:
+        self.jaxpr, self.chunks, self.batch = jaxpr, loop, batch
+        self.number = number = jaxpr.eqns.index(loop.eqn)
+        self.slices = dict(zip(loop.slices, loop.arrays, strict=True))
+        names: dict[Var, Atom] = dict(zip(loop.body.invars, loop.consts, strict=False))
         handed_on: list[Carry] = []
         totals: list[JaxprEqn] = []
-        for k, carry in enumerate(carries):
-            after, final = body.outvars[k], scan.outvars[k]
-            if additive[k]:
-                totals += _added(scan, body, carry, init[k], final)
+        ends = zip(loop.init, loop.handed_on, loop.results, strict=False)
+        for carry, adds, (init, after, final) in zip(
+            loop.carries, loop.additive, ends, strict=True
+        ):
+            if adds:
+                totals += _added(loop, carry, init, final)
             elif after is carry:
-                names |= {carry: init[k], final: init[k]}
+                names |= {carry: init, final: init}
             else:
-                handed_on.append(Carry(carry, init[k], after, final))
-        rows = zip(scan.outvars[len(init) :], body.outvars[len(init) :], strict=True)
-        totals += (eqn for final, row in rows for eqn in _stacked(scan, row, final))
+                handed_on.append(Carry(carry, init, after, final))
+        rows = zip(loop.results[len(loop.init) :], loop.stacked, strict=True)
+        totals += (eqn for final, row in rows for eqn in _stacked(loop, row, final))
 
         def named(atoms: Iterable[Atom]) -> list[Atom]:
             return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
         before, inside, totals, after = (
             [eqn.replace(invars=named(eqn.invars)) for eqn in eqns]
-            for eqns in (jaxpr.eqns[:number], body.eqns, totals, jaxpr.eqns[number + 1 :])
+            for eqns in (jaxpr.eqns[:number], loop.body.eqns, totals, jaxpr.eqns[number + 1 :])
         )
         self.handed_on = [carry._replace(after=named([carry.after])[0]) for carry in handed_on]
         inside, following = self._without_followers(before, inside, totals)
@@ -202,7 +177,8 @@ class AccumulationLoop:
         Returns:
             The equations of the body without them, and those that compute them.
         """
-        of_model = dependents(enumerate([*before, *inside]), self._weights())
+        weights = _weights(self.jaxpr, self.batch)
+        of_model = dependents(enumerate([*before, *inside]), weights)
         ends = [(carry.init, carry.after) for carry in self.handed_on]
         followers = [
             carry
@@ -226,7 +202,8 @@ class AccumulationLoop:
         rows = [var for var in reads if var in own]
         constants = [var for var in reads if var not in own]
         stacked = [
-            Var(aval_of(var).update(shape=(self.length, *aval_of(var).shape))) for var in rows
+            Var(aval_of(var).update(shape=(self.chunks.length, *aval_of(var).shape)))
+            for var in rows
         ]
 
         def follow(init: list, rows_of_all: list, values: list) -> list:
@@ -238,24 +215,16 @@ class AccumulationLoop:
                 evaluate(enumerate(moved), inner, unchanged, unchanged)
                 return [value_of(follower.after, inner) for follower in followers], None
 
-            return jax.lax.scan(body, init, rows_of_all, self.length, self.is_reversed)[0]
+            return jax.lax.scan(
+                body, init, rows_of_all, self.chunks.length, self.chunks.is_reversed
+            )[0]
 
         results = [follower.final for follower in followers]
         groups = [follower.init for follower in followers], stacked, constants
         pairs = zip(rows, stacked, strict=True)
-        following = [eqn for row, final in pairs for eqn in _stacked(self.scan, row, final)]
-        following += _loop_equations(follow, groups, results, self.scan.source_info)
+        following = [eqn for row, final in pairs for eqn in _stacked(self.chunks, row, final)]
+        following += loop_equations(follow, groups, results, self.chunks.eqn.source_info)
         return [eqn for eqn in inside if made.isdisjoint(eqn.outvars)], following
-
-    def _weights(self) -> list[Var]:
-        """The arguments that may be weights or states of the model."""
-        return [
-            var
-            for i, var in enumerate(self.jaxpr.invars)
-            if i not in self.batch
-            and aval_of(var).ndim
-            and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
-        ]
 
     def _classify(self) -> None:
         """Find out which equations are prepared.
@@ -264,7 +233,7 @@ class AccumulationLoop:
         computed from the whole batch.
         """
         examples = [self.jaxpr.invars[i] for i in self.batch]
-        self.of_model = self._dependents(self._weights())
+        self.of_model = self._dependents(_weights(self.jaxpr, self.batch))
         of_whole = self._dependents(examples)
         in_slices = [var for var, array in self.slices.items() if array in of_whole]
         self.of_batch = of_whole | self._dependents(in_slices)
@@ -285,7 +254,7 @@ class AccumulationLoop:
         """The constants of the step and of the body."""
         return {
             var: value
-            for jaxpr in (self.jaxpr, self.body)
+            for jaxpr in (self.jaxpr, self.chunks.body)
             for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True)
         }
 
@@ -307,22 +276,22 @@ class AccumulationLoop:
         maker = {var: eqn for eqn in self.eqns for var in eqn.outvars}
 
         def line_of(atom: Atom) -> str:
-            return source_line(maker[atom]) if atom in maker else self.line
+            return source_line(maker[atom]) if atom in maker else self.chunks.line
 
         ends = [atom for carry in self.handed_on for atom in (carry.init, carry.after)]
         for atom in variables(ends):
             if atom in self.of_model:
                 raise MicrobatchError(
-                    f"the loop at {self.line} accumulates gradients that depend on what its"
+                    f"the loop at {self.chunks.line} accumulates gradients that depend on what its"
                     f" iteration before has computed with weights, at {line_of(atom)}: only add to"
                     f" such carries, {_ADVICE}"
                 )
         for atom in variables(self.slices.values()):
             if atom in self.of_model:
                 raise MicrobatchError(
-                    f"the loop at {self.line} accumulates gradients, and what it slices is computed"
-                    f" with weights before it, at {line_of(atom)}: compute that in the loop,"
-                    f" {_ADVICE}"
+                    f"the loop at {self.chunks.line} accumulates gradients, and what it slices is"
+                    f" computed with weights before it, at {line_of(atom)}: compute that in the"
+                    f" loop, {_ADVICE}"
                 )
         outside = [each for each in self.numbered_eqns if each[0] not in self.inside]
         of_whole = dependents(outside, [self.jaxpr.invars[i] for i in self.batch])
@@ -331,12 +300,21 @@ class AccumulationLoop:
             if is_new and _is_layer(eqn):
                 raise MicrobatchError(
                     f"{eqn.primitive.name} at {source_line(eqn)} needs the whole batch, and the"
-                    f" loop at {self.line} accumulates gradients of its chunks: compute that in the"
-                    f" loop, {_ADVICE}"
+                    f" loop at {self.chunks.line} accumulates gradients of its chunks: compute that"
+                    f" in the loop, {_ADVICE}"
                 )
 
 
 _ADVICE = "or take the gradients of the whole batch in one piece, which num_micro_batches divides"
+
+
+def _weights(jaxpr: Jaxpr, batch: Collection[int]) -> list[Var]:
+    """Return the arguments that may be weights or states of the model."""
+    return [
+        var
+        for i, var in enumerate(jaxpr.invars)
+        if i not in batch and aval_of(var).ndim and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
+    ]
 
 
 def _is_layer(eqn: JaxprEqn) -> bool:
@@ -345,49 +323,29 @@ def _is_layer(eqn: JaxprEqn) -> bool:
     return record.is_contraction or record.runs_body or is_backward(eqn)
 
 
-def _loop_equations(
-    fun: Callable[..., list[jax.Array]],
-    operands: Sequence[Sequence[Atom]],
-    results: Sequence[Var],
-    source_info: Any,
-) -> list[JaxprEqn]:
-    """Return equations that compute `results` from groups of operands, flat but for loops."""
-    avals = [
-        [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(aval_of, group)] for group in operands
-    ]
-    traced = flatten(jax.make_jaxpr(fun)(*avals), loops=False)
-    return inlined(traced, [atom for group in operands for atom in group], results, source_info)
-
-
-def _added(scan: JaxprEqn, body: Jaxpr, carry: Var, init: Atom, final: Var) -> list[JaxprEqn]:
+def _added(loop: ChunkLoop, carry: Var, init: Atom, final: Var) -> list[JaxprEqn]:
     """Return the equations that add what all iterations add to a carry to its first value."""
-    (eqn,) = (eqn for eqn in body.eqns if carry in eqn.invars)
-    (value,) = (atom for atom in eqn.invars if atom is not carry)
-    total, length = Var(aval_of(value)), scan.params["length"]
+    value, source = loop.addend(carry), loop.eqn.source_info
+    total = Var(aval_of(value))
     if isinstance(value, Literal):
-        eqns = equations(lambda each: each * length, [value], total, scan.source_info)
+        eqns = equations(lambda each: each * loop.length, [value], total, source)
     else:
-        eqns = [_marker(scan, chunk_sum_p, value, total)]
-    return [*eqns, *equations(jnp.add, [init, total], final, scan.source_info)]
+        eqns = [_marker(loop, chunk_sum_p, value, total)]
+    return [*eqns, *equations(jnp.add, [init, total], final, source)]
 
 
-def _stacked(scan: JaxprEqn, value: Atom, final: Var) -> list[JaxprEqn]:
+def _stacked(loop: ChunkLoop, value: Atom, final: Var) -> list[JaxprEqn]:
     """Return the equations that put a value of all iterations together."""
     aval = aval_of(value)
     row = Var(aval_of(final).update(shape=(1, *aval.shape)))
     as_row = partial(jnp.reshape, shape=(1, *aval.shape))
     return [
-        *equations(as_row, [value], row, scan.source_info),
-        _marker(scan, chunk_rows_p, row, final),
+        *equations(as_row, [value], row, loop.eqn.source_info),
+        _marker(loop, chunk_rows_p, row, final),
     ]
 
 
-def _marker(scan: JaxprEqn, primitive: Primitive, operand: Atom, result: Var) -> JaxprEqn:
-    return scan.replace(
+def _marker(loop: ChunkLoop, primitive: Primitive, operand: Atom, result: Var) -> JaxprEqn:
+    return loop.eqn.replace(
         primitive=primitive, invars=[operand], outvars=[result], params={}, effects=frozenset()
     )
-
-
-def value_of(atom: Atom, env: dict[Var, Any]) -> jax.Array:
-    """Return the value of an operand, an array of its type."""
-    return jnp.asarray(read(atom, env), aval_of(atom).dtype)

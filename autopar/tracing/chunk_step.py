@@ -30,9 +30,8 @@ from autopar.tracing.accumulation_loop import (
     COMBINE,
     AccumulationLoop,
     accumulation_loop,
-    value_of,
-    variables,
 )
+from autopar.tracing.chunk_loop import value_of, variables
 from autopar.tracing.microbatch_traces import SplitStep
 
 
@@ -147,7 +146,7 @@ def chunk_step(jaxpr: Jaxpr, batch: Collection[int]) -> ChunkStep | None:
     rows = tuple(map(inputs.is_row, inputs.values))
     if not any(rows):
         return None
-    return ChunkStep(step, inputs.preparation(), rows, loop.length, loop.line)
+    return ChunkStep(step, inputs.preparation(), rows, loop.chunks.length, loop.chunks.line)
 
 
 def _of_one_chunk(loop: AccumulationLoop) -> list[Var]:
@@ -156,7 +155,7 @@ def _of_one_chunk(loop: AccumulationLoop) -> list[Var]:
     for i, var in enumerate(loop.jaxpr.invars):
         if i in loop.batch:
             rows, *others = aval_of(var).shape
-            var = Var(aval_of(var).update(shape=(rows // loop.length, *others)))
+            var = Var(aval_of(var).update(shape=(rows // loop.chunks.length, *others)))
         arguments.append(var)
     return arguments
 
@@ -195,7 +194,7 @@ class _ChunkInputs:
             row = jax.eval_shape(_as_numbers, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
             self.variables.append(Var(ShapedArray((self._num_examples, *row.shape), row.dtype)))
             back = partial(_from_rows, impl_of(aval.dtype) if is_key(aval.dtype) else None)
-            self.eqns += equations(back, self.variables[-1:], var, loop.scan.source_info)
+            self.eqns += equations(back, self.variables[-1:], var, loop.chunks.eqn.source_info)
 
     def is_row(self, var: Var) -> bool:
         """Return whether each iteration has a value of its own."""
@@ -237,7 +236,9 @@ class _ChunkInputs:
 
             first = [value_of(atom, env) for atom in inits]
             arrays = [value_of(atom, env) for atom in loop.slices.values()]
-            last, stacked = jax.lax.scan(body, first, arrays, loop.length, loop.is_reversed)
+            last, stacked = jax.lax.scan(
+                body, first, arrays, loop.chunks.length, loop.chunks.is_reversed
+            )
             env.update(zip((*finals, *loop.slices, *rows), (*last, *arrays, *stacked), strict=True))
             return [self._as_input(var, env[var]) for var in values]
 
@@ -248,7 +249,7 @@ class _ChunkInputs:
         return Preparation(
             traced,
             tuple(TracedValue(loop.number, k) for k in range(len(values))),
-            (loop.line,),
+            (loop.chunks.line,),
             tuple(i for i, var in enumerate(traced.invars) if var in read),
         )
 

@@ -147,7 +147,50 @@ def running_statistics(params, batch):
     return updated(params, gradients), total / CHUNKS, statistics
 
 
-STEPS = [scan, reversed_scan, fori_loop, split_keys, masked_means, all_examples, running_statistics]
+def first_chunk_before(params, batch):
+    """big_vision/utils.py, accumulate_gradient: the sums start with the first chunk."""
+    x, y = batch["x"], batch["y"]
+    total, gradients = jax.value_and_grad(loss)(params, {"x": x[:EXAMPLES], "y": y[:EXAMPLES]})
+
+    def body(i, sums):
+        rows = jax.lax.dynamic_slice(x, (i * EXAMPLES, 0), (EXAMPLES, WIDTH))
+        wanted = jax.lax.dynamic_slice(y, (i * EXAMPLES, 0), (EXAMPLES, WIDTH))
+        return added(sums, *jax.value_and_grad(loss)(params, {"x": rows, "y": wanted}))
+
+    total, gradients = jax.lax.fori_loop(1, CHUNKS, body, (total, gradients))
+    return updated(params, gradients), total / CHUNKS
+
+
+def first_chunk_with_keys(params, batch):
+    """Split a key for each chunk, and count the examples with a positive value."""
+    key, own = jax.random.split(KEY)
+    first, *_ = parts = [jax.tree.map(lambda rows, i=i: rows[i], chunks(batch)) for i in range(4)]
+    others = jax.tree.map(lambda *rows: jnp.stack(rows), *parts[1:])
+    sums = jax.value_and_grad(loss)(params, {**first, "x": jnp.sin(first["x"])}, own)
+
+    def body(carry, chunk):
+        key, sums, count = carry
+        key, own = jax.random.split(key)
+        sums = added(sums, *jax.value_and_grad(loss)(params, chunk, own))
+        return (key, sums, count + (chunk["x"] > 0).sum()), chunk["y"].sum()
+
+    others["x"] = jnp.sin(others["x"])
+    start = key, sums, (first["x"] > 0).sum()
+    (key, (total, gradients), count), rows = jax.lax.scan(body, start, others, reverse=True)
+    return updated(params, gradients), total, count, rows, jax.random.key_data(key)
+
+
+STEPS = [
+    first_chunk_before,
+    first_chunk_with_keys,
+    scan,
+    reversed_scan,
+    fori_loop,
+    split_keys,
+    masked_means,
+    all_examples,
+    running_statistics,
+]
 
 
 def pipeline(count=CHUNKS, schedule="1f1b", **options):
@@ -237,9 +280,23 @@ def evaluation_after(params, batch):
     return params, loss(params, batch)
 
 
+def other_loss_before(params, batch):
+    """Start with the gradient of the first chunk, with another weight."""
+    first, *others = (jax.tree.map(lambda rows, i=i: rows[i], chunks(batch)) for i in range(4))
+    total, gradients = jax.value_and_grad(lambda *args: 2 * loss(*args))(params, first)
+
+    def body(sums, chunk):
+        return added(sums, *jax.value_and_grad(lambda *args: 3 * loss(*args))(params, chunk)), None
+
+    others = jax.tree.map(lambda *rows: jnp.stack(rows), *others)
+    (total, gradients), _ = jax.lax.scan(body, (total, gradients), others)
+    return updated(params, gradients), total
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [
+        (other_loss_before, r"needs the whole batch, .* compute that in the loop"),
         (
             weighted_by_the_last_loss,
             r"depend on what its iteration before .* at .*loop.py:\d+: only add",
