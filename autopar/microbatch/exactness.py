@@ -8,7 +8,7 @@ module reports which of the three a traced step needs. `created_rows`, `own_stat
 
 from collections.abc import Iterator
 
-from autopar.ir.graph import listed
+from autopar.ir.graph import is_backward, listed, source_line
 from autopar.ir.step_graph import Exactness, FirstPass, StepGraph
 from autopar.microbatch.created_rows import folds_position
 
@@ -29,10 +29,16 @@ def exactness_of(step: StepGraph) -> Exactness:
 def exactness_warnings(step: StepGraph) -> list[str]:
     """Return a warning for each way in which microbatches differ from the whole batch.
 
-    More work counts: what is computed before the step, and another pass over the model.
+    More work counts, such as what is computed before the step, another pass over the model, and
+    gradients that are not computed in microbatches at all.
     """
     exactness = exactness_of(step)
     warnings = []
+    if lines := _gradients_of_whole_batch(step):
+        warnings.append(
+            "the microbatches compute no gradients, because all of them depend on more than one"
+            f" microbatch: they are computed for the whole batch at once, at {lines[0]}"
+        )
     if step.preparation is not None:
         warnings.append(
             "computed for the whole batch before the step, and not in its predicted time: "
@@ -66,6 +72,14 @@ def exactness_warnings(step: StepGraph) -> list[str]:
             " microbatches if further iterations do not change a finished example"
         )
     return warnings
+
+
+def _gradients_of_whole_batch(step: StepGraph) -> list[str]:
+    """Return the lines whose gradients are taken after the microbatches, if none are in them."""
+    found = step.microbatching
+    if found is None or any(is_backward(eqn) for _, eqn in found.body):
+        return []
+    return [source_line(eqn) for _, eqn in found.tail if is_backward(eqn)]
 
 
 def _own_loops(step: StepGraph) -> list[str]:

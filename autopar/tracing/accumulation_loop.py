@@ -26,12 +26,22 @@ from autopar.ir.control_flow import loop_p
 from autopar.ir.equation_groups import dependents, has_backward, units
 from autopar.ir.evaluate import Numbered, evaluate, unchanged
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, aval_of, is_backward, scopes, source_line
+from autopar.ir.graph import (
+    Atom,
+    aval_of,
+    is_backward,
+    possible_weights,
+    renamed,
+    scopes,
+    source_line,
+    variables,
+)
 from autopar.ir.step_graph import Combine, MicrobatchError
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives import PrimitiveRecord, record_of, register
-from autopar.tracing.chunk_loop import ChunkLoop, chunk_loop, loop_equations, value_of, variables
+from autopar.tracing.chunk_loop import ChunkLoop, chunk_loop, loop_equations, value_of
 from autopar.tracing.first_chunk import with_first_chunk
+from autopar.tracing.unrolled_chunks import unrolled_chunks
 
 chunk_sum_p = Primitive("chunk_sum")
 """The sum of a value over all chunks; its operand is the value of one chunk."""
@@ -58,6 +68,9 @@ def has_gradient_in_loop(jaxpr: Jaxpr) -> bool:
 def accumulation_loop(jaxpr: Jaxpr, batch: Collection[int]) -> "AccumulationLoop | None":
     """Return the only loop of a step that accumulates gradients; None without exactly one.
 
+    In a step without any, gradients of chunks that it adds one by one are taken for a loop, if the
+    chunks are microbatches.
+
     Args:
         jaxpr: The step, flat but for its loops.
         batch: The numbers of the inputs whose first dim is the batch.
@@ -66,13 +79,17 @@ def accumulation_loop(jaxpr: Jaxpr, batch: Collection[int]) -> "AccumulationLoop
         MicrobatchError: Gradients depend on what the iteration before has computed with weights, or
             the step has layers of the model outside of the loop.
     """
-    numbers = [n for n, eqn in enumerate(jaxpr.eqns) if _accumulates_gradients(eqn)]
-    if len(numbers) != 1:
+    loops = [chunk_loop(eqn) for eqn in jaxpr.eqns if _accumulates_gradients(eqn)]
+    of_model = dependents(enumerate(jaxpr.eqns), possible_weights(jaxpr, batch))
+    if not loops:
+        unrolled = unrolled_chunks(jaxpr, of_model)
+        loop = None if unrolled is None else AccumulationLoop(*unrolled, batch)
+        return None if loop is None or loop.error() else loop
+    if len(loops) > 1:
         return None
-    chunks = chunk_loop(jaxpr.eqns[numbers[0]])
-    of_model = dependents(enumerate(jaxpr.eqns), _weights(jaxpr, batch))
-    loop = AccumulationLoop(*with_first_chunk(jaxpr, chunks, of_model), batch)
-    loop.check()
+    loop = AccumulationLoop(*with_first_chunk(jaxpr, loops[0], of_model), batch)
+    if error := loop.error():
+        raise error
     return loop
 
 
@@ -148,18 +165,17 @@ class AccumulationLoop:
         rows = zip(loop.results[len(loop.init) :], loop.stacked, strict=True)
         totals += (eqn for final, row in rows for eqn in _stacked(loop, row, final))
 
-        def named(atoms: Iterable[Atom]) -> list[Atom]:
-            return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
-
         before, inside, totals, after = (
-            [eqn.replace(invars=named(eqn.invars)) for eqn in eqns]
+            [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in eqns]
             for eqns in (jaxpr.eqns[:number], loop.body.eqns, totals, jaxpr.eqns[number + 1 :])
         )
-        self.handed_on = [carry._replace(after=named([carry.after])[0]) for carry in handed_on]
+        self.handed_on = [
+            carry._replace(after=renamed([carry.after], names)[0]) for carry in handed_on
+        ]
         inside, following = self._without_followers(before, inside, totals)
         self.eqns = [*before, *inside, *totals, *following, *after]
         self.inside = range(number, number + len(inside))
-        self.outvars = named(jaxpr.outvars)
+        self.outvars = renamed(jaxpr.outvars, names)
         self._classify()
 
     def _without_followers(
@@ -177,7 +193,7 @@ class AccumulationLoop:
         Returns:
             The equations of the body without them, and those that compute them.
         """
-        weights = _weights(self.jaxpr, self.batch)
+        weights = possible_weights(self.jaxpr, self.batch)
         of_model = dependents(enumerate([*before, *inside]), weights)
         ends = [(carry.init, carry.after) for carry in self.handed_on]
         followers = [
@@ -233,7 +249,7 @@ class AccumulationLoop:
         computed from the whole batch.
         """
         examples = [self.jaxpr.invars[i] for i in self.batch]
-        self.of_model = self._dependents(_weights(self.jaxpr, self.batch))
+        self.of_model = self._dependents(possible_weights(self.jaxpr, self.batch))
         of_whole = self._dependents(examples)
         in_slices = [var for var, array in self.slices.items() if array in of_whole]
         self.of_batch = of_whole | self._dependents(in_slices)
@@ -271,8 +287,8 @@ class AccumulationLoop:
     def _dependents(self, sources: Iterable[Var]) -> set[Var]:
         return dependents(enumerate(self.eqns), sources)
 
-    def check(self) -> None:
-        """Raise MicrobatchError if the iterations are no microbatches."""
+    def error(self) -> MicrobatchError | None:
+        """Return why the iterations are no microbatches; None if they are."""
         maker = {var: eqn for eqn in self.eqns for var in eqn.outvars}
 
         def line_of(atom: Atom) -> str:
@@ -281,14 +297,14 @@ class AccumulationLoop:
         ends = [atom for carry in self.handed_on for atom in (carry.init, carry.after)]
         for atom in variables(ends):
             if atom in self.of_model:
-                raise MicrobatchError(
+                return MicrobatchError(
                     f"the loop at {self.chunks.line} accumulates gradients that depend on what its"
                     f" iteration before has computed with weights, at {line_of(atom)}: only add to"
                     f" such carries, {_ADVICE}"
                 )
         for atom in variables(self.slices.values()):
             if atom in self.of_model:
-                raise MicrobatchError(
+                return MicrobatchError(
                     f"the loop at {self.chunks.line} accumulates gradients, and what it slices is"
                     f" computed with weights before it, at {line_of(atom)}: compute that in the"
                     f" loop, {_ADVICE}"
@@ -298,29 +314,21 @@ class AccumulationLoop:
         for n, eqn in outside:
             is_new = n not in self.prepared and not of_whole.isdisjoint(variables(eqn.invars))
             if is_new and _is_layer(eqn):
-                raise MicrobatchError(
+                return MicrobatchError(
                     f"{eqn.primitive.name} at {source_line(eqn)} needs the whole batch, and the"
                     f" loop at {self.chunks.line} accumulates gradients of its chunks: compute that"
                     f" in the loop, {_ADVICE}"
                 )
+        return None
 
 
 _ADVICE = "or take the gradients of the whole batch in one piece, which num_micro_batches divides"
 
 
-def _weights(jaxpr: Jaxpr, batch: Collection[int]) -> list[Var]:
-    """Return the arguments that may be weights or states of the model."""
-    return [
-        var
-        for i, var in enumerate(jaxpr.invars)
-        if i not in batch and aval_of(var).ndim and jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
-    ]
-
-
 def _is_layer(eqn: JaxprEqn) -> bool:
     """Return whether an equation may be of a layer of the model, or of its gradient."""
     record = record_of(eqn)
-    return record.is_contraction or record.runs_body or is_backward(eqn)
+    return record.is_costly or is_backward(eqn)
 
 
 def _added(loop: ChunkLoop, carry: Var, init: Atom, final: Var) -> list[JaxprEqn]:

@@ -1,6 +1,6 @@
 """A loop over the chunks of a batch: a `scan` of a flat step, with its body flat as well."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import convert_element_type_p, copy_p
 
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, aval_of, read, source_line
+from autopar.ir.graph import Atom, aval_of, read, renamed, source_line
 from autopar.layering.gradient_scans import additive_carries
 from autopar.layering.stack_cutting import scan_operands
 from autopar.microbatch.deferred_division import inlined
@@ -99,17 +99,13 @@ def _flat_body(scan: JaxprEqn) -> Jaxpr:
     body = flatten(scan.params["jaxpr"], loops=False)
     names: dict[Var, Atom] = {}
     eqns: list[JaxprEqn] = []
-
-    def named(atoms: Iterable[Atom]) -> list[Atom]:
-        return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
-
     for eqn in body.eqns:
-        eqn = eqn.replace(invars=named(eqn.invars))
+        eqn = eqn.replace(invars=renamed(eqn.invars, names))
         if is_same_cast(eqn):
             names[eqn.outvars[0]] = eqn.invars[0]
         else:
             eqns.append(eqn)
-    return body.replace(eqns=eqns, outvars=named(body.outvars))
+    return body.replace(eqns=eqns, outvars=renamed(body.outvars, names))
 
 
 def is_same_cast(eqn: JaxprEqn) -> bool:
@@ -139,11 +135,15 @@ def loop_equations(
     return inlined(traced, [atom for group in operands for atom in group], results, source_info)
 
 
+def zero_equations(results: Sequence[Var], source_info: Any) -> list[JaxprEqn]:
+    """Return equations that set `results` to zeros."""
+
+    def zeros() -> list[jax.Array]:
+        return [jnp.zeros(aval_of(var).shape, aval_of(var).dtype) for var in results]
+
+    return loop_equations(zeros, [], results, source_info)
+
+
 def value_of(atom: Atom, env: dict[Var, Any]) -> jax.Array:
     """Return the value of an operand, an array of its type."""
     return jnp.asarray(read(atom, env), aval_of(atom).dtype)
-
-
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Return the operands that are no literals."""
-    return [atom for atom in atoms if isinstance(atom, Var)]

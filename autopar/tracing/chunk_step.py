@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from autopar.ir.array_cuts import CutTree
 from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import aval_of, needed
+from autopar.ir.graph import aval_of, needed, variables
 from autopar.ir.keys import impl_of, is_key
 from autopar.ir.preparation import Preparation, TracedValue
 from autopar.ir.step_graph import Combine, MicrobatchError
@@ -31,7 +31,7 @@ from autopar.tracing.accumulation_loop import (
     AccumulationLoop,
     accumulation_loop,
 )
-from autopar.tracing.chunk_loop import value_of, variables
+from autopar.tracing.chunk_loop import value_of
 from autopar.tracing.microbatch_traces import SplitStep
 
 
@@ -47,14 +47,14 @@ class OwnMicrobatchesError(MicrobatchError):
 
         Args:
             name: The name of the user's function.
-            line: The line of its loop, as "FILE:LINE".
+            line: The line of its loop or sum, as "FILE:LINE".
             count: The number of its microbatches.
             asked: The number that was asked for.
         """
         self.count = count
         super().__init__(
-            f"{name} accumulates the gradients of {count} microbatches itself, in the loop at"
-            f" {line}: use num_micro_batches={count}, not {asked}"
+            f"{name} accumulates the gradients of {count} microbatches itself, at {line}: use"
+            f" num_micro_batches={count}, not {asked}"
         )
 
 

@@ -15,7 +15,7 @@ from autopar._plugins import assume_cudnn
 from autopar.ir.array_cuts import Cut, CutTree
 from autopar.ir.array_handle import ArrayHandle
 from autopar.ir.flatten import constrained_lines, flatten
-from autopar.ir.graph import aval_of, error_line
+from autopar.ir.graph import aval_of, error_line, is_backward
 from autopar.ir.step_graph import (
     EXACT,
     Exactness,
@@ -52,6 +52,12 @@ from autopar.tracing.sorted_rows import without_sorted_rows
 
 class TraceError(TypeError):
     """The step can't be traced to a jaxpr of arrays."""
+
+
+def _takes_gradient(step: SplitStep) -> bool:
+    """Return whether each microbatch of a step takes gradients."""
+    found = step.microbatching
+    return found is not None and any(is_backward(eqn) for _, eqn in found.body)
 
 
 @builds_graphs
@@ -394,11 +400,18 @@ class _StepTracer:
                 traced = self._trace_of_part(Fraction(1, count), False)
             else:
                 traced = self._traced(Fraction(1), self.marked, False)
-            own = self._in_chunks(traced, count) if self.marked else None
-            return own or self._in_microbatches(traced, count)
-        except MicrobatchError as error:
+            if self.marked and has_gradient_in_loop(traced.jaxpr):
+                own = self._in_chunks(count)
+                if own is not None:
+                    return own
+            whole = self._in_microbatches(traced, count)
+        except (MicrobatchError, NoLayersError) as error:
             refused = error
-        own = self._in_chunks(self._traced(Fraction(1), True, False), count)
+        else:
+            if count == 1 or _takes_gradient(whole[1]):
+                return whole
+            return self._in_chunks(count) or whole
+        own = self._in_chunks(count)
         if own is None:
             raise refused
         return own
@@ -413,21 +426,20 @@ class _StepTracer:
             return traced, self._split(traced, count)
         return traced, SplitStep(traced.jaxpr, None)
 
-    def _in_chunks(self, traced: _Trace, count: int) -> tuple[_Trace, SplitStep] | None:
-        """Return the step with the iterations of its own loop as microbatches.
+    def _in_chunks(self, count: int) -> tuple[_Trace, SplitStep] | None:
+        """Return the step with the chunks whose gradients it accumulates as microbatches.
 
         Args:
-            traced: the step for a batch of any size.
             count: the number of microbatches that were asked for.
 
         Returns:
             The trace of one microbatch in layers, and as it runs; None if the step does not
-            accumulate gradients in a loop of its own.
+            accumulate gradients of chunks.
 
         Raises:
-            MicrobatchError: The iterations are no microbatches, or not as many as were asked for.
+            MicrobatchError: The chunks are no microbatches, or not as many as were asked for.
         """
-        if self.forward or not has_gradient_in_loop(traced.jaxpr):
+        if self.forward:
             return None
         chunks, *outputs = self._chunked()
         if chunks is None:

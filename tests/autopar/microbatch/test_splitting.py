@@ -608,23 +608,29 @@ def test_what_is_neither_is_refused(loss):
         trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=2)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_a_loop_that_accumulates_gradients_is_refused_with_what_to_write(parts):
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_a_loop_that_accumulates_gradients_is_refused_with_what_to_write(own_weights):
+    """Chunks that are computed alike are microbatches, others are refused."""
+
     def step(params, batch):
         gradients = jax.tree.map(jnp.zeros_like, params)
-        size = len(batch["x"]) // parts
-        for k in range(parts):
+        size = len(batch["x"]) // 4
+        for k in range(4):
             part = jax.tree.map(lambda rows, k=k: rows[k * size : (k + 1) * size], batch)
             new = jax.grad(mean_loss)(params, part)
-            gradients = jax.tree.map(lambda a, b: a + b / parts, gradients, new)
+            gradients = jax.tree.map(lambda a, b: a + b / 4, gradients, new)
+            if own_weights:
+                params = jax.tree.map(lambda p, g: p - 0.1 * g, params, new)
         return gradients
 
-    with pytest.raises(autopar.MicrobatchError, match=r"write one gradient of the whole batch"):
+    advice = "write one gradient of the whole batch" if own_weights else "use num_micro_batches=4"
+    with pytest.raises(autopar.MicrobatchError, match=advice):
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
     pipeline = autopar.PipeshardParallel(
         2, num_micro_batches=8, layer_option=autopar.AutoLayerOption(2)
     )
-    with pytest.raises(NoLayersError, match=r"write one gradient of the whole batch"):
+    error = NoLayersError if own_weights else autopar.MicrobatchError
+    with pytest.raises(error, match=advice):
         autopar.parallelize(step, method=pipeline)(PARAMS, BATCH)
 
 

@@ -1,11 +1,14 @@
 """Steps that accumulate gradients in a loop of their own: its chunks are the microbatches."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autopar
+from autopar.ir.graph import is_backward
 from autopar.ir.step_graph import MicrobatchError
 from autopar.testing import assert_allclose
 from autopar.tracing.chunk_step import OwnMicrobatchesError
@@ -217,6 +220,87 @@ METHODS = [
 ]
 
 
+def in_turn(params, batch):
+    """Add what a loop of Python computes for each chunk, each with a key of its own."""
+    key, sums, losses = KEY, zeros(params), []
+    for rows, wanted in zip(jnp.split(batch["x"], 4), jnp.split(batch["y"], 4), strict=True):
+        key, own = jax.random.split(key)
+        value, gradients = jax.value_and_grad(loss)(params, {"x": rows, "y": wanted}, own)
+        sums = jax.tree.map(lambda total, each: total + each / 2, sums, gradients)
+        losses.append(value)
+    return updated(params, sums), jnp.mean(jnp.array(losses))
+
+
+def with_rows(params, batch):
+    """Concatenate the predictions of all chunks, and stack their clipped gradients."""
+
+    def own_loss(params, rows, wanted):
+        predictions = model(params, rows)
+        return jnp.mean((predictions - wanted) ** 2), predictions
+
+    losses, rows, stacks = [], [], []
+    for k in range(CHUNKS):
+        chunk = jax.tree.map(lambda array: array[k::CHUNKS], batch)  # noqa: B023
+        (value, predictions), gradients = jax.value_and_grad(own_loss, has_aux=True)(
+            params, chunk["x"], chunk["y"]
+        )
+        losses.append(value)
+        rows.append(predictions)
+        stacks.append(jax.tree.map(lambda each: jnp.clip(each, -0.01, 0.01), gradients))
+    gradients = jax.tree.map(lambda *parts: jnp.stack(parts).sum(0), *stacks)
+    return updated(params, gradients), jnp.concatenate(rows), sum(losses) / CHUNKS
+
+
+def chunk_of(batch, k):
+    return jax.tree.map(
+        lambda rows: jax.lax.dynamic_slice_in_dim(rows, k * EXAMPLES, EXAMPLES), batch
+    )
+
+
+def other_weight_for_each_chunk(params, batch):
+    sums = zeros(params)
+    for k in range(CHUNKS):
+        weighted = jax.grad(lambda *args: (2.0 + k) * loss(*args))  # noqa: B023
+        (sums,) = added((sums,), weighted(params, chunk_of(batch, k)))
+    return updated(params, sums)
+
+
+UNROLLED = [in_turn, with_rows, other_weight_for_each_chunk]
+
+
+@pytest.mark.parametrize("step", UNROLLED, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_that_a_step_adds_without_a_loop_are_of_microbatches(step, method):
+    executable = assert_equals_one_device(step, method)
+    assert any(is_backward(eqn) for _, eqn in executable.step.microbatching.body)
+    assert not any("no gradients" in warning for warning in executable.plan.warnings)
+
+
+def weights_in_turn(params, batch):
+    for k in range(CHUNKS):
+        params = updated(params, jax.grad(loss)(params, chunk_of(batch, k)))
+    return params
+
+
+def evaluated_in_chunks(params, batch):
+    """Add the losses of the chunks again, with the new weights."""
+    parts = [chunk_of(batch, k) for k in range(CHUNKS)]
+    sums = [jax.grad(loss)(params, each) for each in parts]
+    params = updated(params, jax.tree.map(lambda *each: sum(each), *sums))
+    return params, sum(loss(params, each) for each in parts)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [weights_in_turn, evaluated_in_chunks],
+    ids=lambda step: step.__name__,
+)
+def test_a_step_whose_microbatches_compute_no_gradients_says_so(step):
+    executable = assert_equals_one_device(step, autopar.ShardParallel((2, 2), CHUNKS))
+    (warning,) = (each for each in executable.plan.warnings if "no gradients" in each)
+    assert re.search(r"whole batch at once, at .*test_accumulation_loop.py:\d+", warning)
+
+
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_chunks_of_a_loop_are_microbatches(step, method):
@@ -256,7 +340,9 @@ def test_the_search_takes_the_number_of_chunks():
     "method", [pipeline(2), pipeline(1), autopar.ShardParallel((2, 2), 2)], ids=["2", "1", "shards"]
 )
 def test_another_number_of_microbatches_is_refused(method):
-    with pytest.raises(OwnMicrobatchesError, match=r"loop at .*use num_micro_batches=4, not [12]"):
+    with pytest.raises(
+        OwnMicrobatchesError, match=r"itself, at .*use num_micro_batches=4, not [12]"
+    ):
         assert_equals_one_device(scan, method)
 
 

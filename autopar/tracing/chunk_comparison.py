@@ -1,0 +1,164 @@
+"""Whether a step computes the same for two chunks of its batch, but for what is read of them."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+
+from autopar.ir.graph import Atom, aval_of
+from autopar.tracing.chunk_loop import is_same_cast
+
+_DEPTH = 50
+"""How many equations without weights are compared, each of which reads the result of the next."""
+
+
+class ChunkComparison:
+    """Compares what is computed for one chunk with what is computed for another.
+
+    Attributes:
+        equal: For each value of the first chunk that has been compared, that of the other one.
+        differing: Those of them that may differ. They depend on no weights.
+    """
+
+    def __init__(
+        self,
+        jaxprs: Sequence[Jaxpr],
+        of_model: Collection[Var],
+        constants: Mapping[Var, Atom] | None = None,
+    ) -> None:
+        """Begin a comparison.
+
+        Args:
+            jaxprs: What computes the values, flat but for its loops.
+            of_model: The values that depend on weights.
+            constants: Values that have another name where the first chunk is computed, by that
+                name.
+        """
+        self.differing: dict[Var, Atom] = {}
+        self._of_model = of_model
+        self._maker = {
+            var: (eqn, k)
+            for jaxpr in jaxprs
+            for eqn in jaxpr.eqns
+            for k, var in enumerate(eqn.outvars)
+        }
+        self._constants = {
+            var: value
+            for each in jaxprs
+            for var, value in zip(each.constvars, each.consts, strict=True)
+        }
+        self.equal = {var: self._without_casts(atom) for var, atom in (constants or {}).items()}
+
+    def are_equal(self, inner: Sequence[Atom], outer: Sequence[Atom]) -> bool:
+        """Return whether values of the first chunk equal those of the other, but for `differing`.
+
+        If they do not, nothing is added to `equal` and `differing`.
+
+        Args:
+            inner: The values of the first chunk.
+            outer: Those of the other one.
+        """
+        known = dict(self.equal), dict(self.differing)
+        is_equal = self._are_equal(list(zip(inner, outer, strict=True)))
+        if not is_equal:
+            self.equal, self.differing = known
+        return is_equal
+
+    def _are_equal(self, pending: list[tuple[Atom, Atom]]) -> bool:
+        while pending:
+            ours, theirs = pending.pop()
+            theirs = self._without_casts(theirs)
+            if not isinstance(ours, Var) or ours not in self._of_model:
+                if not self._is_given(ours, theirs, _DEPTH):
+                    return False
+            elif ours not in self.equal:
+                operands = [] if ours is theirs else self._operands(ours, theirs)
+                if operands is None:
+                    return False
+                self.equal[ours] = theirs
+                pending += operands
+            elif self.equal[ours] is not theirs:
+                return False
+        return True
+
+    def _is_given(self, ours: Atom, theirs: Atom, depth: int) -> bool:
+        """Return whether values without weights are equal, or may become slices of the loop."""
+        if isinstance(theirs, Var) and theirs in self._of_model:
+            return False
+        if isinstance(ours, Literal):
+            return isinstance(theirs, Literal) and _is_same(ours, theirs)
+        if ours in self.equal:
+            return _is_same(self.equal[ours], theirs)
+        if ours is theirs:
+            self.equal[ours] = theirs
+            return True
+        known = dict(self.equal), dict(self.differing)
+        operands = self._operands(ours, theirs) if depth else None
+        if operands is not None and all(
+            self._is_given(mine, self._without_casts(other), depth - 1) for mine, other in operands
+        ):
+            self.equal[ours] = theirs
+            return True
+        self.equal, self.differing = known
+        mine, other = aval_of(ours), aval_of(theirs)
+        if (mine.shape, mine.dtype) != (other.shape, other.dtype):
+            return False
+        self.equal[ours] = self.differing[ours] = theirs
+        return True
+
+    def _operands(self, ours: Atom, theirs: Atom) -> list[tuple[Atom, Atom]] | None:
+        """Return pairs of operands whose equality makes two values equal; None if none do."""
+        if not isinstance(ours, Var) or not isinstance(theirs, Var):
+            return None
+        if ours in self._constants and theirs in self._constants:
+            same = np.array_equal(*(self._constants[var] for var in (ours, theirs)))
+            return [] if same else None
+        if ours not in self._maker or theirs not in self._maker:
+            return None
+        (mine, position), (other, place) = self._maker[ours], self._maker[theirs]
+        if position != place or not _are_alike(mine, other):
+            return None
+        return list(zip(mine.invars, other.invars, strict=True))
+
+    def _without_casts(self, atom: Atom) -> Atom:
+        """Return what a value was before casts to its own dtype."""
+        while isinstance(atom, Var) and atom in self._maker and is_same_cast(self._maker[atom][0]):
+            (atom,) = self._maker[atom][0].invars
+        return atom
+
+
+def _is_same(one: Atom, other: Atom) -> bool:
+    if isinstance(one, Literal) and isinstance(other, Literal):
+        mine, theirs = np.asarray(one.val), np.asarray(other.val)
+        return mine.dtype == theirs.dtype and mine.tobytes() == theirs.tobytes()
+    return one is other
+
+
+def _are_alike(one: JaxprEqn, other: JaxprEqn) -> bool:
+    """Return whether two equations compute the same from equal operands."""
+    return (
+        one.primitive is other.primitive
+        and not one.effects
+        and not other.effects
+        and len(one.invars) == len(other.invars)
+        and one.params.keys() == other.params.keys()
+        and all(_is_same_param(value, other.params[key]) for key, value in one.params.items())
+    )
+
+
+def _is_same_param(one: Any, other: Any) -> bool:
+    if isinstance(one, Jaxpr) and isinstance(other, Jaxpr):
+        pairs = zip(_constants(one), _constants(other), strict=True)
+        return str(one) == str(other) and all(np.array_equal(*pair) for pair in pairs)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same_param, one, other))
+    return type(one) is type(other) and bool(np.all(one == other))
+
+
+def _constants(jaxpr: Jaxpr) -> Iterable[Any]:
+    """Yield the constants of a jaxpr and of all jaxprs in it."""
+    yield from jaxpr.consts
+    for eqn in jaxpr.eqns:
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _constants(inner)
