@@ -6,12 +6,16 @@ equations read pass an `optimization_barrier` together with a value that the bac
 computed, as in `jax.checkpoint`. Without it XLA would merge a repeated equation with its original,
 or run it before the backward pass begins.
 
+Copies of stored values pass another barrier, together with the values that they are computed from,
+before other kernels read either. Otherwise XLA merges the copies into these kernels, and all
+operands and results of a merged kernel are in memory at once.
+
 A value that is offloaded is copied to host memory when it is computed. XLA would delay the copy as
 long as it can, and keep the value on the device. So a barrier makes a later product of the forward
 pass wait for it. The copy back passes a barrier like a repeated equation.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from jax.extend.core import JaxprEqn, Var
@@ -25,6 +29,7 @@ from autopar.ir.memo import memoized_on_step
 from autopar.ir.rebuilding import Placed, rebuilt, retraced_alike
 from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
+from autopar.primitives import record_of
 from autopar.recompute.passes import Passes, passes
 
 _NEGLIGIBLE = 0.005
@@ -270,14 +275,96 @@ class _Rewriter:
             move = move_beside(_in_backward(eqn), to_device_p, behind[var], copy)
             self.eqns.append(Placed(at, move))
         for number, eqn in copied:
-            outvars = [Var(var.aval) for var in eqn.outvars]
-            invars = [
-                self.copies.get(atom) or behind.get(atom, atom) if isinstance(atom, Var) else atom
-                for atom in eqn.invars
-            ]
-            self.copies.update(zip(eqn.outvars, outvars, strict=True))
-            copy = _in_backward(eqn, SCOPE).replace(invars=invars, outvars=outvars)
-            self.eqns.append(Placed(at, copy, number))
+            self._append_copy(at, number, eqn, behind)
+        if not self._keep_apart(u, [eqn for _, eqn in copied], behind):
+            return
+        known: dict[Var, bool] = {}
+        for number, eqn in copied:
+            is_inside = self.passes.stored.isdisjoint(eqn.outvars) and record_of(eqn).is_inlined
+            if is_inside and any(self._is_read_later(var, u, known) for var in eqn.outvars):
+                self._append_copy(at, number, eqn, behind)
+
+    def _append_copy(self, at: int, number: int, eqn: JaxprEqn, behind: Mapping[Var, Var]) -> None:
+        """Append an equation once more, which reads copies and values behind a barrier.
+
+        Args:
+            at: The number of the equation before which it is placed.
+            number: Its own number.
+            eqn: The equation.
+            behind: The names of values behind the barrier.
+        """
+        invars = [
+            self.copies.get(atom) or behind.get(atom, atom) if isinstance(atom, Var) else atom
+            for atom in eqn.invars
+        ]
+        outvars = [Var(var.aval) for var in eqn.outvars]
+        self.copies.update(zip(eqn.outvars, outvars, strict=True))
+        copy = _in_backward(eqn, SCOPE).replace(invars=invars, outvars=outvars)
+        self.eqns.append(Placed(at, copy, number))
+
+    def _is_read_later(self, var: Var, u: int, known: dict[Var, bool]) -> bool:
+        """Return whether the backward pass reads a value in unit `u` or later, or copies to come.
+
+        Args:
+            var: The value.
+            u: The unit.
+            known: The answers so far for this unit.
+        """
+        found = self.passes
+        if var not in known:
+            known[var] = any(
+                reader >= u
+                if found.late[reader]
+                else reader in self.repeated
+                and any(
+                    made not in self.copies
+                    if made in found.stored
+                    else self._is_read_later(made, u, known)
+                    for made in found.units[reader].makes
+                )
+                for reader in found.readers.get(var, ())
+            )
+        return known[var]
+
+    def _keep_apart(self, u: int, copied: Sequence[JaxprEqn], behind: dict[Var, Var]) -> bool:
+        """Make the kernels that follow wait for stored copies that XLA may merge into them.
+
+        These are copies by elementwise equations. A merged kernel would have them as further
+        results, and what they are computed from would live until then. A kernel is merged if it
+        reads a copy, or the same values as a copy. So these values pass a barrier with the copies.
+
+        Args:
+            u: The first unit that follows the copies.
+            copied: The repeated equations.
+            behind: The names of the values behind the barrier before the copies.
+
+        Returns:
+            Whether there is such a copy.
+        """
+        found = self.passes
+        inlined = {v: eqn for eqn in copied if record_of(eqn).is_inlined for v in eqn.outvars}
+        apart = [var for var in inlined if var in found.stored]
+        if not apart:
+            return False
+        together, pending = dict.fromkeys(apart), list(apart)
+        known: dict[Var, bool] = {}
+        while pending:
+            for var in variables(inlined[pending.pop()].invars):
+                if var in inlined and var not in found.stored:
+                    pending.append(var)
+                elif (
+                    var in self.copies or (var in behind and not self.in_layers)
+                ) and self._is_read_later(var, u, known):
+                    together[var] = None
+        operands = [self.copies.get(var) or behind[var] for var in together]
+        beside = _in_backward(found.units[u].eqns[0][1])
+        names = self._append_barrier(found.units[u].number, beside, operands)
+        for var, name in zip(together, names, strict=True):
+            if var in self.copies:
+                self.copies[var] = name
+            else:
+                behind[var] = self.renamed[var] = name
+        return True
 
     def _barrier(
         self, u: int, reads: Iterable[Var], copied: Sequence[JaxprEqn], fetched: Sequence[Var]
