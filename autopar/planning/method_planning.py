@@ -229,7 +229,13 @@ class _Planning:
             )
             name = type(method).__name__
             with progress_part(_FIRST_TRACES, 1):
-                step, plan = search(planning, space, stages, name, start_search())
+                try:
+                    step, plan = search(planning, space, stages, name, start_search())
+                except (MemoryBudgetError, NoStagesError):
+                    if not isinstance(stages, AutoStageOption) or stages.profile:
+                        raise
+                    planning = replace(planning, room=_LARGEST_ROOM)
+                    step, plan = search(planning, space, stages, name, start_search())
                 numbers = planning.offloaded_results(plan)
                 return PlannedStep(step, plan.model_copy(update={"offloaded_results": numbers}))
 
@@ -249,6 +255,9 @@ class Hosted:
 
 _TRACING = 0.4
 """Usual share of tracing in the time of planning a step as one program."""
+
+_LARGEST_ROOM = 1.2
+"""Room for automatic stages if none are estimated to fit: estimates may be too large by as much."""
 
 _FIRST_TRACES = 0.1
 """Usual share of the choice of layers in the time of planning a pipeline."""
@@ -284,7 +293,11 @@ _AUTO_LAYERS = (AutoLayerOption(8), AutoLayerOption(4), AutoLayerOption(2))
 
 @dataclass(frozen=True)
 class _PipelinePlanning:
-    """Traces and planners of a function for one PipeshardParallel: what `search` asks for."""
+    """Traces and planners of a function for one PipeshardParallel: what `search` asks for.
+
+    Attributes:
+        room: bytes that automatic stages may be estimated to need, divided by those of a device.
+    """
 
     method: PipeshardParallel
     fun: Callable[..., Any]
@@ -293,6 +306,7 @@ class _PipelinePlanning:
     target: Target
     cluster: AnyCluster
     hosted: Hosted
+    room: float = 1.0
 
     def trace(self, num_micro_batches: int, layer_option: LayerOption | None) -> StepGraph:
         """Return the step in layers, with its accumulated values marked, as it offloads values."""
@@ -337,6 +351,7 @@ class _PipelinePlanning:
             self.method.sharding_of(step),
             self.method.memory_budget,
             devices=list(devices.values()) if devices else None,
+            room=self.room,
         )
 
     def layers_of_step(self, num_micro_batches: int) -> LayerOption | None:

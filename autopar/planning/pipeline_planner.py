@@ -108,6 +108,8 @@ class PipelinePlanner:
             of its pools.
         devices: devices to measure stages on, for `AutoStageOption(profile=True)`; by default all
             devices of this process.
+        room: bytes that stages may need by the estimates of automatic stage construction, divided
+            by the budget. The stages that it chooses are solved within the budget.
 
     Raises:
         StageError: the step has no layers.
@@ -121,11 +123,13 @@ class PipelinePlanner:
         memory_budget: float | None = None,
         costs: CostModel | None = None,
         devices: Sequence[Device] | None = None,
+        room: float = 1.0,
     ) -> None:
         self.step = step
         self.cluster = cluster
         self.options = options
         self.devices = devices
+        self.room = room
         self.budgets = [
             pool.device.usable_bytes if memory_budget is None else memory_budget
             for pool in cluster.pools
@@ -398,8 +402,12 @@ class PipelinePlanner:
         if key not in self._cluster_costs:
             ranges = self._layer_ranges(is_split)
             pools = tuple(
-                StageCosts(ranges, layers, options, budget / schedule.num_chunks)
-                for layers, budget in zip(self._layer_costs[layers_key], self.budgets, strict=True)
+                StageCosts(ranges, layers, options, budget, self.room * budget)
+                for layers, budget in zip(
+                    self._layer_costs[layers_key],
+                    (budget / schedule.num_chunks for budget in self.budgets),
+                    strict=True,
+                )
             )
             self._cluster_costs[key] = ClusterStageCosts(pools, self.costs)
         return self._cluster_costs[key]

@@ -96,21 +96,26 @@ class StageCosts:
         options: limits on shardings.
         budget: bytes of one device that a stage may use.
         model: costs of work on any device.
-        room: bytes that compositions may use. They are estimates, so this is lowered when a stage
-            does not fit after all.
+        room: bytes that compositions may use, by default the budget. They are estimates, so this is
+            lowered when a stage does not fit after all.
         revisions: number of compositions that did not run, or did not fit, when they were solved
             whole. Costs differ after each.
     """
 
     def __init__(
-        self, ranges: LayerRanges, layers: LayerCosts, options: ShardingOptions, budget: float
+        self,
+        ranges: LayerRanges,
+        layers: LayerCosts,
+        options: ShardingOptions,
+        budget: float,
+        room: float | None = None,
     ) -> None:
         self.ranges = ranges
         self.layers = layers
         self.options = options
         self.budget = budget
         self.model = layers.model
-        self.room = budget
+        self.room = budget if room is None else room
         self.revisions = 0
         self._refused: set[MeshChoice] = set()
         self._composed: dict[Hashable, ComposedStage | None] = {}

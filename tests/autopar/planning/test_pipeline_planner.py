@@ -537,3 +537,37 @@ def test_a_logical_shape_must_have_all_devices_of_the_submesh(mlp):
         planned(mlp, UniformStageOption(1, submesh_logical_shape=(2,)))
     plan = planned(mlp, UniformStageOption(1, (1, 2), (2,)))
     assert [stage.devices for stage in plan.stages] == [(0, 1)]
+
+
+def test_stages_that_fit_are_found_where_their_memory_is_estimated_too_large():
+    """Automatic stages were refused by an estimate 15 % above what the stage needs."""
+
+    def step(params, batch):
+        def loss(params):
+            x = batch["x"]
+            for weights in params:
+                x = jnp.tanh(x @ weights)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 8
+    batch = {"x": jax.ShapeDtypeStruct((2**17, 2048), jnp.float32)}
+
+    def planned(stages, budget):
+        layers = autopar.AutoLayerOption(8)
+        method = autopar.PipeshardParallel(
+            8, 2, layer_option=layers, stage_option=stages, memory_budget=budget
+        )
+        return autopar.plan_step(
+            step, (params, batch), method=method, cluster="dgx_a100_80", batch_argnums=(1,)
+        )
+
+    free = planned(autopar.AutoStageOption(), None)
+    budget = 1.1 * free.predicted_bytes
+    plan = planned(autopar.AutoStageOption(), budget)
+    assert plan.predicted_bytes <= budget
+    given = planned(autopar.UniformStageOption(1), budget)
+    assert plan.predicted_seconds <= 1.001 * given.predicted_seconds
+    with pytest.raises(NoStagesError):
+        planned(autopar.AutoStageOption(), 0.5 * free.predicted_bytes)

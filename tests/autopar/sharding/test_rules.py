@@ -97,8 +97,9 @@ def test_every_primitive_with_a_rule_has_a_case() -> None:
 
 
 def test_pointwise_primitives_on_shards_equal_one_device() -> None:
+    """All but `stop_gradient`, which flattening leaves out."""
     cases = []
-    for name in sorted(map(str, FAMILIES["pointwise"])):
+    for name in sorted({*map(str, FAMILIES["pointwise"])} - {"stop_gradient"}):
         (equation,) = equations(name, *pointwise_case(name, 4))
         cases.append(equation)
     assert set(check_all(cases, MESHES[-1])) == {2}
@@ -120,7 +121,6 @@ _SPECIAL = {
     ),
     "select_n": lambda x: lax.select_n(x > 0, x, 2 * x),
     "square": lax.square,
-    "stop_gradient": lambda x: lax.stop_gradient_p.bind(x),
 }
 _OF_INTEGERS = {
     *(
