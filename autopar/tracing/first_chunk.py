@@ -7,16 +7,17 @@ the sums backwards. They may differ in values that depend on no weights, such as
 chunk or its number. These values become slices of the new loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.graph import Atom, aval_of, needed, variables
+from autopar.primitives import record_of
 from autopar.tracing.chunk_comparison import ChunkComparison
 from autopar.tracing.chunk_loop import ChunkLoop, loop_equations, value_of, zero_equations
 
@@ -47,20 +48,36 @@ def with_first_chunk(jaxpr: Jaxpr, loop: ChunkLoop, of_model: set[Var]) -> tuple
     consts = dict(zip(loop.body.invars, loop.consts, strict=False))
     comparison = ChunkComparison((loop.body, jaxpr), of_model, consts)
     addends = [loop.addend(loop.carries[k]) for k in sums]
-    if not comparison.are_equal(addends, [loop.init[k] for k in sums]):
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    starts, firsts = zip(*(_start_of(loop.init[k], makers, of_model) for k in sums), strict=True)
+    if not comparison.are_equal(addends, firsts):
         return jaxpr, loop
-    return _joined(jaxpr, loop, sums, comparison.differing)
+    return _joined(jaxpr, loop, dict(zip(sums, starts, strict=True)), comparison.differing)
+
+
+def _start_of(
+    init: Atom, makers: Mapping[Var, JaxprEqn], of_model: Collection[Var]
+) -> tuple[Atom | None, Atom]:
+    """Return what the value of the first chunk is added to, and that value; None for nothing."""
+    eqn = makers.get(init) if isinstance(init, Var) else None
+    if eqn is not None and record_of(eqn).is_addition:
+        weighted = [atom for atom in variables(eqn.invars) if atom in of_model]
+        others = [atom for atom in eqn.invars if atom not in weighted]
+        if len(weighted) == len(others) == 1:
+            return others[0], weighted[0]
+    return None, init
 
 
 def _joined(
-    jaxpr: Jaxpr, loop: ChunkLoop, sums: Sequence[int], differing: dict[Var, Atom]
+    jaxpr: Jaxpr, loop: ChunkLoop, sums: Mapping[int, Atom | None], differing: dict[Var, Atom]
 ) -> tuple[Jaxpr, ChunkLoop]:
     """Return the step and its loop with the first chunk in the loop.
 
     Args:
         jaxpr: The step.
         loop: Its loop.
-        sums: The numbers of the carries that start with sums of the first chunk.
+        sums: The numbers of the carries that start with sums of the first chunk, and what these
+            are added to.
         differing: For each value of an iteration that differs between the chunks, that of the
             first chunk.
     """
@@ -92,7 +109,8 @@ def _joined(
 
     length = loop.length + 1
     arrays = [Var(aval_of(var).update(shape=(length, *aval_of(var).shape))) for var in slices]
-    zeros = [Var(aval_of(loop.init[k])) for k in sums]
+    zeros = {k: Var(aval_of(loop.init[k])) for k, start in sums.items() if start is None}
+    starts = [start or zeros[k] for k, start in sums.items()]
     groups = [
         loop.consts,
         [loop.init[k] for k in others],
@@ -103,7 +121,7 @@ def _joined(
     source = loop.eqn.source_info
     prepared = [
         *loop_equations(prepare, groups, results, source),
-        *zero_equations(zeros, source),
+        *zero_equations(list(zeros.values()), source),
     ]
     inputs = [*loop.body.invars[: len(loop.consts)], *(loop.carries[k] for k in sums), *slices]
     outvars = [loop.handed_on[k] for k in sums]
@@ -113,7 +131,7 @@ def _joined(
         eqns=[eqn for _, eqn in needed(enumerate(loop.body.eqns), outvars, inputs)],
         debug_info=loop.body.debug_info.with_unknown_names(),
     )
-    operands = loop.consts, zeros, arrays
+    operands = loop.consts, starts, arrays
     totals = [loop.results[k] for k in sums]
     eqn = loop.eqn.replace(invars=[atom for group in operands for atom in group], outvars=totals)
     number = jaxpr.eqns.index(loop.eqn)

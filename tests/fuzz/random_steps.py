@@ -721,7 +721,8 @@ CHUNKS = 4
 class AccumulatingStep:
     """A training step that adds the gradients of chunks in a loop of its own.
 
-    It is the same for a seed, and takes arguments like `ARGS`.
+    It may take the first chunk before the loop, or be a loop of Python. It is the same for a seed,
+    and takes arguments like `ARGS`.
     """
 
     def __init__(self, seed: int) -> None:
@@ -766,8 +767,26 @@ class AccumulatingStep:
             stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *chunks)
             slices = stacked, jax.random.split(key, CHUNKS)
         sums = {"value": 0.0, "gradients": jax.tree.map(jnp.zeros_like, params)}
-        (sums, _, _), (rows, values) = lax.scan(add, (sums, key, 0), slices, length=CHUNKS)
+        carry = sums, key, 0
+        form = random.Random(self.seed + 3).choice(("loop", "first chunk before", "python"))
+        if form == "python":
+            results = []
+            for i in range(CHUNKS):
+                own = jax.tree.map(lambda part, i=i: part[i], slices)
+                carry, result = add(carry, own)
+                results.append(result)
+            rows, values = jax.tree.map(lambda *parts: jnp.stack(parts), *results)
+        elif form == "first chunk before":
+            carry, _ = add(carry, jax.tree.map(lambda part: part[0], slices))
+            others = jax.tree.map(lambda part: part[1:], slices)
+            carry, _ = lax.scan(lambda *of: (add(*of)[0], None), carry, others, length=CHUNKS - 1)
+        else:
+            carry, (rows, values) = lax.scan(add, carry, slices, length=CHUNKS)
+        sums = carry[0]
         gradients = jax.tree.map(lambda g: g / CHUNKS, sums["gradients"])
+        if form == "first chunk before":
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+            return {**state, "params": params}, sums["value"]
         metrics = metrics_of(rows.reshape(examples, *rows.shape[2:]), batch)
         updated = draw.choice(list(update_of(state, gradients, examples).values()))()
         new = {**state, "params": updated, "step": state["step"] + 1}
