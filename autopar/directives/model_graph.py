@@ -121,7 +121,7 @@ class ModelGraph:
 
 
 def depth(path: str) -> int:
-    """Return how many modules a path has; 0 for that of the model."""
+    """Return how many modules a path has; the path of the model has none."""
     return path.count("/") + 1 if path else 0
 
 

@@ -210,7 +210,7 @@ def possible_weights(jaxpr: Jaxpr, batch: Collection[int]) -> list[Var]:
 
 
 def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the equations of a jaxpr, each followed by those of the jaxprs inside it."""
+    """Yield the equations of a jaxpr, each followed by the equations inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jaxprs_in_params(eqn.params):

@@ -39,7 +39,13 @@ from autopar.ir.graph import (
 from autopar.ir.step_graph import Combine, MicrobatchError
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives import PrimitiveRecord, record_of, register
-from autopar.tracing.chunk_loop import ChunkLoop, chunk_loop, loop_equations, value_of
+from autopar.tracing.chunk_loop import (
+    ChunkLoop,
+    chunk_loop,
+    loop_equations,
+    stacked_variable,
+    value_of,
+)
 from autopar.tracing.first_chunk import with_first_chunk
 from autopar.tracing.unrolled_chunks import unrolled_chunks
 
@@ -217,10 +223,7 @@ class AccumulationLoop:
         reads = [var for var in dict.fromkeys(variables(atoms)) if var not in made]
         rows = [var for var in reads if var in own]
         constants = [var for var in reads if var not in own]
-        stacked = [
-            Var(aval_of(var).update(shape=(self.chunks.length, *aval_of(var).shape)))
-            for var in rows
-        ]
+        stacked = [stacked_variable(var, self.chunks.length) for var in rows]
 
         def follow(init: list, rows_of_all: list, values: list) -> list:
             env = dict(zip(constants, values, strict=True))

@@ -10,7 +10,7 @@ from autopar.ir.graph import Atom, aval_of
 from autopar.tracing.chunk_loop import is_same_cast
 
 _DEPTH = 50
-"""How many equations without weights are compared, each of which reads the result of the next."""
+"""The longest chain of equations without weights that is compared."""
 
 
 class ChunkComparison:

@@ -135,6 +135,12 @@ def loop_equations(
     return inlined(traced, [atom for group in operands for atom in group], results, source_info)
 
 
+def stacked_variable(var: Var, length: int) -> Var:
+    """Return a variable for the values that a variable has in all iterations."""
+    aval = aval_of(var)
+    return Var(aval.update(shape=(length, *aval.shape)))
+
+
 def zero_equations(results: Sequence[Var], source_info: Any) -> list[JaxprEqn]:
     """Return equations that set `results` to zeros."""
 

@@ -1,10 +1,10 @@
 """The first chunk of an accumulation loop, where a step computes it before the loop.
 
-The sum of gradients may start with those of the first chunk, as in `accumulate_gradient` of
-big_vision. If the loop does the same with the other chunks, it is rewritten to start with zeros and
-to take all chunks. The equations of the first chunk and those of an iteration are compared, from
-the sums backwards. They may differ in values that depend on no weights, such as the examples of a
-chunk or its number. These values become slices of the new loop.
+The sum of gradients may start with the gradients of the first chunk, as in big_vision's
+`accumulate_gradient`. If the loop does the same with the other chunks, it is rewritten to start
+with zeros and to take all chunks. The equations of the first chunk are compared with the equations
+of an iteration, from the sums backwards. They may differ in values that depend on no weights, such
+as the examples of a chunk or its number. These values become slices of the new loop.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,13 @@ from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.graph import Atom, aval_of, needed, variables
 from autopar.primitives import record_of
 from autopar.tracing.chunk_comparison import ChunkComparison
-from autopar.tracing.chunk_loop import ChunkLoop, loop_equations, value_of, zero_equations
+from autopar.tracing.chunk_loop import (
+    ChunkLoop,
+    loop_equations,
+    stacked_variable,
+    value_of,
+    zero_equations,
+)
 
 
 def with_first_chunk(jaxpr: Jaxpr, loop: ChunkLoop, of_model: set[Var]) -> tuple[Jaxpr, ChunkLoop]:
@@ -108,7 +114,7 @@ def _joined(
         return [*last, *stacked[: len(loop.stacked)], *whole]
 
     length = loop.length + 1
-    arrays = [Var(aval_of(var).update(shape=(length, *aval_of(var).shape))) for var in slices]
+    arrays = [stacked_variable(var, length) for var in slices]
     zeros = {k: Var(aval_of(loop.init[k])) for k, start in sums.items() if start is None}
     starts = [start or zeros[k] for k, start in sums.items()]
     groups = [

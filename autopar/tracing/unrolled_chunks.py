@@ -22,7 +22,7 @@ from autopar.ir.graph import Atom, aval_of, is_backward, needed, renamed, scopes
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives import record_of
 from autopar.tracing.chunk_comparison import ChunkComparison
-from autopar.tracing.chunk_loop import ChunkLoop, loop_equations, zero_equations
+from autopar.tracing.chunk_loop import ChunkLoop, loop_equations, stacked_variable, zero_equations
 
 
 class _Result(NamedTuple):
@@ -165,9 +165,11 @@ def _rolled(
     length, source = len(comparisons) + 1, results[0].eqn.source_info
     carries, zeros = ([Var(aval_of(result.terms[0])) for result in sums] for _ in range(2))
     totals = [Var(aval_of(each.terms[0])) if each.others else each.eqn.outvars[0] for each in sums]
-    arrays = [_with_rows(var, length) for var in slices]
+    arrays = [stacked_variable(var, length) for var in slices]
     stacked = [
-        each.eqn.outvars[0] if each.eqn.primitive is stack_p else _with_rows(each.terms[0], length)
+        each.eqn.outvars[0]
+        if each.eqn.primitive is stack_p
+        else stacked_variable(each.terms[0], length)
         for each in rows
     ]
     body = _body(jaxpr, consts, carries, slices, eqns, terms)
@@ -196,11 +198,6 @@ def _is_of_all(var: Var, comparisons: Iterable[ChunkComparison]) -> bool:
     return all(comparison.equal.get(var) is var for comparison in comparisons)
 
 
-def _with_rows(var: Var, length: int) -> Var:
-    aval = aval_of(var)
-    return Var(aval.update(shape=(length, *aval.shape)))
-
-
 def _sum(*values: jax.Array) -> jax.Array:
     return reduce(jnp.add, values)
 
@@ -221,7 +218,7 @@ def _body(
         carries: The sums.
         slices: The values of the first chunk that other chunks have others of.
         eqns: The equations.
-        terms: What is added to the carries, and after it what is stacked.
+        terms: What is added to the carries, and then what is stacked.
     """
     names = {var: Var(var.aval) for var in (*slices, *(v for eqn in eqns for v in eqn.outvars))}
     copies = [
