@@ -39,8 +39,9 @@ def timeline_rows(timeline: Timeline, max_spans: int = MAX_SPANS) -> dict[str, A
         max_spans: maximum number of spans; the longest are kept.
 
     Returns:
-        `lanes` with mesh and name; `spans` as rows of lane, start and length in microseconds, and
-        the numbers of name, category, task and axis in `texts`; `arrows` as rows of source lane,
+        `lanes` with mesh and name; `spans` as rows of lane, start and length in microseconds, the
+        numbers of name, category, task and axis in `texts`, and the busy microseconds, fewer than
+        the length where a span stands for iterations of a loop; `arrows` as rows of source lane,
         start, target lane, end and name; `total`, the number of all spans.
     """
     spans = [*((span, True) for span in timeline.tasks())]
@@ -83,6 +84,7 @@ def _span_row(
         texts.number(event["cat"]),
         texts.number(arguments["task"]),
         texts.number(arguments.get("axis", "")),
+        arguments["busy_us"],
     ]
 
 

@@ -100,7 +100,8 @@ def test_a_page_with_the_most_spans_answers_quickly(browser, page, tmp_path):
     rows = data["plans"][0]["prediction"]["timeline"]
     lane = rows["spans"][-1][0]
     length = rows["microseconds"] / MAX_SPANS
-    rows["spans"] = [[lane, n * length, 0.9 * length, 0, 0, 0, 0] for n in range(MAX_SPANS)]
+    busy = 0.9 * length
+    rows["spans"] = [[lane, n * length, busy, 0, 0, 0, 0, busy] for n in range(MAX_SPANS)]
     path = tmp_path / "long.html"
     path.write_text(text[:start] + json.dumps(data).replace("<", "\\u003c") + text[end:])
     browser.open(path, 1440)

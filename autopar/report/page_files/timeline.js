@@ -47,9 +47,9 @@
       this.rows = rows;
       this.query = "";
       this.lanes = rows.lanes.map((lane) => ({ ...lane, spans: [] }));
-      for (const [lane, start, length, name, category, task, axis] of rows.spans) {
+      for (const [lane, start, length, name, category, task, axis, busy] of rows.spans) {
         this.lanes[lane].spans.push({
-          start, end: start + length, name: rows.texts[name], category: rows.texts[category],
+          start, end: start + length, busy, name: rows.texts[name], category: rows.texts[category],
           task: rows.texts[task], axis: rows.texts[axis],
         });
       }
@@ -286,9 +286,12 @@
     }
 
     lines(span) {
+      // A span that stands for iterations of a loop is busy for a part of its length.
+      const length = span.end - span.start;
+      const busy = span.busy < 0.999 * length ? `${seconds(span.busy * 1e-6)} within ` : "";
       return [
         `${span.category}${span.task && span.task !== span.name ? ` of ${span.task}` : ""}${span.axis ? ` along ${span.axis}` : ""}`,
-        `${seconds((span.end - span.start) * 1e-6)}, from ${seconds(span.start * 1e-6)}`,
+        `${busy}${seconds(length * 1e-6)}, from ${seconds(span.start * 1e-6)}`,
       ];
     }
 
@@ -299,7 +302,7 @@
         return;
       }
       const found = this.lanes.filter((lane) => lane.name !== "tasks").flatMap((lane) => lane.spans.filter((span) => this.matches(span)));
-      const total = found.reduce((sum, span) => sum + span.end - span.start, 0);
+      const total = found.reduce((sum, span) => sum + span.busy, 0);
       this.output.textContent = `${count(found.length)} spans match, ${seconds(total * 1e-6)} in all`;
     }
   }

@@ -19,10 +19,10 @@ from autopar.report import Alternative, PlanReport, plan_report, report_page, sa
 from autopar.report.page_template import format_bytes, format_seconds
 from autopar.report.program_work import kernel_rows
 from autopar.report.timeline_rows import timeline_rows
-from simulator import load_cluster
+from simulator import Gemm, Kernel, Loop, load_cluster, simulate
 from simulator.engine.prediction import PARTS
 from simulator.files import FileError
-from simulator.program import Recv
+from simulator.program import Program, Recv
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 HOSTILE = """</script><script>alert(1)</script><!--'"&lt;\u2028 ünïcode 😀 {{ 7*7 }} ${1}"""
@@ -132,6 +132,24 @@ def test_the_longest_spans_are_kept_and_all_are_counted(reports):
     assert sorted((span[2] for span in few["spans"]), reverse=True) == lengths[:10]
     starts = [span[1] for span in few["spans"]]
     assert starts == sorted(starts)
+
+
+def test_spans_of_several_iterations_have_the_seconds_in_which_they_are_busy():
+    product = Kernel("product", "gemm", 2e12, 3e6, "bf16", Gemm(1000, 1000, 1000))
+    copy = Kernel("copy", "memory", 0.0, 3e9)
+    program = Program.single((Loop(20, (product, copy)),), num_devices=1)
+    timeline = simulate(program, load_cluster("dgx_h100"))
+    rows = timeline_rows(timeline)
+    busy = Counter[str]()
+    for lane, _, length, _, category, _, _, seconds in rows["spans"]:
+        assert seconds <= length * (1 + 1e-9)
+        if rows["lanes"][lane]["name"] != "tasks":
+            busy[rows["texts"][category]] += seconds
+    expected = timeline.seconds_by_category(0)
+    assert {name: busy[name] for name in expected} == pytest.approx(
+        {name: 1e6 * seconds for name, seconds in expected.items()}
+    )
+    assert sum(busy.values()) == pytest.approx(1e6 * timeline.makespan)
 
 
 @pytest.mark.parametrize("name", METHODS)
