@@ -156,7 +156,8 @@ def _summary(plans: Sequence[Mapping[str, Any]]) -> str:
     text = f"{word} to take {format_seconds(seconds(best))} per step"
     if best["plan"]:
         plan = best["plan"]
-        text += f" by {plan['method']} on {plan['devices']} devices of {plan['cluster']}"
+        cluster = (best["prediction"] or plan)["cluster"]
+        text += f" by {plan['method']} on {plan['devices']} devices of {cluster}"
     if len(plans) > 1:
         text += f"; {best['name']} is the fastest of {len(plans)} plans"
     return f"{text}."

@@ -301,6 +301,13 @@ def test_pages_refuse_what_they_cannot_show(reports):
         PlanReport("empty", None, report.prediction)
 
 
+def test_the_summary_names_the_cluster_of_the_prediction(reports):
+    plan = reports["shard"].plan
+    other = plan_report("other", plan, step, ARGS, "dgx_a100_80", fidelity="analytic")
+    assert "by ShardParallel on 8 devices of dgx_a100_80." in report_page([other])
+    assert "by ShardParallel on 8 devices of dgx_h100." in report_page([PlanReport("saved", plan)])
+
+
 def test_a_prediction_without_a_plan_is_shown(reports):
     bare = PlanReport("by hand", None, reports["shard"].prediction, reports["shard"].cluster)
     page = report_page([bare])
