@@ -93,7 +93,7 @@ def prediction_of(
     memory = [(use.parts(), device) for use, device in zip(timeline.memory, devices, strict=False)]
     memory_parts, device = max(
         memory,
-        key=lambda use: sum(use[0].values()) / use[1].memory_bytes,
+        key=lambda use: sum(use[0].values()) / use[1].usable_bytes,
         default=({}, devices[mesh]),
     )
     sizes = list(map(len, timeline.meshes))

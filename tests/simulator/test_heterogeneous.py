@@ -296,3 +296,23 @@ def test_every_mesh_must_fit_on_its_own_devices() -> None:
     used = MemoryUse(arguments=int(30e9)), MemoryUse(arguments=int(10e9))
     assert Timeline((), ((8, 9), (0, 1)), used).fits(MIXED)
     assert not Timeline((), ((0, 1), (8, 9)), used).fits(MIXED)
+
+
+def test_memory_fits_as_that_of_a_fuller_device_with_a_smaller_reserve_only_if_both_fit() -> None:
+    small = A100.device.model_copy(update={"memory_gb": 20.0, "reserve_gb": 2.0})
+    large = A100.device.model_copy(update={"memory_gb": 40.0, "reserve_gb": 1.0})
+    cluster = HeterogeneousCluster(
+        name="both",
+        description="",
+        pools=(
+            A100.model_copy(update={"device": large}),
+            A100.model_copy(update={"device": small}),
+        ),
+    )
+    for used, fits in ((17, True), (19, False)):  # of 18 usable; 38.5 of 39 are a larger fraction
+        memory = MemoryUse(arguments=int(38.5e9)), MemoryUse(arguments=int(used * 1e9))
+        rows = ((Run(0, "F", 0),), (Run(1, "F", 0),))
+        program = Program(((0,), (8,)), rows, {"0F": (PRODUCT,), "1F": (PRODUCT,)}, memory)
+        prediction = predict(program, cluster)
+        assert prediction.timeline is not None
+        assert prediction.memory.fits == prediction.timeline.fits(cluster) == fits
