@@ -32,6 +32,7 @@ _READ_BY_BOTH = (
     "device.kernel_launch_us",
     "device.memory_bandwidth_gb_per_s",
     "device.power_limit_w",
+    "device.vector_tflop_per_s",
     "device.kernels.launch_us",
     "device.kernels.efficiency",
     "device.kernels.tile_us",
@@ -49,6 +50,7 @@ _READ_BY_BOTH = (
 READ_BY_SCENARIOS = (
     *_READ_BY_BOTH,
     "device.kernels.throttles_in_training",
+    "device.kernels.attention",
     *(
         f"device.{field}.{dtype}"
         for field in ("peak_tflop_per_s", "kernels.efficiency_by_dtype")
@@ -62,9 +64,12 @@ Changes of other fields are refused, as they would have no effect.
 
 READ_BY_PROGRAMS = (
     *_READ_BY_BOTH,
+    "host_launch_us",
     "device.peak_tflop_per_s",
+    "device.host_bandwidth_gb_per_s",
     "device.kernels.efficiency_by_dtype",
-    "device.vector_tflop_per_s",
+    "device.kernels.conv_efficiency_by_dtype",
+    "device.kernels.attention.flash2",
 )
 """Fields or sections of a cluster on which predictions of programs depend."""
 

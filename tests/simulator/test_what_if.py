@@ -15,12 +15,13 @@ from simulator.engine.breakdown import predict as predict_program
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
+from simulator.hardware.kernel_profile import FusedAttentionKind
 from simulator.memory import MemoryUse
 from simulator.program import Program, Run
 from simulator.transformer import EAGER, Execution, Machine, Transformer, predict
-from simulator.transformer.scenario_files import load_for_program, load_machine
+from simulator.transformer.scenario_files import EXAMPLES, Scenario, load_for_program, load_machine
 from simulator.transformer.what_if import Change
-from simulator.work import Collective, CollectiveKind, Done, Gemm, Groups, Kernel, Start
+from simulator.work import Collective, CollectiveKind, Done, Gemm, Groups, Kernel, KernelKind, Start
 from tests.tiers import tiers
 
 GPT = Transformer(layers=16, hidden=4096, heads=32, seq=2048, vocab=51200)
@@ -94,6 +95,7 @@ def changed_value(field: str, value: Any) -> Any:
     return 1.2 * value if field.endswith("contention_factor") else 2 * value if value else 1.0
 
 
+FUSED: tuple[FusedAttentionKind, ...] = ("flash1", "flash", "flash2", "cudnn")
 SCENARIOS = {
     "naive": (GPT, PLAN),
     "divided": (
@@ -111,6 +113,11 @@ SCENARIOS = {
         Transformer(layers=4, hidden=512, heads=8, seq=512, vocab=8192),
         Execution(data=32, global_batch=32),
     ),
+    "mamba": (
+        Scenario.load(EXAMPLES / "nemotron_3_nano.yaml").model,
+        Execution(data=32, global_batch=32),
+    ),
+    **{kind: (GPT.model_copy(update={"attention": kind}), PLAN) for kind in FUSED},
 }  # fmt: skip
 
 DTYPES = ("f64", "f32", "bf16", "f16", "f8e4m3fn", "f8e5m2", "s8")
@@ -123,9 +130,11 @@ KINDS: tuple[CollectiveKind, ...] = (
     "collective_permute",
 )
 
+OTHER_KINDS: tuple[KernelKind, ...] = ("conv", "attention", "attention backward", "host copy")
+
 
 def program_of_all_costs() -> Program:
-    """Return a program with all kinds of products and collectives within and between hosts."""
+    """Return a program with all kinds of kernels and collectives within and between hosts."""
     shapes = (
         Gemm(64, 64, 8192),
         Gemm(256, 256, 256),
@@ -136,6 +145,7 @@ def program_of_all_costs() -> Program:
         Kernel("", "gemm", g.flops, 1e6, dtype, g) for g in shapes for dtype in DTYPES
     ]
     body += [Kernel("", "memory", 1e12, 1e6), Kernel("", "memory", 0, 1e9)]
+    body += [Kernel("", kind, 1e12, 1e6, "bf16") for kind in OTHER_KINDS]
     for kind in KINDS:
         pairs: list[Groups] = (
             [((0, 1),), ((0, 8), (1, 9))]
@@ -154,8 +164,10 @@ def program_of_all_costs() -> Program:
     return Program((tuple(range(16)),), ((Run(0, "S"),),), {"0S": tuple(body)}, (use,))
 
 
-# Scenarios on V100s do not use these: f16 is faster, clocks do not drop, groups have other sizes.
+# Scenarios on V100s do not use these: f16 is faster, clocks do not drop, groups have other sizes,
+# heads are larger.
 UNUSED = {
+    "device.kernels.attention.cudnn_least_head",
     "device.kernels.efficiency_by_dtype.bf16",
     "device.kernels.throttles_in_training",
     "device.kernels.split_k_us",
@@ -168,15 +180,14 @@ UNUSED = {
     tiers([(name, end) for end in ("scenario", "program") for name in ("p3.16xlarge", "dgx_h100")]),
 )
 def test_every_change_of_a_number_changes_the_prediction_or_is_refused(
-    front_end: str, name: str
+    front_end: str, name: str, tmp_path: Path
 ) -> None:
-    program = program_of_all_costs()
+    program, fields = program_of_all_costs(), Cluster.load(name).model_dump()
 
-    def predicted(*changes: Change) -> list[Any]:
+    def predicted(*changes: Change, cluster: str = name) -> list[Any]:
         if front_end == "program":
-            cluster = load_for_program(name, 16, changes)
-            return [predict_program(program, cluster)]
-        machine = load_machine(name, 32, "eager", changes)
+            return [predict_program(program, load_for_program(cluster, 16, changes))]
+        machine = load_machine(cluster, 32, "eager", changes)
         return [
             predict(*scenario, machine)
             for key, scenario in SCENARIOS.items()
@@ -190,8 +201,12 @@ def test_every_change_of_a_number_changes_the_prediction_or_is_refused(
         )
         try:
             after = repr(predicted(change))
-        except ValueError:
+        except ValueError as error:
             refused.append(field)
+            if "nothing here depends on" in str(error):
+                path = tmp_path / f"{name}.yaml"
+                path.write_text(yaml.safe_dump(change.apply(fields, 1)))
+                assert repr(predicted(cluster=str(path))) == before, field
             continue
         if after == before:
             ignored.append(field)
