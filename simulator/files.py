@@ -5,6 +5,7 @@ An error is one bounded line that names the file and says what was expected.
 
 import json
 import os
+import re
 import reprlib
 import shutil
 from contextlib import suppress
@@ -31,6 +32,7 @@ __all__ = [
     "write_text",
 ]
 
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 _LINE = 800
 _DEPTH = 50
 _NODES = 100_000
@@ -39,6 +41,13 @@ _YAML_CHARACTERS = 2_000_000
 _BRIEF = reprlib.Repr(
     maxlevel=3, maxdict=6, maxlist=6, maxtuple=6, maxstring=100, maxother=100, maxlong=60
 )
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader of YAML 1.1 for which `1e3` is a number, as in YAML 1.2 and JSON, and not text."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 class FileError(ValueError):
@@ -183,7 +192,7 @@ def parse_yaml(text: str, source: object, error: type[ValueError] = FileError) -
             f"{source}: has {len(text):,} characters; expected at most {_YAML_CHARACTERS:,}"
         )
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None

@@ -85,6 +85,11 @@ def test_aliases_of_small_values_are_read() -> None:
     }
 
 
+def test_a_number_with_an_exponent_needs_no_point_and_no_sign() -> None:
+    values = parse_yaml("[1e3, 1.5E-3, -2e+3, .5e2, 2.e1, 1e3x, '1e3', e3, 0x1e3]", "text")
+    assert values == [1000.0, 0.0015, -2000.0, 50.0, 20.0, "1e3x", "1e3", "e3", 0x1E3]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
