@@ -50,7 +50,13 @@ def fit_collective_profile(
                 f"number of {least:g} to 1e+15"
             )
         table = table.assign(**{column: numbers})
-    gpus = table["gpu"].unique()
+    sizes = table["size"].to_numpy()
+    if (is_fraction := sizes % 1 != 0).any():
+        row = int(np.argmax(is_fraction))
+        raise ValueError(f"row {row + 1}: size is {sizes[row]}; expected a whole number of devices")
+    if (unnamed := table["gpu"].isna().to_numpy()).any():
+        raise ValueError(f"row {int(np.argmax(unnamed)) + 1}: gpu is empty; expected a name")
+    gpus = table["gpu"].astype(str).unique()
     if len(gpus) != 1:
         raise ValueError(
             f"measurements of {one_line(', '.join(map(str, gpus))) or 'nothing'}; expected those "

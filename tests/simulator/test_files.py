@@ -173,6 +173,8 @@ def test_a_profile_or_report_that_can_not_be_written_is_refused(tmp_path: Path) 
             "row 2: us is -1; expected a number of 1e-06 to",
         ),
         ("toy,all_reduce,2,1,inf", "row 1: us is inf"),
+        ("toy,all_reduce,2.5,1,1", "row 1: size is 2.5; expected a whole number of devices"),
+        ("toy,all_reduce,2,1,1\n,all_reduce,2,1,1", "row 2: gpu is empty; expected a name"),
         ("toy,all_gather,2,1,1\n" * 9, "no rows of all_reduce, only of all_gather"),
     ],
 )
@@ -185,3 +187,11 @@ def test_a_table_of_collectives_with_wrong_numbers_is_refused(
     )
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_the_name_of_a_device_may_be_a_number(tmp_path: Path) -> None:
+    rows = (f"4090,all_reduce,{n},{size},{size / 100 + n}" for n in (2, 4) for size in (1, 9, 99))
+    table, profile = tmp_path / "rows.csv", tmp_path / "rows.yaml"
+    table.write_text("\n".join(["gpu,kind,size,bytes,us", *rows]))
+    assert CliRunner().invoke(app, ["fit-profiles", str(table)]).exit_code == 0
+    assert read_yaml(profile)["gpu"] == "4090"
