@@ -10,7 +10,7 @@ between markers (`autopar.ir.control_flow`). A `psum` over an axis of `jax.vmap`
 a `device_put` between memories `to_host` or `to_device`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,9 +50,12 @@ from autopar.ir.graph import (
     all_eqns,
     aval_of,
     eqns_of_call,
+    is_backward,
     is_differentiated,
+    is_forward,
     needed,
     source_line,
+    variables,
 )
 from autopar.ir.host_memory import is_on_host, to_device_p, to_host_p
 from autopar.ir.scope_renaming import with_renamed_scopes
@@ -70,14 +73,17 @@ def flatten(
         loops: whether the equations of loops and branches are listed, too. Otherwise a loop or
             branch stays one equation.
         keeps_remat: whether a differentiated `jax.checkpoint` recomputes. Otherwise it gets no
-            barrier outside of loops, so its equations merge with those of the forward pass, and
-            what its policy offloads stays on the device.
+            barrier outside of loops, so its equations merge with those of the forward pass. What
+            only the backward pass reads is computed right before, and what its policy offloads
+            stays on the device.
         keeps_constraints: whether `jax.lax.with_sharding_constraint` stays.
     """
     builder = _FlatJaxprBuilder(loops, keeps_remat, keeps_constraints)
     invars = [Var(v.aval) for v in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars)
     eqns = [eqn for _, eqn in needed(enumerate(builder.eqns), outvars)]
+    if not keeps_remat:
+        eqns = _with_late_factors(eqns)
     return Jaxpr(
         constvars=list(builder.constants),
         invars=invars,
@@ -86,6 +92,42 @@ def flatten(
         consts=list(builder.constants.values()),
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
+
+
+def _with_late_factors(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Return equations in an order in which derivatives of functions are computed when read.
+
+    A differentiated `jax.checkpoint` computes them, such as the square of a sum of a softmax, at
+    the beginning of its backward pass. Without recomputation, what they are computed from would be
+    needed as early. Those outside of loops and branches are moved to their first readers.
+    """
+    ordered: list[JaxprEqn] = []
+    waiting: dict[Var, int] = {}  # numbers of the equations that compute values
+    depth = 0
+
+    def compute(atoms: Iterable[Atom]) -> None:
+        chosen: set[int] = set()
+        pending = variables(atoms)
+        while pending:
+            number = waiting.get(pending.pop())
+            if number is not None:
+                chosen.add(number)
+                for var in eqns[number].outvars:
+                    del waiting[var]
+                pending += variables(eqns[number].invars)
+        ordered.extend(eqns[number] for number in sorted(chosen))
+
+    for number, eqn in enumerate(eqns):
+        opens = eqn.primitive in control_flow.OPENING
+        is_factor = is_backward(eqn) and is_forward(eqn) and not eqn.effects
+        if is_factor and not (depth or opens):
+            waiting.update((var, number) for var in eqn.outvars)
+            continue
+        compute(list(waiting) if opens else eqn.invars)
+        ordered.append(eqn)
+        depth += opens - (eqn.primitive is control_flow.end_p)
+    compute(list(waiting))
+    return ordered
 
 
 def constrained_lines(jaxpr: Jaxpr) -> tuple[str, ...]:

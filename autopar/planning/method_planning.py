@@ -131,20 +131,50 @@ class _Planning:
             raise
 
     def _program(self, method: PlanningMethod, cluster: Cluster) -> PlannedStep:
-        count = method.num_micro_batches
-        keeps_remat = method.remat == "keep"
-        exactness = method.exactness
+        """Plan the step as one program.
+
+        If not everything that the backward pass reads fits, `remat="auto"` is compared with what
+        the step's own `jax.checkpoint` computes again.
+        """
+        step = self._traced(method)
+        if method.remat != "auto":
+            return self._traced_program(method, cluster, step)
+        found: list[PlannedStep] = []
+        errors: list[MemoryBudgetError] = []
+        try:
+            found.append(self._traced_program(method, cluster, step))
+            if not found[0].plan.memory_limited:
+                return found[0]
+        except MemoryBudgetError as does_not_fit:
+            errors.append(does_not_fit)
+        keeping = replace(method, remat="keep")
+        own = self._traced(keeping)
+        if own.fingerprint != step.fingerprint:
+            try:
+                found.append(self._traced_program(keeping, cluster, own))
+            except MemoryBudgetError as does_not_fit:
+                errors.append(does_not_fit)
+        if not found:
+            raise min(errors, key=lambda error: error.least)
+        return min(found, key=lambda planned: planned.plan.predicted_seconds)
+
+    def _traced(self, method: PlanningMethod) -> StepGraph:
+        """Trace the step as one program."""
         with progress_part(0, _TRACING):
             step = trace(
                 self.fun,
                 self.args,
                 self.batch,
-                count,
-                exactness=exactness,
-                keeps_remat=keeps_remat,
+                method.num_micro_batches,
+                exactness=method.exactness,
+                keeps_remat=method.remat == "keep",
                 keeps_constraints=method.sharding.mode == "manual",
             )
-            step = with_waits(step)
+            return with_waits(step)
+
+    def _traced_program(
+        self, method: PlanningMethod, cluster: Cluster, step: StepGraph
+    ) -> PlannedStep:
         with progress_part(_TRACING, 1):
             return plan_offloading(
                 lambda step, offloads: make_planned(

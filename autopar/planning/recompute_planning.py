@@ -29,8 +29,17 @@ from autopar.sharding.step_memory import StepMemory
 from simulator.costs.cost_model import CostModel
 from simulator.work import Kernel
 
-_ROUNDS = 4
+_ROUNDS = 6
 """Maximum number of recomputations that are chosen from one starting point."""
+
+_CLOSE = 0.005
+"""Share of the budget below which a difference of bytes is not worth another round."""
+
+_NEARLY_FITS = 1.015
+"""Share of the budget up to which a sharding may exceed it for one that fits to be looked for.
+
+Those that fit are slow otherwise, and take long to find.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +87,10 @@ def shard_recomputing(
         return Recomputing(ChosenEquations(), step, free)
     best: Recomputing | None = None
     for search.repeats, search.offloads in dict.fromkeys([(repeats, False), (repeats, offloads)]):
-        for start in search.starts(free):
-            for found in search.improved(start):
-                if best is None or found.shardings.seconds < best.shardings.seconds:
-                    best = found
+        for start, slack in search.starts(free):
+            for found in search.improved(start, slack):
+                if found.shardings.seconds < search.fastest:
+                    best, search.fastest = found, found.shardings.seconds
     if best is None:
         assert search.error is not None
         raise search.error
@@ -95,6 +104,7 @@ class _RecomputeSearch:
         repeats: Whether values may be computed again.
         offloads: Whether they may be offloaded.
         error: The error of the attempt that came closest to the budget.
+        fastest: The seconds of the fastest step so far.
         runs: How often each equation runs in a step.
     """
 
@@ -115,6 +125,7 @@ class _RecomputeSearch:
         self.offloads = False
         self.costs = MeshCosts(mesh, model, options.forbidden)
         self.error: MemoryBudgetError | None = None
+        self.fastest = math.inf
         self.runs = repeats_in_step(step)
 
     def sharded(self, step: StepGraph, budget: float) -> Shardings:
@@ -123,9 +134,21 @@ class _RecomputeSearch:
             step, self.mesh, self.model, self.options, budget, self.costs, with_specs=True
         )
 
-    def attempt(self, equations: ChosenEquations) -> Recomputing | None:
-        """Return the step with equations repeated or offloaded, and sharded, if it fits."""
+    def attempt(self, equations: ChosenEquations, slack: float = 0.0) -> Recomputing | None:
+        """Return the step with equations repeated or offloaded, and sharded, if it fits.
+
+        Args:
+            equations: The equations.
+            slack: The bytes by which they exceed the budget in the recomputation problem. If there
+                are any, the fastest sharding must nearly fit.
+        """
         step = recompute(self.step, equations.repeated, equations.offloaded)
+        if slack > 0:
+            free = self.sharded(step, math.inf)
+            if free.peak_bytes <= self.budget:
+                return Recomputing(equations, step, free)
+            if free.peak_bytes > _NEARLY_FITS * self.budget or free.seconds >= self.fastest:
+                return None
         try:
             return Recomputing(equations, step, self.sharded(step, self.budget))
         except MemoryBudgetError as error:
@@ -133,20 +156,30 @@ class _RecomputeSearch:
                 self.error = error
             return None
 
-    def starts(self, free: Shardings) -> Iterator[Shardings | Recomputing]:
-        """Yield the starting points, from the sharding that is the fastest without a budget."""
-        yield free
+    def starts(self, free: Shardings) -> Iterator[tuple[Shardings | Recomputing, float]]:
+        """Yield the starting points, from the sharding that is the fastest without a budget.
+
+        With each come the bytes by which the recomputation problem overestimates its peak.
+        """
+        yield free, 0.0
         without = self.attempt(ChosenEquations())
         if without is not None:
-            yield without
+            yield without, 0.0
         found = self.candidates(free)
         if found is not None:
-            lean = self.attempt(found.equations(least_memory(found.problem, rounds=6).choice))
+            least = least_memory(found.problem, rounds=6)
+            lean = self.attempt(found.equations(least.choice))
             if lean is not None:
-                yield lean
+                yield lean, max(0.0, least.peak_bytes - lean.shardings.peak_bytes)
 
-    def improved(self, start: Shardings | Recomputing) -> Iterator[Recomputing]:
-        """Yield what fits, from a starting point: each is faster than the one before."""
+    def improved(self, start: Shardings | Recomputing, slack: float) -> Iterator[Recomputing]:
+        """Yield what fits, from a starting point: each is faster than the one before.
+
+        Args:
+            start: The starting point.
+            slack: The bytes by which the problem may exceed the budget at first. With each result
+                it becomes what the problem overestimates. Where that is too much, half is tried.
+        """
         shardings = start
         fastest = math.inf
         if isinstance(start, Recomputing):
@@ -155,22 +188,26 @@ class _RecomputeSearch:
             fastest = shardings.seconds
         assert isinstance(shardings, Shardings)
         tried = {start.equations if isinstance(start, Recomputing) else None}
-        excess = 0.0
+        enough = 0.0
         for _ in range(_ROUNDS):
             found = self.candidates(shardings)
-            chosen = found and cheapest_recomputation(found.problem, self.budget - excess)
+            chosen = found and cheapest_recomputation(found.problem, self.budget + slack)
             if found is None or chosen is None:
                 return
             equations = found.equations(chosen.choice)
             if equations in tried:
                 return
             tried.add(equations)
-            result = self.attempt(equations)
-            if result is None:  # the rewritten step needs more than the problem says
-                excess += 0.02 * self.budget
-            elif result.shardings.seconds < fastest:
+            result = self.attempt(equations, slack)
+            if result is not None and result.shardings.seconds < fastest:
                 yield result
                 shardings, fastest = result.shardings, result.shardings.seconds
+                enough = slack
+                slack = max(slack, chosen.peak_bytes - shardings.peak_bytes)
+            elif slack > enough + _CLOSE * self.budget:
+                slack = (enough + slack) / 2
+            elif result is None and slack <= 0:  # the problem underestimates its peak
+                slack -= 0.02 * self.budget
             else:
                 return
 

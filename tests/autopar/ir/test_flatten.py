@@ -9,7 +9,7 @@ from jax.extend.core.primitives import dot_general_p
 
 import autopar
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import is_backward, is_forward
 from autopar.testing import assert_allclose
 
 
@@ -97,3 +97,29 @@ def test_what_two_losses_compute_alike_is_one_equation_behind_stop_gradient():
     flat = flatten(jax.make_jaxpr(step)(weights, weights, jnp.ones((8, 4))))
     forward = [eqn for eqn in flat.eqns if not is_backward(eqn)]
     assert sum(eqn.primitive is dot_general_p for eqn in forward) == 2
+
+
+def test_without_recomputation_derivatives_are_computed_where_they_are_read():
+    def layer(x, weight):
+        return jax.nn.gelu(jax.nn.softmax(jnp.tanh(x @ weight)) @ weight)
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jax.checkpoint(layer)(x, weight)
+        total, _ = jax.lax.scan(lambda total, row: (total + jnp.sum(row**2), None), 0.0, x)
+        return total
+
+    weights, x = jax.random.normal(jax.random.key(0), (2, 4, 4)), jnp.ones((3, 4))
+    traced = jax.make_jaxpr(jax.grad(loss))(weights, x)
+    flat = flatten(traced, keeps_remat=False)
+    factors = [
+        number for number, eqn in enumerate(flat.eqns) if is_backward(eqn) and is_forward(eqn)
+    ]
+    assert factors
+    for number in factors:
+        following = (eqn for eqn in flat.eqns[number + 1 :] if not is_forward(eqn))
+        behind = flat.eqns[number + 1 : flat.eqns.index(next(following)) + 1]
+        assert any(flat.eqns[number].outvars[0] in eqn.invars for eqn in behind)
+    flat = flatten(traced, loops=False, keeps_remat=False)
+    (result,) = jax.jit(jax.extend.core.jaxpr_as_fun(flat))(weights, x)
+    np.testing.assert_allclose(result, jax.grad(loss)(weights, x), rtol=1e-5)
