@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
-from jax.extend.core.primitives import scan_p
+from jax.extend.core.primitives import reshape_p, scan_p, squeeze_p
 
 from autopar.ir.control_flow import loop_p
 from autopar.ir.equation_groups import dependents, has_backward, units
@@ -267,6 +267,21 @@ class AccumulationLoop:
             and self.of_model.union(later).isdisjoint(eqn.outvars)
             and not eqn.effects
         }
+        self._prepare_without_first_dim()
+
+    def _prepare_without_first_dim(self) -> None:
+        """Prepare chunks like `chunks[i]`: a slice with a single chunk, without its first dim.
+
+        Then the first dim of the inputs are the examples, which may be sharded.
+        """
+        made = {var for n in self.prepared for var in self.eqns[n].outvars}.union(self.slices)
+        for n in self.inside:
+            eqn = self.eqns[n]
+            if eqn.primitive not in (reshape_p, squeeze_p) or eqn.invars[0] not in made:
+                continue
+            if aval_of(eqn.invars[0]).shape[:1] == (1,):
+                self.prepared.add(n)
+                made.update(eqn.outvars)
 
     @property
     def constants(self) -> dict[Var, Any]:

@@ -90,6 +90,17 @@ def fori_loop(params, batch):
     return updated(params, gradients), total / CHUNKS
 
 
+def indexed_chunks(params, batch):
+    parts = chunks(batch)
+
+    def body(i, sums):
+        chunk = jax.tree.map(lambda rows: rows[i], parts)
+        return added(sums, *jax.value_and_grad(loss)(params, chunk))
+
+    total, gradients = jax.lax.fori_loop(0, CHUNKS, body, (0.0, zeros(params)))
+    return updated(params, gradients), total / CHUNKS
+
+
 def split_keys(params, batch):
     def body(carry, chunk):
         key, *sums = carry
@@ -190,6 +201,7 @@ STEPS = [
     scan,
     reversed_scan,
     fori_loop,
+    indexed_chunks,
     split_keys,
     masked_means,
     all_examples,
@@ -266,7 +278,63 @@ def other_weight_for_each_chunk(params, batch):
     return updated(params, sums)
 
 
-UNROLLED = [in_turn, with_rows, other_weight_for_each_chunk]
+def other_loss_for_each_chunk(params, batch):
+    """Weight the loss of each chunk, and scale and move its examples, by numbers."""
+
+    def weighted(params, chunk, k):
+        outputs = model(params, chunk["x"] + float(k)) * (1.5 - k)
+        return 0.1 * (k + 1) * jnp.mean((outputs - chunk["y"]) ** 2)
+
+    sums = 0.0, zeros(params)
+    for k in range(CHUNKS):
+        sums = added(sums, *jax.value_and_grad(weighted)(params, chunk_of(batch, k), k))
+    return updated(params, sums[1]), sums[0]
+
+
+def magnitude(params, chunk):
+    return jnp.mean(jnp.abs(model(params[:-1], chunk["x"])))
+
+
+def two_losses(params, batch):
+    """Take two gradients of each chunk, one of which has no gradient of the last layer."""
+    sums, losses = zeros(params), []
+    for k in range(CHUNKS):
+        for each in (loss, magnitude):
+            value, gradients = jax.value_and_grad(each)(params, chunk_of(batch, k))
+            (sums,) = added((sums,), gradients)
+            losses.append(value)
+    return updated(params, sums), jnp.stack(losses), sum(losses)
+
+
+def losses_in_turn(params, batch):
+    """Add the gradients of one loss, and then those of another one."""
+    sums = [zeros(params), zeros(params)]
+    for n, each in enumerate((loss, magnitude)):
+        for k in range(CHUNKS):
+            (sums[n],) = added((sums[n],), jax.grad(each)(params, chunk_of(batch, k)))
+    return updated(params, *added((sums[0],), sums[1]))
+
+
+def two_views(params, batch):
+    """Take the same loss of two views of half as many chunks, whose labels are the same."""
+    sums = 0.0, zeros(params)
+    halves = jax.tree.map(lambda rows: rows.reshape(2, -1, *rows.shape[1:]), batch)
+    for k in range(2):
+        for view in (halves["x"][k], halves["x"][k, :, ::-1]):
+            chunk = {"x": view, "y": halves["y"][k]}
+            sums = added(sums, *jax.value_and_grad(loss)(params, chunk))
+    return updated(params, sums[1]), sums[0]
+
+
+UNROLLED = [
+    in_turn,
+    with_rows,
+    other_weight_for_each_chunk,
+    other_loss_for_each_chunk,
+    two_losses,
+    losses_in_turn,
+    two_views,
+]
 
 
 @pytest.mark.parametrize("step", UNROLLED, ids=lambda step: step.__name__)
@@ -310,6 +378,13 @@ def test_the_chunks_of_a_loop_are_microbatches(step, method):
     assert executable.plan.num_micro_batches == CHUNKS
 
 
+def test_the_examples_of_indexed_chunks_are_sharded():
+    plan = assert_equals_one_device(indexed_chunks, autopar.Zero3Parallel(4, CHUNKS)).plan
+    prepared = [each for each in plan.stages[0].inputs if each.path.startswith("prepared")]
+    assert [each.shape for each in prepared] == [(CHUNKS * EXAMPLES, WIDTH)] * 2
+    assert [each.spec[0] for each in prepared] == [("x",), ("x",)]
+
+
 def test_layers_in_a_scan_are_cut_in_a_loop_that_accumulates():
     def deep(params, batch):
         def own_loss(params, chunk):
@@ -330,11 +405,32 @@ def test_layers_in_a_scan_are_cut_in_a_loop_that_accumulates():
     assert len(executable.step.jaxpr.invars) > len(jax.tree.leaves((stacked, BATCH)))
 
 
+def searched(step):
+    method = autopar.PipeshardParallel(4, "auto", layer_option="auto", stage_option="uniform")
+    return assert_equals_one_device(step, method).plan
+
+
 def test_the_search_takes_the_number_of_chunks():
-    method = autopar.PipeshardParallel(
-        4, "auto", pipeline_schedule="auto", layer_option="auto", stage_option="uniform"
-    )
-    assert assert_equals_one_device(scan, method).plan.num_micro_batches == CHUNKS
+    assert searched(scan).num_micro_batches == CHUNKS
+
+
+def test_the_search_takes_the_layers_of_one_chunk():
+    plan = searched(other_weight_for_each_chunk)
+    assert plan.schedule.layer_option.layer_num == len(PARAMS)
+
+
+def other_power_for_each_chunk(params, batch):
+    sums = zeros(params)
+    for k in range(CHUNKS):
+        powers = jax.grad(lambda *args: loss(*args) ** (k + 3))  # noqa: B023
+        (sums,) = added((sums,), powers(params, chunk_of(batch, k)))
+    return updated(params, sums)
+
+
+def test_what_differs_between_chunks_is_named():
+    message = r"the 4 gradients that are added at .*_loop.py:\d+ .*integer_pow at .*y=2 and y=3"
+    with pytest.raises(MicrobatchError, match=message):
+        assert_equals_one_device(other_power_for_each_chunk, pipeline())
 
 
 @pytest.mark.parametrize(
