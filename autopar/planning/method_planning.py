@@ -50,9 +50,8 @@ from autopar.recompute.rewriting import (
 )
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
-from autopar.tracing.chunk_step import OwnMicrobatchesError
 from autopar.tracing.shared_traces import shared_traces
-from autopar.tracing.trace import trace
+from autopar.tracing.trace import own_microbatches, trace
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
@@ -243,13 +242,8 @@ class _Planning:
             layers = method.layer_option
             if layers == "auto":
                 with progress_part(0, _FIRST_TRACES):
-                    try:
-                        layers = planning.layers_of_step(counts[0])
-                    except OwnMicrobatchesError as error:
-                        if error.count not in counts:
-                            raise
-                        counts = [error.count]
-                        layers = planning.layers_of_step(error.count)
+                    own = planning.own_microbatches() if len(counts) > 1 else None
+                    layers = planning.layers_of_step(own if own in counts else counts[0])
             pairs = schedules(method.pipeline_schedule, method.chunks)
             space = OptionSpace(
                 counts,
@@ -383,6 +377,10 @@ class _PipelinePlanning:
             devices=list(devices.values()) if devices else None,
             room=self.room,
         )
+
+    def own_microbatches(self) -> int | None:
+        """Return the number of chunks whose gradients the step accumulates, if it does."""
+        return own_microbatches(self.fun, self.args, self.batch, self.method.exactness)
 
     def layers_of_step(self, num_micro_batches: int) -> LayerOption | None:
         """Return None if decorators make layers, else the first option with no light layer."""

@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom, Where, aval_of, variables
 from autopar.tracing.chunk_loop import is_same_cast
 
 _DEPTH = 50
 """The longest chain of equations without weights that is compared."""
+
+_LONGEST_VALUE = 80
+"""The longest value, in characters, that a message has."""
 
 
 class ChunkComparison:
@@ -19,6 +22,7 @@ class ChunkComparison:
     Attributes:
         equal: For each value of the first chunk that has been compared, that of the other one.
         differing: Those of them that may differ. They depend on no weights.
+        unequal: The last pair of values that may not differ, and does; None without any.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class ChunkComparison:
                 name.
         """
         self.differing: dict[Var, Atom] = {}
+        self.unequal: tuple[Atom, Atom] | None = None
         self._of_model = of_model
         self._maker = {
             var: (eqn, k)
@@ -53,21 +58,13 @@ class ChunkComparison:
     def are_equal(self, inner: Sequence[Atom], outer: Sequence[Atom]) -> bool:
         """Return whether values of the first chunk equal those of the other, but for `differing`.
 
-        If they do not, nothing is added to `equal` and `differing`.
-
         Args:
             inner: The values of the first chunk.
             outer: Those of the other one.
         """
-        known = dict(self.equal), dict(self.differing)
-        is_equal = self._are_equal(list(zip(inner, outer, strict=True)))
-        if not is_equal:
-            self.equal, self.differing = known
-        return is_equal
-
-    def _are_equal(self, pending: list[tuple[Atom, Atom]]) -> bool:
+        pending = list(zip(inner, outer, strict=True))
         while pending:
-            ours, theirs = pending.pop()
+            ours, theirs = self.unequal = pending.pop()
             theirs = self._without_casts(theirs)
             if not isinstance(ours, Var) or ours not in self._of_model:
                 if not self._is_given(ours, theirs, _DEPTH):
@@ -80,7 +77,23 @@ class ChunkComparison:
                 pending += operands
             elif self.equal[ours] is not theirs:
                 return False
+        self.unequal = None
         return True
+
+    @property
+    def difference(self) -> str:
+        """What is unequal, with the lines of the user's code; "" if that is no equation."""
+        eqns = [self._maker[var][0] for var in variables(self.unequal or ()) if var in self._maker]
+        if len(eqns) < 2:
+            return "".join(f"{Where(eqn)} is not in all of them" for eqn in eqns)
+        one, other = eqns
+        if one.primitive is not other.primitive:
+            return f"{Where(one)} is {Where(other)} in another one"
+        for key in one.params:
+            values = [f"{key}={eqn.params.get(key)}" for eqn in eqns]
+            if values[0] != values[1] and max(map(len, values)) < _LONGEST_VALUE:
+                return f"{Where(one)} has {' and '.join(values)}"
+        return f"{Where(one)} computes something else"
 
     def _is_given(self, ours: Atom, theirs: Atom, depth: int) -> bool:
         """Return whether values without weights are equal, or may become slices of the loop."""
@@ -126,6 +139,25 @@ class ChunkComparison:
         while isinstance(atom, Var) and atom in self._maker and is_same_cast(self._maker[atom][0]):
             (atom,) = self._maker[atom][0].invars
         return atom
+
+
+def are_alike(comparisons: Sequence[ChunkComparison], chunks: Sequence[Sequence[Atom]]) -> bool:
+    """Return whether values of all chunks are equal, but for those that may differ.
+
+    If they are not, nothing is added to what the comparisons know.
+
+    Args:
+        comparisons: The comparisons of the first chunk with each other one.
+        chunks: The values of each chunk.
+    """
+    known = [(dict(each.equal), dict(each.differing)) for each in comparisons]
+    first, *others = chunks
+    pairs = zip(comparisons, others, strict=True)
+    if all(comparison.are_equal(first, other) for comparison, other in pairs):
+        return True
+    for comparison, (equal, differing) in zip(comparisons, known, strict=True):
+        comparison.equal, comparison.differing = equal, differing
+    return False
 
 
 def _is_same(one: Atom, other: Atom) -> bool:

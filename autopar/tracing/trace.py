@@ -1,6 +1,6 @@
 """Tracing of a Python training step to a `StepGraph`, at the batch sizes of its microbatches."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -48,6 +48,7 @@ from autopar.tracing.microbatch_traces import DividedTrace, MicrobatchTraces, Sp
 from autopar.tracing.rescaled_trace import NotAffineError, rescaled
 from autopar.tracing.shared_traces import shared
 from autopar.tracing.sorted_rows import without_sorted_rows
+from autopar.tracing.unrolled_chunks import UnlikeChunksError
 
 
 class TraceError(TypeError):
@@ -96,6 +97,44 @@ def trace(
         MicrobatchError: The batch can't be divided, or the step does not have the same result in
             microbatches.
     """
+    options = layers, marked, forward, exactness, keeps_remat, keeps_constraints
+    tracer, key = _tracer(fun, args, batch_argnums, *options)
+
+    def traced() -> StepGraph:
+        num_traces = 1 if num_micro_batches == 1 else _TRACES_IN_MICROBATCHES
+        seconds = num_traces * len(tracer.avals) * _SECONDS_PER_ARRAY
+        with progress_part(0, 1, "tracing", seconds):
+            return tracer.graph(num_micro_batches)
+
+    return shared((key, num_micro_batches), traced)
+
+
+def own_microbatches(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    batch_argnums: Collection[int],
+    exactness: Exactness,
+) -> int | None:
+    """Return the number of chunks whose gradients a step accumulates itself; None if it does not.
+
+    It is None, too, if the chunks are no microbatches. See `trace` for the arguments.
+    """
+    tracer, _ = _tracer(fun, args, batch_argnums, None, True, False, exactness, True, False)
+    return tracer.num_chunks()
+
+
+def _tracer(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    batch_argnums: Collection[int],
+    layers: LayerOption | None,
+    marked: bool,
+    forward: bool,
+    exactness: Exactness,
+    keeps_remat: bool,
+    keeps_constraints: bool,
+) -> "tuple[_StepTracer, Hashable]":
+    """Return the shared tracer of a step, and its key; see `trace` for the arguments."""
     name = _name(fun)
     if forward:
         if layers is not None and not hasattr(fun, "layer_option"):
@@ -108,15 +147,7 @@ def trace(
     # Numbers of microbatches share the trace of the whole batch.
     options = layers, marked, forward, exactness, keeps_remat, keeps_constraints
     key = fun, tracer.in_tree, tuple(tracer.avals), tracer.batch, options
-    tracer = shared(key, lambda: tracer)
-
-    def traced() -> StepGraph:
-        num_traces = 1 if num_micro_batches == 1 else _TRACES_IN_MICROBATCHES
-        seconds = num_traces * len(tracer.avals) * _SECONDS_PER_ARRAY
-        with progress_part(0, 1, "tracing", seconds):
-            return tracer.graph(num_micro_batches)
-
-    return shared((key, num_micro_batches), traced)
+    return shared(key, lambda: tracer), key
 
 
 _SECONDS_PER_ARRAY = 3e-3
@@ -410,11 +441,16 @@ class _StepTracer:
         else:
             if count == 1 or _takes_gradient(whole[1]):
                 return whole
-            return self._in_chunks(count) or whole
+            own = self._in_chunks(count)
+            unlike = self._unlike_chunks(count) if self.marked and own is None else None
+            if unlike is not None:
+                raise unlike
+            return own or whole
         own = self._in_chunks(count)
-        if own is None:
-            raise refused
-        return own
+        if own is not None:
+            return own
+        unlike = self._unlike_chunks(count)
+        raise MicrobatchError(f"{refused}. As it is, {unlike}") if unlike else refused
 
     def _in_microbatches(self, traced: _Trace, count: int) -> tuple[_Trace, SplitStep]:
         """Return the step in layers, and as it runs in microbatches; `traced` is one of them."""
@@ -442,22 +478,42 @@ class _StepTracer:
         if self.forward:
             return None
         chunks, *outputs = self._chunked()
-        if chunks is None:
+        if not isinstance(chunks, ChunkStep):
             return None
         if chunks.length != count:
             raise OwnMicrobatchesError(self.name, chunks.line, chunks.length, count)
         traced = self._in_layers(self._flat(chunks.jaxpr, *outputs))
         return traced, chunks.in_microbatches(traced.jaxpr, traced.arguments)
 
-    def _chunk_step(self) -> tuple[ChunkStep | None, list[Any], Any]:
+    def _unlike_chunks(self, count: int) -> UnlikeChunksError | None:
+        """Return why `count` gradients that the step adds are not those of chunks, if it is so."""
+        unlike = None if self.forward else self._chunked()[0]
+        if not isinstance(unlike, UnlikeChunksError) or unlike.count != count:
+            return None
+        return unlike
+
+    def num_chunks(self) -> int | None:
+        """Return the number of chunks whose gradients the step accumulates; None if it does not."""
+        try:
+            chunks, *_ = self._chunked()
+        except MicrobatchError:
+            return None
+        return chunks.length if isinstance(chunks, ChunkStep) else None
+
+    def _chunk_step(self) -> tuple[ChunkStep | UnlikeChunksError | None, list[Any], Any]:
         """Return one iteration of the step's own loop, with the key paths and tree of its outputs.
 
-        It is the same for any number of microbatches that is asked for.
+        It is the same for any number of microbatches that is asked for. Instead of the iteration,
+        return why gradients that the step adds are not those of chunks.
         """
         with layering(self.layers, self._assignments):
             jaxpr, out_keys, out_tree = _traced_jaxpr(self.fun, self.in_tree, self.avals)
         whole = flatten(jaxpr, loops=False, keeps_remat=self.keeps_remat)
-        return chunk_step(whole, self.batch), out_keys, out_tree
+        try:
+            chunks = chunk_step(whole, self.batch)
+        except UnlikeChunksError as error:
+            chunks = error
+        return chunks, out_keys, out_tree
 
     def _in_layers(self, traced: _Trace) -> _Trace:
         """Return a step whose gradients JAX took, divided into layers; others as they are."""

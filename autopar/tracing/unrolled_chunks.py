@@ -1,27 +1,40 @@
 """Gradients of chunks that a step adds without a loop, such as in a `for` loop of Python.
 
 The step has equations of its own for each chunk. If they compute the same, but for values that
-depend on no weights, such as the examples of a chunk or its key, they are rewritten as a loop over
-the chunks (`autopar.tracing.chunk_loop`). The loop has a carry for each sum over all chunks, and
-stacks what is concatenated of all chunks.
+depend on no weights, such as the examples of a chunk, its key or its weight in the loss, they are
+rewritten as a loop over the chunks (`autopar.tracing.chunk_loop`). The loop has a carry for each
+sum over all chunks, and stacks what is concatenated of all chunks. A chunk may add several values
+to a sum, such as the gradients of two losses.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import concatenate_p
 from jax.lax import stack_p
 
 from autopar.ir.equation_groups import dependents
-from autopar.ir.graph import Atom, aval_of, is_backward, needed, renamed, scopes, variables
+from autopar.ir.graph import (
+    Atom,
+    aval_of,
+    is_backward,
+    needed,
+    renamed,
+    scopes,
+    source_line,
+    variables,
+)
+from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives import record_of
-from autopar.tracing.chunk_comparison import ChunkComparison
+from autopar.tracing.chunk_comparison import ChunkComparison, are_alike
 from autopar.tracing.chunk_loop import ChunkLoop, loop_equations, stacked_variable, zero_equations
 
 
@@ -30,47 +43,185 @@ class _Result(NamedTuple):
 
     Attributes:
         eqn: The last addition of a sum, or what stacks or concatenates along the first dim.
-        terms: The value of each chunk.
+        terms: The values of each chunk.
         others: What is added to a sum besides.
     """
 
     eqn: JaxprEqn
-    terms: tuple[Var, ...]
+    terms: tuple[tuple[Var, ...], ...]
     others: tuple[Atom, ...] = ()
+
+    def is_of(self, values: Collection[Var]) -> bool:
+        """Return whether all terms are among some values."""
+        return all(term in values for terms in self.terms for term in terms)
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the result is a stack of one term per chunk."""
+        return self.eqn.primitive is stack_p and len(self.terms[0]) == 1
+
+    @property
+    def aval_of_chunk(self) -> ShapedArray:
+        """The type of what the terms of a chunk give together."""
+        aval = aval_of(self.eqn.outvars[0])
+        if not _is_stack(self.eqn):
+            return aval_of(self.terms[0][0])
+        rows, *others = aval.shape
+        return aval.update(shape=(rows // len(self.terms), *others))
+
+    def together(self, *terms: jax.Array) -> jax.Array:
+        """Return what the terms of a chunk give together: their sum, or part of the result."""
+        if not _is_stack(self.eqn):
+            return _sum(*terms)
+        return (jnp.stack if self.eqn.primitive is stack_p else jnp.concatenate)(terms)
+
+    def arrangements(self, count: int) -> "list[_Result]":
+        """Return the possible divisions of a result with one term per chunk into `count` chunks.
+
+        The terms of a chunk follow one another, or one of each chunk follows one of each chunk.
+        """
+        terms = [term for (term,) in self.terms]
+        size, rest = divmod(len(terms), count)
+        if rest:
+            return []
+        found = [tuple(tuple(terms[k * size :][:size]) for k in range(count))]
+        if size > 1 and not _is_stack(self.eqn):
+            found.append(tuple(tuple(terms[k::count]) for k in range(count)))
+        return [self._replace(terms=each) for each in found]
+
+
+class UnlikeChunksError(MicrobatchError):
+    """A step adds gradients of chunks, and computes something else for some of the chunks.
+
+    Attributes:
+        count: The number of chunks.
+    """
+
+    def __init__(self, line: str, count: int, difference: str) -> None:
+        """Describe the error.
+
+        Args:
+            line: The line of the sum, as "FILE:LINE".
+            count: The number of chunks.
+            difference: What is not the same for all chunks.
+        """
+        self.count = count
+        super().__init__(
+            f"the {count} gradients that are added at {line} are not computed alike: {difference};"
+            " chunks may only have other numbers and examples, such as x * 2.0 for x * 3.0"
+        )
+
+
+class _Chunks(NamedTuple):
+    """What a step computes alike for all chunks.
+
+    Attributes:
+        results: The results of all chunks.
+        comparisons: The comparisons of the first chunk with each other one.
+    """
+
+    results: list[_Result]
+    comparisons: list[ChunkComparison]
 
 
 def unrolled_chunks(jaxpr: Jaxpr, of_model: set[Var]) -> tuple[Jaxpr, ChunkLoop] | None:
     """Return a step with a loop over its chunks, and the loop; None if it has no such chunks.
 
+    The number of chunks is the one of which most gradients are sums, the largest of these.
+
     Args:
         jaxpr: The step, flat but for its loops.
         of_model: The values that depend on weights.
+
+    Raises:
+        UnlikeChunksError: The step adds gradients that it does not compute alike.
     """
+    jaxpr, literals = _with_named_literals(jaxpr, of_model)
     backward = [var for eqn in jaxpr.eqns if is_backward(eqn) for var in eqn.outvars]
     gradients = dependents(enumerate(jaxpr.eqns), backward)
     candidates = [*_sums(jaxpr, of_model, gradients), *_stacks(jaxpr, of_model)]
-    counts = Counter(len(c.terms) for c in candidates if gradients.issuperset(c.terms))
-    if not counts:
-        return None
-    ((count, _),) = counts.most_common(1)
-    candidates.sort(key=lambda each: not gradients.issuperset(each.terms))
-    comparisons = [ChunkComparison([jaxpr], of_model) for _ in range(count - 1)]
-    results = [c for c in candidates if len(c.terms) == count and _are_alike(c, comparisons)]
-    results = _independent(jaxpr, results)
-    if not any(gradients.issuperset(result.terms) for result in results):
-        return None
-    return _rolled(jaxpr, results, comparisons)
+    candidates.sort(key=lambda candidate: not candidate.is_of(gradients))
+    sizes = {len(each.terms) for each in candidates if each.is_of(gradients)}
+    counts = {count for size in sizes for count in range(2, size + 1) if size % count == 0}
+    best, most = None, 0
+    for count in sorted(counts, reverse=True):
+        chunks = _chunks(jaxpr, literals, of_model, candidates, count)
+        num_gradients = sum(result.is_of(gradients) for result in chunks.results)
+        if num_gradients > most:
+            best, most = chunks, num_gradients
+    if best is not None:
+        return _rolled(jaxpr, literals, best)
+    for candidate in candidates:
+        count = len(candidate.terms)
+        comparisons = [ChunkComparison([jaxpr], of_model) for _ in range(count - 1)]
+        are_alike(comparisons, candidate.terms)
+        difference = next((each.difference for each in comparisons if each.unequal), "")
+        if difference and candidate.is_of(gradients):
+            raise UnlikeChunksError(source_line(candidate.eqn), count, difference)
+    return None
+
+
+def _with_named_literals(jaxpr: Jaxpr, of_model: set[Var]) -> tuple[Jaxpr, dict[Var, Literal]]:
+    """Return a step with a variable for each number beside values of weights, and the numbers.
+
+    The numbers may differ between the chunks.
+    """
+    literals: dict[Var, Literal] = {}
+
+    def named(atom: Atom) -> Atom:
+        if not isinstance(atom, Literal):
+            return atom
+        var = Var(aval_of(atom))
+        literals[var] = atom
+        return var
+
+    eqns = [
+        eqn.replace(invars=list(map(named, eqn.invars)))
+        if not of_model.isdisjoint(variables(eqn.invars))
+        else eqn
+        for eqn in jaxpr.eqns
+    ]
+    return jaxpr.replace(eqns=eqns), literals
+
+
+def _chunks(
+    jaxpr: Jaxpr,
+    literals: Mapping[Var, Literal],
+    of_model: set[Var],
+    candidates: Sequence[_Result],
+    count: int,
+) -> _Chunks:
+    """Return what a step computes alike for `count` chunks.
+
+    Args:
+        jaxpr: The step.
+        literals: The numbers that have variables.
+        of_model: The values that depend on weights.
+        candidates: Possible results, with one term per chunk.
+        count: The number of chunks.
+    """
+    constants = [np.asarray(literal.val) for literal in literals.values()]
+    named = jaxpr.replace(
+        constvars=[*jaxpr.constvars, *literals], consts=[*jaxpr.consts, *constants]
+    )
+    comparisons = [ChunkComparison([named], of_model) for _ in range(count - 1)]
+    results = [
+        next((each for each in options if are_alike(comparisons, each.terms)), None)
+        for options in (candidate.arrangements(count) for candidate in candidates)
+    ]
+    alike = [result for result in results if result is not None]
+    return _Chunks(_independent(jaxpr, alike), comparisons)
 
 
 def _independent(jaxpr: Jaxpr, results: list[_Result]) -> list[_Result]:
     """Return the results that do not depend on one of them."""
     while True:
         ends = [var for result in results for var in result.eqn.outvars]
-        inner = [term for result in results for term in result.terms]
         late = dependents(enumerate(jaxpr.eqns), ends)
-        if late.isdisjoint(inner):
+        early = [r for r in results if all(map(late.isdisjoint, r.terms))]
+        if len(early) == len(results):
             return results
-        results = [result for result in results if late.isdisjoint(result.terms)]
+        results = early
 
 
 def _sums(jaxpr: Jaxpr, of_model: set[Var], gradients: set[Var]) -> list[_Result]:
@@ -109,15 +260,16 @@ def _sums(jaxpr: Jaxpr, of_model: set[Var], gradients: set[Var]) -> list[_Result
             own = tuple(term for term in variables(terms) if term in chosen)
             if len(own) > 1:
                 others = tuple(t for t in terms if not isinstance(t, Var) or t not in chosen)
-                found.append(_Result(eqn, own, others))
+                if len({aval_of(term).shape for term in own}) == 1:
+                    found.append(_Result(eqn, tuple((term,) for term in own), others))
                 break
-    return [each for each in found if len({aval_of(term).shape for term in each.terms}) == 1]
+    return found
 
 
 def _stacks(jaxpr: Jaxpr, of_model: set[Var]) -> list[_Result]:
     """Return what stacks or concatenates, along the first dim, values that depend on weights."""
     return [
-        _Result(eqn, tuple(variables(eqn.invars)))
+        _Result(eqn, tuple((var,) for var in variables(eqn.invars)))
         for eqn in jaxpr.eqns
         if _is_stack(eqn) and not is_backward(eqn)
         if of_model.issuperset(variables(eqn.invars))
@@ -130,67 +282,67 @@ def _is_stack(eqn: JaxprEqn) -> bool:
     return dim is not None and eqn.params[dim] == 0
 
 
-def _are_alike(result: _Result, comparisons: Sequence[ChunkComparison]) -> bool:
-    """Return whether the terms of a result are computed alike for all chunks."""
-    first, *others = result.terms
-    return all(
-        comparison.are_equal([first], [other])
-        for comparison, other in zip(comparisons, others, strict=True)
-    )
-
-
 def _rolled(
-    jaxpr: Jaxpr, results: Sequence[_Result], comparisons: Sequence[ChunkComparison]
-) -> tuple[Jaxpr, ChunkLoop] | None:
+    jaxpr: Jaxpr, literals: Mapping[Var, Literal], chunks: _Chunks
+) -> tuple[Jaxpr, ChunkLoop]:
     """Return a step with a loop over its chunks, and the loop.
 
     Args:
         jaxpr: The step.
-        results: The results of all chunks.
-        comparisons: The comparisons of the first chunk with each other one.
+        literals: The numbers that have variables in it.
+        chunks: What it computes alike for all chunks.
     """
-    sums = [result for result in results if not _is_stack(result.eqn)]
-    rows = [result for result in results if _is_stack(result.eqn)]
-    terms = [result.terms[0] for result in (*sums, *rows)]
+    comparisons = chunks.comparisons
+    sums = [result for result in chunks.results if not _is_stack(result.eqn)]
+    rows = [result for result in chunks.results if _is_stack(result.eqn)]
+    results = [*sums, *rows]
     differing = {var for comparison in comparisons for var in comparison.differing}
     equal = [var for var in comparisons[0].equal if _is_of_all(var, comparisons)]
-    eqns = [eqn for _, eqn in needed(enumerate(jaxpr.eqns), terms, differing.union(equal))]
+    common = {var: literal for var, literal in literals.items() if var not in differing}
+    terms = [term for result in results for term in result.terms[0]]
+    eqns = [
+        eqn.replace(invars=renamed(eqn.invars, common))
+        for _, eqn in needed(enumerate(jaxpr.eqns), terms, differing.union(equal))
+    ]
     read = dict.fromkeys(variables([*(atom for eqn in eqns for atom in eqn.invars), *terms]))
     slices = [var for var in read if var in differing]
     computed = {var for eqn in eqns for var in eqn.outvars}.union(slices, jaxpr.constvars)
     consts = [var for var in read if var not in computed]
-    values = [[var, *(each.equal.get(var) for each in comparisons)] for var in slices]
-    if any(value is None for row in values for value in row):
-        return None
+    # A value that a comparison does not reach is one and the same for both of its chunks.
+    values = [[var, *(each.equal.get(var, var) for each in comparisons)] for var in slices]
     length, source = len(comparisons) + 1, results[0].eqn.source_info
-    carries, zeros = ([Var(aval_of(result.terms[0])) for result in sums] for _ in range(2))
-    totals = [Var(aval_of(each.terms[0])) if each.others else each.eqn.outvars[0] for each in sums]
+    carries, zeros = ([Var(aval_of(r.terms[0][0])) for r in sums] for _ in range(2))
+    totals = [Var(aval_of(r.terms[0][0])) if r.others else r.eqn.outvars[0] for r in sums]
     arrays = [stacked_variable(var, length) for var in slices]
+    body = _body(jaxpr, consts, carries, slices, eqns, results)
     stacked = [
-        each.eqn.outvars[0]
-        if each.eqn.primitive is stack_p
-        else stacked_variable(each.terms[0], length)
-        for each in rows
+        result.eqn.outvars[0] if result.is_row else stacked_variable(end, length)
+        for result, end in zip(rows, variables(body.outvars)[len(sums) :], strict=True)
     ]
-    body = _body(jaxpr, consts, carries, slices, eqns, terms)
     loop = results[0].eqn.replace(
         invars=[*consts, *zeros, *arrays], outvars=[*totals, *stacked], effects=frozenset()
     )
+    operands = [renamed(row, literals) for row in values]
     before = [
-        *loop_equations(lambda *rows: list(map(jnp.stack, rows)), values, arrays, source),
+        *loop_equations(lambda *rows: list(map(jnp.stack, rows)), operands, arrays, source),
         *zero_equations(zeros, source),
     ]
     after: list[JaxprEqn] = []
-    for result, total in zip((*sums, *rows), loop.outvars, strict=True):
+    for result, total in zip(results, loop.outvars, strict=True):
         (final,) = result.eqn.outvars
-        if result.eqn.primitive is concatenate_p:
+        if _is_stack(result.eqn) and not result.is_row:
             reshape = partial(jnp.reshape, shape=aval_of(final).shape)
             after += equations(reshape, [total], final, source)
         elif result.others:
             after += equations(_sum, [*result.others, total], final, source)
     step = _with_loop(jaxpr, [result.eqn for result in results], [*before, loop, *after])
-    chunks = ChunkLoop(loop, body, consts, zeros, arrays, loop.outvars, length, is_reversed=False)
-    return step, chunks
+    eqns = [
+        eqn if eqn is loop else eqn.replace(invars=renamed(eqn.invars, literals))
+        for eqn in step.eqns
+    ]
+    return step.replace(eqns=eqns), ChunkLoop(
+        loop, body, consts, zeros, arrays, loop.outvars, length, is_reversed=False
+    )
 
 
 def _is_of_all(var: Var, comparisons: Iterable[ChunkComparison]) -> bool:
@@ -208,7 +360,7 @@ def _body(
     carries: Sequence[Var],
     slices: Sequence[Var],
     eqns: Sequence[JaxprEqn],
-    terms: Sequence[Var],
+    results: Sequence[_Result],
 ) -> Jaxpr:
     """Return the body of a loop over chunks, from the equations of the first chunk.
 
@@ -218,17 +370,25 @@ def _body(
         carries: The sums.
         slices: The values of the first chunk that other chunks have others of.
         eqns: The equations.
-        terms: What is added to the carries, and then what is stacked.
+        results: The results of all chunks, the sums first.
     """
     names = {var: Var(var.aval) for var in (*slices, *(v for eqn in eqns for v in eqn.outvars))}
     copies = [
         eqn.replace(invars=renamed(eqn.invars, names), outvars=[names[var] for var in eqn.outvars])
         for eqn in eqns
     ]
-    ends = renamed(terms, names)
+    ends: list[Atom] = []
+    source = copies[0].source_info
+    for result in results:
+        terms = renamed(result.terms[0], names)
+        if len(terms) > 1:
+            together = Var(result.aval_of_chunk)
+            copies += equations(result.together, terms, together, source)
+            terms = [together]
+        ends += terms
     for k, carry in enumerate(carries):
         after = Var(carry.aval)
-        copies += equations(jnp.add, [carry, ends[k]], after, copies[0].source_info)
+        copies += equations(jnp.add, [carry, ends[k]], after, source)
         ends[k] = after
     return jaxpr.replace(
         invars=[*consts, *carries, *(names[var] for var in slices)],
