@@ -73,7 +73,8 @@ class NotSeparable(Exception):
         "Write the loss as a sum, a mean or one weighted mean over the examples of the batch; or"
         " return the sums that it is made of, with has_aux=True, and divide after"
         " autopar.value_and_grad: (total, weights), gradients = autopar.value_and_grad(sums,"
-        " has_aux=True)(params), then gradients / weights; or use num_micro_batches=1"
+        " has_aux=True)(params), then gradients / weights; or, in a loop over layers, return the"
+        " means of each layer from the loop, and combine them after it; or use num_micro_batches=1"
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.first_pass import more_completed
 from autopar.plan import Plan, PlanError
 from autopar.testing import assert_allclose
@@ -206,6 +207,40 @@ def test_a_layer_after_the_pairs_is_refused_with_its_line():
 
     with pytest.raises(autopar.MicrobatchError, match=rf"{__file__}.*pairs examples"):
         trace(step_of(loss), (PARAMS, BATCH), (1,), 4)
+
+
+def balanced_layers(is_combined_after):
+    """Return a step with a balance loss of experts in each layer of a loop."""
+
+    def combined(load, gates):
+        return 8 * (load * gates).sum(-1)
+
+    def loss(params, batch):
+        def layer(x, weights):
+            x = x + jnp.tanh(x @ weights)
+            gates = jax.nn.softmax(x)
+            means = jnp.round(gates).mean(0), gates.mean(0)
+            return x, means if is_combined_after else combined(*means)
+
+        x, losses = jax.lax.scan(layer, batch["x"], params)
+        losses = combined(*losses) if is_combined_after else losses
+        return jnp.mean(x**2) + losses.mean()
+
+    def step(params, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    return step
+
+
+def test_means_of_layers_in_a_loop_are_combined_after_it():
+    args = 0.3 * np.random.default_rng(0).normal(size=(4, 8, 8)), {"x": np.eye(16, 8)}
+    method = METHODS["pipeline"]
+    step = balanced_layers(is_combined_after=True)
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-6)
+    with pytest.raises(MicrobatchError, match=r"return the means of each layer from the loop"):
+        autopar.parallelize(balanced_layers(False), method=method)(*args)
 
 
 @pytest.fixture(scope="module")
