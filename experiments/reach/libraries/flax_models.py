@@ -85,6 +85,38 @@ def linen_mixup() -> PublicStep:
     return PublicStep(update_fn, args, options={"batch_argnums": (3, 4)})
 
 
+def linen_first_chunk() -> PublicStep:
+    """big_vision/utils.py: the gradient of the first chunk, to which a loop adds the others."""
+    count = 4
+    model = _CNN()
+    images = features(8, 8, 1)
+    labels = jax.nn.one_hot(classes(), 10)
+    params = model.init(jax.random.key(0), images)["params"]
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+
+    def loss_fn(params, images, labels):
+        logits = model.apply({"params": params}, images)
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels).sum(-1))
+
+    def update_fn(params, opt, images, labels):
+        size = images.shape[0] // count
+
+        def chunk_gradient(i):
+            rows = (jax.lax.dynamic_slice_in_dim(x, i * size, size) for x in (images, labels))
+            return jax.value_and_grad(loss_fn)(params, *rows)
+
+        def add_chunk(i, sums):
+            return jax.tree.map(jnp.add, sums, chunk_gradient(i))
+
+        sums = jax.lax.fori_loop(1, count, add_chunk, chunk_gradient(0))
+        loss, grads = jax.tree.map(lambda x: x / count, sums)
+        updates, opt = tx.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt, {"training_loss": loss}
+
+    args = (params, tx.init(params), images, labels)
+    return PublicStep(update_fn, args, options={"batch_argnums": (2, 3)})
+
+
 class _Block(nn.Module):
     @nn.compact
     def __call__(self, x, mask, train):
