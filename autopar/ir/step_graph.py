@@ -104,6 +104,8 @@ class Microbatching:
             size with which they scale.
         chunks: The number of runs of neighbouring examples in a microbatch. Examples of a run stay
             together, such as the pairs of a preference loss; usually a run is one example.
+        parts: The number of equal parts of a microbatch that the step tells apart, usually one. It
+            is two if the step takes the first half of the batch.
         loops: The body and the marks, split into loops over all microbatches that run one after
             another. Earlier loops accumulate statistics of the batch that later ones read, such as
             the sum of a mask that divides a loss.
@@ -120,6 +122,7 @@ class Microbatching:
     combine: tuple[Combine, ...]
     powers: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
     chunks: int = 1
+    parts: int = 1
     loops: tuple[Loop, ...] = ()
     own_statistics: tuple[str, ...] = ()
     own_loops: tuple[str, ...] = ()
@@ -239,6 +242,10 @@ class StepGraph:
             raise MicrobatchError(
                 "statistics of a microbatch, as in batch normalization, need the examples of all"
                 " devices"
+            )
+        if self.microbatching and self.microbatching.parts > 1:
+            raise MicrobatchError(
+                "parts of the batch, such as its first half, need the examples of all devices"
             )
         parts = self.retrace(self.num_micro_batches * ways)
         if parts.positions != self.positions:

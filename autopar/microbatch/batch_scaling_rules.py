@@ -19,6 +19,7 @@ from jax.lax import tile_p
 from autopar.ir.graph import Where, aval_of
 from autopar.microbatch.created_rows import why_whole
 from autopar.microbatch.example_blocks import (
+    Blocks,
     blocks_of_pieces,
     common_blocks,
     examples_factor,
@@ -50,7 +51,8 @@ class BatchScaling:
             microbatches. None for zeros, which fit any power.
         dim: the dim of the examples if the form is "rows".
         blocks: the number of blocks in that dim, each with the rows of all examples in order
-            (`autopar.microbatch.example_blocks`); None if all rows are equal.
+            (`autopar.microbatch.example_blocks`); a fraction if it has a part of the batch; None if
+            all rows are equal.
         per: statistic of the batch by which the value is divided. The other attributes describe the
             value times this scalar.
     """
@@ -58,7 +60,7 @@ class BatchScaling:
     form: OneOf["same", "rows", "linear", "function", "item"]
     power: int | None = 0
     dim: int = 0
-    blocks: int | None = 1
+    blocks: Blocks | None = 1
     per: Var | None = None
 
 
@@ -113,8 +115,18 @@ class PartsOfBatch(NotSeparable):
     """A value has another number of rows per example in a larger batch, as `x.reshape(2, -1)`."""
 
     remedy = (
-        "Keep the rows of an example together, as in x.reshape(-1, 2), or use num_micro_batches=1."
+        "Keep the rows of an example together, as in x.reshape(-1, 2); or use fewer microbatches,"
+        " so that each has several examples of each part of the batch; or use num_micro_batches=1."
         f" {ONE_GRADIENT}"
+    )
+
+
+class PartOfBatch(NotSeparable):
+    """An accumulated value has a row for each example of a part of the batch, as its first half."""
+
+    remedy = (
+        "Return the rows of all examples and take the part from them after the step, or use"
+        " num_micro_batches=1"
     )
 
 
@@ -131,7 +143,7 @@ class MinorExamples(NotSeparable):
         " afterwards; or put the batch first, or use num_micro_batches=1"
     )
 
-    def __init__(self, message: str, eqn: JaxprEqn, blocks: Mapping[int, int | None]) -> None:
+    def __init__(self, message: str, eqn: JaxprEqn, blocks: Mapping[int, Blocks | None]) -> None:
         super().__init__(message)
         self.eqn = eqn
         self.blocks = blocks
@@ -329,6 +341,8 @@ def _of_rows(
             eqn,
             {k: kind.blocks for k, kind in rows.items()},
         )
+    if () in batch:
+        raise PartsOfBatch(f"{where} reads a single example of a part of the batch")
     # The operands of a grouped convolution have the examples beside channels or features.
     found = {examples_factor(factors, op_factors(whole), dim, blocks) for dim in batch}
     examples = found.pop()
@@ -336,6 +350,10 @@ def _of_rows(
         raise AcrossExamples(f"{where} pairs examples with one another")
     if reason := why_body_differs(eqn, whole):
         raise NotSeparable(f"{where} {reason}")
+    results = [examples.dim_of(result) for result in factors.results]
+    known = (blocks, *(place[1] for place in results if place))
+    if _parts(examples.blocks) not in map(_parts, known):
+        raise AcrossExamples(f"{where} treats each of several parts of the batch differently")
     if 0 in rows and rows[0].dim in indexed_dims(eqn):
         raise AcrossExamples(f"{where} looks up examples by their positions in the batch")
     same_shapes = result_shapes(eqn) == result_shapes(whole)
@@ -348,8 +366,7 @@ def _of_rows(
             return [BatchScaling("linear", None if power is None else power + 1)] * len(eqn.outvars)
         case "parallel":
             kinds = []
-            for result in factors.results:
-                place = examples.dim_of(result)
+            for place in results:
                 # A shard_map saves values for its backward pass without a dim of examples.
                 if place is None:
                     raise NotSeparable(f"{where} has a result without a dim of examples")
@@ -362,6 +379,11 @@ def _of_rows(
             raise LoopUntilLastExample(f"{where} depends on whether any example is not done")
         case _:
             raise AcrossExamples(f"{where} works across the examples of the batch")
+
+
+def _parts(blocks: Blocks | None) -> int:
+    """Return into how many equal parts a batch has to be divided for that number of blocks."""
+    return 1 if blocks is None else blocks.denominator
 
 
 def _check_all_rows(

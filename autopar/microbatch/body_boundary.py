@@ -11,6 +11,7 @@ needs the rows themselves.
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 
 import jax
@@ -73,12 +74,34 @@ def find_boundary(
         completed: inputs that a first pass completes, and which depend on the batch.
         positions: the input with the positions of the examples; None if there is none.
     """
-    inputs = [jaxpr.invars[i] for i in batch]
     groups = units(enumerate(jaxpr.eqns))
     depending = _depending(jaxpr, {*batch, *completed}, positions)
     rules = _BodyRules(groups, depending, scalings, first_pass)
-    body = _required(groups, rules)
-    made = set(inputs) if scalings else set()
+    made_by = {var: unit.number for unit in groups for var in unit.makes}
+    first: Boundary | None = None
+    while True:
+        body = _required(groups, rules)
+        boundary = _boundary(jaxpr, batch, groups, rules, body)
+        parts = {made_by[var] for var in boundary.values if rules.is_part(var)}
+        if not parts:
+            return boundary
+        first = first or boundary
+        late = {number for number in parts if first_pass or number not in body} - rules.late
+        if not late:
+            return first
+        rules.late |= late
+
+
+def _boundary(
+    jaxpr: Jaxpr,
+    batch: Collection[int],
+    groups: Sequence[Unit],
+    rules: "_BodyRules",
+    body: Set[int],
+) -> Boundary:
+    """Return the boundary of a body by `rules` that has the units with the numbers `body`."""
+    scalings, depending = rules.scalings, rules.depending
+    made = {jaxpr.invars[i] for i in batch} if scalings else set[Var]()
     tail: set[Var] = set()
     effects: list[bool] = []
     values: dict[Var, None] = {}
@@ -101,7 +124,7 @@ def find_boundary(
     blocks: dict[Var, tuple[int, int]] = {}
     for var in values:
         kind = scalings.kinds[var] if scalings else None
-        if isinstance(kind, BatchScaling) and kind.blocks not in (1, None):
+        if isinstance(kind, BatchScaling) and isinstance(kind.blocks, int) and kind.blocks > 1:
             blocks[var] = kind.dim, kind.blocks
     return Boundary(tuple(values), frozenset(tail), tuple(effects), blocks)
 
@@ -132,6 +155,7 @@ class _BodyRules:
         scalings: the batch scalings; None for one microbatch.
         first_pass: whether the step is a first pass.
         gradients: values that depend on a backward pass.
+        late: numbers of units that are in the tail if the body does not need them.
     """
 
     def __init__(
@@ -147,6 +171,12 @@ class _BodyRules:
         results = (var for unit in groups if has_backward(unit) for var in unit.makes)
         eqns = (numbered for unit in groups for numbered in unit.eqns)
         self.gradients = dependents(eqns, results)
+        self.late: set[int] = set()
+
+    def is_part(self, var: Var) -> bool:
+        """Return whether a value has rows for a part of the batch, which are not accumulated."""
+        kind = self.scalings.kinds[var] if self.scalings else None
+        return isinstance(kind, BatchScaling) and isinstance(kind.blocks, Fraction)
 
     def requires(self, unit: Unit) -> bool:
         """Return whether a unit is in the body, with all that it depends on.
@@ -155,6 +185,8 @@ class _BodyRules:
         accumulated values alone, such as the derivative of a regularizer of updated parameters,
         runs once.
         """
+        if unit.number in self.late:
+            return False
         if self.scalings is not None and not self.scalings.own.keys().isdisjoint(unit.makes):
             return True
         if not has_backward(unit) or self.depending.isdisjoint(unit.makes):
@@ -175,6 +207,8 @@ class _BodyRules:
             unit: the unit.
             read: the values that it reads and that depend on the batch.
         """
+        if unit.number in self.late:
+            return False
         if self.scalings is None:
             return self.gradients.isdisjoint(read)
         operands = [self.scalings.kinds[var] for var in read]

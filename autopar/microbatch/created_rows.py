@@ -9,6 +9,7 @@ bits for each microbatch, from the key with a position folded in.
 """
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
 from math import gcd, prod
 from typing import Any
@@ -22,6 +23,7 @@ from jax.extend.random import threefry2x32_p
 
 from autopar.ir.graph import aval_of
 from autopar.ir.keys import impl_of
+from autopar.microbatch.example_blocks import Blocks
 from autopar.primitives import PrimitiveRecord, register
 from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
 
@@ -48,7 +50,7 @@ class _Traced(Primitive):
 
 
 def row_numbers(
-    positions: jax.Array, rows: int, blocks: int = 1, size: int | None = None
+    positions: jax.Array, rows: int, blocks: Blocks = 1, size: int | None = None
 ) -> jax.Array:
     """Return where the rows of a microbatch are in an array of the whole batch.
 
@@ -59,16 +61,18 @@ def row_numbers(
     Args:
         positions: the positions of the microbatch's examples in the batch.
         rows: the number of rows that the microbatch has.
-        blocks: the number of blocks.
+        blocks: the number of blocks; a fraction if the array has a part of the batch.
         size: the number of rows for the whole batch; needed for several blocks.
 
     Returns:
         An array of shape `(rows,)` of uint32.
     """
-    if blocks > 1:
+    if blocks != 1:
         assert size is not None
-        first = lax.iota(jnp.uint32, blocks) * jnp.uint32(size // blocks)
-        return (first[:, None] + row_numbers(positions, rows // blocks)).reshape(rows)
+        count, parts = blocks.numerator, blocks.denominator
+        first = lax.iota(jnp.uint32, count) * jnp.uint32(size // count)
+        of_block = row_numbers(positions[: positions.shape[0] // parts], rows // count)
+        return (first[:, None] + of_block).reshape(rows)
     groups = gcd(positions.shape[0], rows)
     examples, rows_per_group = positions.shape[0] // groups, rows // groups
     numbers = positions.astype(jnp.uint32)
@@ -81,7 +85,7 @@ def row_numbers(
 
 
 def _row_numbers_of(
-    positions: jax.Array, shape: Sequence[int], dim: int, blocks: int, size: int
+    positions: jax.Array, shape: Sequence[int], dim: int, blocks: Blocks, size: int
 ) -> jax.Array:
     """Return `row_numbers` along `dim`, broadcast to `shape`."""
     numbers = row_numbers(positions, shape[dim], blocks, size)
@@ -89,7 +93,7 @@ def _row_numbers_of(
 
 
 def element_numbers(
-    positions: jax.Array, shape: Sequence[int], dim: int, whole: Sequence[int], blocks: int = 1
+    positions: jax.Array, shape: Sequence[int], dim: int, whole: Sequence[int], blocks: Blocks = 1
 ) -> Words:
     """Return the numbers of a microbatch's elements in the array of the whole batch.
 
@@ -120,7 +124,7 @@ def element_numbers(
 
 
 def _element_numbers_of(
-    positions: jax.Array, shape: Sequence[int], dim: int, size: int, blocks: int
+    positions: jax.Array, shape: Sequence[int], dim: int, size: int, blocks: Blocks
 ) -> Words:
     """Return `element_numbers` in an array that differs in the size of `dim`."""
     whole = (*shape[:dim], size, *shape[dim + 1 :])
@@ -164,7 +168,7 @@ def _iota_rows(
     shape: Sequence[int],
     dimension: int,
     size: int,
-    blocks: int,
+    blocks: Blocks,
     **_: Any,
 ) -> jax.Array:
     return _row_numbers_of(positions, shape, dimension, blocks, size).astype(dtype)
@@ -178,7 +182,7 @@ def _random_bits_rows(
     shape: Sequence[int],
     dim: int,
     size: int,
-    blocks: int,
+    blocks: Blocks,
     folds: bool,
     **_: Any,
 ) -> jax.Array:
@@ -198,7 +202,7 @@ def _random_split_rows(
     shape: Sequence[int],
     dim: int,
     size: int,
-    blocks: int,
+    blocks: Blocks,
     folds: bool,
     **_: Any,
 ) -> jax.Array:
@@ -241,7 +245,7 @@ _ADDED = ("dim", "size", "blocks", "folds")
 
 
 def rows_of(
-    eqn: JaxprEqn, positions: Any, dim: int, size: int, folds: bool, blocks: int = 1
+    eqn: JaxprEqn, positions: Any, dim: int, size: int, folds: bool, blocks: Blocks = 1
 ) -> JaxprEqn:
     """Return the equation of a microbatch's rows of what `eqn` creates.
 
@@ -336,13 +340,15 @@ def _factors(eqn: JaxprEqn) -> OpFactors:
     shape, dim, blocks = eqn.params["shape"], eqn.params["dim"], eqn.params["blocks"]
     *keys, positions = eqn.invars
     key_dims = [build.dims(aval_of(atom).shape) for atom in keys]
-    count = aval_of(positions).shape[0]
-    rows = shape[dim] // blocks
+    num_blocks, parts = Fraction(blocks).as_integer_ratio()
+    count = aval_of(positions).shape[0] // parts
+    rows = shape[dim] // num_blocks
     groups = gcd(count, rows)
     group = build.new(groups)
-    examples: Dims = (group + build.new(count // groups, "whole"),)
+    part = build.new(parts, "whole") if parts > 1 else ()
+    examples: Dims = (part + group + build.new(count // groups, "whole"),)
     created = tuple(
-        build.new(blocks) + group + build.new(rows // groups) if at == dim else build.new(size)
+        build.new(num_blocks) + group + build.new(rows // groups) if at == dim else build.new(size)
         for at, size in enumerate(shape)
     )
     keyed = tuple(factors for dims in key_dims for factors in dims)

@@ -2,11 +2,17 @@
 
 After merging the dims (time, batch), each of `time` blocks has a row per example. A dim of examples
 alone is one block. Rows that are all equal fit any number of blocks.
+
+A dim may also have a part of the batch: `x[: n // 2]` has half a block. After `x.reshape(4, -1)`
+the second dim has a quarter of a block, for each of the first. Microbatch k of n has the examples
+k, k + n, k + 2n, ... So its first half consists of the examples k, k + n, ... of the first half of
+the batch, if it can be divided into halves.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, prod
+from fractions import Fraction
+from math import gcd, lcm, prod
 from typing import Literal
 
 import jax
@@ -16,6 +22,13 @@ from jax.lax import split_p
 
 from autopar.ir.graph import aval_of
 from autopar.primitives.factors import OpFactors
+
+type Blocks = int | Fraction
+"""A number of blocks, a fraction if a dim has a part of the batch."""
+
+
+def _simplified(blocks: Blocks) -> Blocks:
+    return blocks if blocks.denominator > 1 else int(blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +44,11 @@ class ExamplesFactor:
     """
 
     number: int
-    blocks: int | None
+    blocks: Blocks | None
     regular: bool
     sizes: tuple[int, ...]
 
-    def dim_of(self, dims: Iterable[tuple[int, ...]]) -> tuple[int, int | None] | None:
+    def dim_of(self, dims: Iterable[tuple[int, ...]]) -> tuple[int, Blocks | None] | None:
         """Return the dim of an array that has the examples, and the number of its blocks.
 
         Args:
@@ -53,12 +66,12 @@ class ExamplesFactor:
             count = prod(self.sizes[factor] for factor in major)
             if self.blocks is None:  # rows that differ from block to block are not all equal
                 return dim, count if count > 1 else None
-            return dim, self.blocks * count
+            return dim, _simplified(self.blocks * count)
         return None
 
 
 def examples_factor(
-    factors: OpFactors, larger: OpFactors, dim: tuple[int, ...], blocks: int | None
+    factors: OpFactors, larger: OpFactors, dim: tuple[int, ...], blocks: Blocks | None
 ) -> ExamplesFactor | None:
     """Return the factor of the examples; None if there is none.
 
@@ -74,21 +87,19 @@ def examples_factor(
     sizes = zip(factors.sizes, larger.sizes, strict=True) if alike else ()
     grown = [number for number, (size, other) in enumerate(sizes) if size != other]
     regular = len(grown) == 1 and grown[0] in dim
-    if blocks == 1 or not regular:
-        if blocks not in (1, None) or (regular and grown[0] != dim[0]):
-            return None
-        return ExamplesFactor(dim[0], blocks, regular, factors.sizes)
+    if not regular:
+        return ExamplesFactor(dim[0], blocks, False, factors.sizes) if blocks in (1, None) else None
     number = grown[0]
     if blocks is None:
         return ExamplesFactor(number, None, regular, factors.sizes)
     major = prod(factors.sizes[each] for each in dim[: dim.index(number)])
-    inner, rest = divmod(blocks, major)
-    if rest or factors.sizes[number] % inner or larger.sizes[number] % inner:
+    inner = Fraction(blocks) / major
+    if any(size % inner.numerator for size in (factors.sizes[number], larger.sizes[number])):
         return None
-    return ExamplesFactor(number, inner, regular, factors.sizes)
+    return ExamplesFactor(number, _simplified(inner), regular, factors.sizes)
 
 
-def common_blocks(several: Iterable[int | None]) -> int | Literal["none"] | None:
+def common_blocks(several: Iterable[Blocks | None]) -> Blocks | Literal["none"] | None:
     """Return the number of blocks that fits several dims; "none" if they differ."""
     numbers = set(several) - {None}
     if len(numbers) > 1:
@@ -111,12 +122,14 @@ class _Pieces:
     bounds: tuple[int, ...]
     results: tuple[int, ...]
 
-    def blocks(self, unit: int) -> tuple[tuple[int, ...], ...] | None:
-        """Return all sizes as numbers of blocks of `unit` rows; None if one has a remainder."""
+    def blocks(self, unit: Blocks) -> tuple[tuple[Blocks, ...], ...] | None:
+        """Return all sizes as numbers of blocks of `unit` rows; None if these have no rows."""
         groups = (self.operands, self.bounds, self.results)
-        if unit == 0 or any(size % unit for group in groups for size in group):
+        if unit == 0:
             return None
-        return tuple(tuple(size // unit for size in group) for group in groups)
+        return tuple(
+            tuple(_simplified(Fraction(size) / unit) for size in group) for group in groups
+        )
 
 
 def _pieces(eqn: JaxprEqn, dim: int) -> _Pieces | None:
@@ -138,12 +151,12 @@ def _pieces(eqn: JaxprEqn, dim: int) -> _Pieces | None:
 
 
 def blocks_of_pieces(
-    eqn: JaxprEqn, larger: JaxprEqn, rows: Mapping[int, tuple[int, int | None]]
-) -> Sequence[tuple[int, int | None]] | None:
+    eqn: JaxprEqn, larger: JaxprEqn, rows: Mapping[int, tuple[int, Blocks | None]]
+) -> Sequence[tuple[int, Blocks | None]] | None:
     """Return where the examples are in the results of an equation that joins or cuts blocks.
 
     Two arrays of examples, joined by `concatenate`, are two blocks. A slice of one of them is a
-    block again.
+    block again, and half of that is half a block.
 
     Args:
         eqn: the equation.
@@ -153,7 +166,7 @@ def blocks_of_pieces(
 
     Returns:
         The dim of the examples and the number of blocks of each result. None if the equation does
-        neither, or cuts through a block.
+        neither, or cuts a larger batch elsewhere.
     """
     dims = {dim for dim, _ in rows.values()}
     if len(dims) != 1:
@@ -162,19 +175,46 @@ def blocks_of_pieces(
     small, large = _pieces(eqn, dim), _pieces(larger, dim)
     if small is None or large is None or rows.keys() != set(range(len(small.operands))):
         return None
-    units = {
-        (small.operands[k] // blocks, large.operands[k] // blocks)
+    units: set[tuple[Blocks, Blocks]] = {
+        (Fraction(small.operands[k]) / blocks, Fraction(large.operands[k]) / blocks)
         for k, (_, blocks) in rows.items()
         if blocks is not None
-    } or {tuple(gcd(*p.operands, *p.bounds, *p.results) for p in (small, large))}
+    } or {(_common_size(small), _common_size(large))}
     if len(units) != 1:
         return None
     unit, larger_unit = units.pop()
     counts = small.blocks(unit)
     if counts is None or counts != large.blocks(larger_unit) or 0 in counts[-1]:
         return None
-    equal_rows = eqn.primitive in (slice_p, split_p) and all(b is None for _, b in rows.values())
+    adds_rows = eqn.primitive not in (slice_p, split_p) and (
+        any(small.bounds) or small.operands != small.results
+    )
+    equal_rows = not adds_rows and all(b is None for _, b in rows.values())
     return [(dim, None if equal_rows else blocks) for blocks in counts[-1]]
+
+
+def parts_of_pieces(eqn: JaxprEqn, rows: Mapping[int, tuple[int, Blocks | None]]) -> int:
+    """Return into how many equal parts a block has to be divided at the cuts of an equation.
+
+    Args:
+        eqn: an equation.
+        rows: as in `blocks_of_pieces`.
+
+    Returns:
+        One if the equation neither joins nor cuts blocks.
+    """
+    parts = 1
+    for k, (dim, blocks) in rows.items():
+        pieces = _pieces(eqn, dim)
+        if pieces is None or blocks is None or k >= len(pieces.operands):
+            continue
+        counts = pieces.blocks(Fraction(pieces.operands[k]) / blocks)
+        parts = lcm(parts, *(count.denominator for group in counts or () for count in group))
+    return parts
+
+
+def _common_size(pieces: _Pieces) -> int:
+    return gcd(*pieces.operands, *pieces.bounds, *pieces.results)
 
 
 def blocks_apart(dim: int, blocks: int, value: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ caching (Gao et al. 2021, arXiv:2101.06983): the forward pass runs twice, and th
 of the whole batch.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from fractions import Fraction
 from functools import cached_property, partial
 from typing import override
 
@@ -156,8 +157,8 @@ class _CompletableValues(PreparableValues):
         statistics = dict.fromkeys(
             statistic for unit in roots for var in unit.reads for statistic in self._statistics(var)
         )
-        chosen = list(statistics) or self._after(roots)
-        chosen += self.rounded_with(chosen)
+        chosen, only_first = (list(statistics), set()) if statistics else self._after(roots)
+        chosen += (var for var in self.rounded_with(chosen) if var not in only_first)
         places = [self._as_input(var) for var in chosen]
         return tuple(place for place in places if place) if all(places) else ()
 
@@ -195,7 +196,10 @@ class _CompletableValues(PreparableValues):
         return place._replace(blocks=int(count), dim=dim)
 
     def _roots(self, values: Iterable[Var]) -> list[Unit]:
-        """Return the units whose operands are separable and whose results are not."""
+        """Return the first units with inseparable results, or with rows for a part of the batch.
+
+        Their operands are separable and have rows for the whole batch.
+        """
         roots: dict[int, Unit] = {}
         pending, seen = list(values), set[Var]()
         while pending:
@@ -204,7 +208,7 @@ class _CompletableValues(PreparableValues):
                 continue
             seen.add(var)
             unit = self.unit_of[var]
-            reasons = [v for v in unit.reads if isinstance(self.kinds[v], NotSeparable)]
+            reasons = [v for v in unit.reads if self._can_not_be_read(self.kinds[v])]
             if reasons:
                 pending += reasons
             else:
@@ -214,8 +218,18 @@ class _CompletableValues(PreparableValues):
         found = [roots[number] for number in sorted(roots)]
         return [unit for unit in found if not of_batch.isdisjoint(unit.makes)] or found
 
-    def _after(self, roots: Sequence[Unit]) -> list[Var]:
+    @staticmethod
+    def _can_not_be_read(kind: BatchScaling | NotSeparable) -> bool:
+        """Return whether a first pass reads what a value is computed from in place of the value.
+
+        Rows for a part of the batch are not put together.
+        """
+        return isinstance(kind, NotSeparable) or isinstance(kind.blocks, Fraction)
+
+    def _after(self, roots: Sequence[Unit]) -> tuple[list[Var], Set[Var]]:
         """Return the first values after `roots` that others can read from a first pass.
+
+        Values before these that only the first pass reads are the second result.
 
         Between them and the roots are the equations that only the first pass computes: those that
         read a value of an unfit shape, and those on the way from one of these to another.
@@ -233,7 +247,7 @@ class _CompletableValues(PreparableValues):
             var for unit in self.units if unit.number not in inside for var in unit.reads
         }.union(variables(self.outvars))
         first_pass = (unit for unit in self.units if unit.number in inside)
-        return [var for unit in first_pass for var in unit.makes if var in read]
+        return [var for unit in first_pass for var in unit.makes if var in read], unfit
 
     def _between(self, inside: Collection[int], made: Collection[Var]) -> set[int]:
         """Return the units that depend on `made`, and that a unit of `inside` depends on."""

@@ -33,6 +33,7 @@ from autopar.microbatch.created_rows import (
     rows_of,
     whole_of,
 )
+from autopar.microbatch.example_blocks import Blocks
 
 POSITIONS = "positions of the examples"
 """The path of the input with the positions of the examples."""
@@ -51,7 +52,7 @@ class _Site(NamedTuple):
     order: int
     number: tuple[int, int]
     dim: int
-    blocks: int
+    blocks: Blocks
 
 
 type Pair = tuple[Jaxpr, Jaxpr]
@@ -63,7 +64,7 @@ def add_positions(
     batch: frozenset[int],
     count: int,
     folds: bool,
-    blocks: Mapping[int, int] = MappingProxyType({}),
+    blocks: Mapping[int, Blocks] = MappingProxyType({}),
 ) -> list[Pair] | None:
     """Return traces that create the rows of a microbatch from the positions of its examples.
 
@@ -145,7 +146,7 @@ def blocks_of_created(
     batch: frozenset[int],
     positions: int,
     kinds: Mapping[Var, BatchScaling | NotSeparable],
-) -> dict[int, int]:
+) -> dict[int, Blocks]:
     """Return how many blocks created arrays need, to be combined with others row by row.
 
     An array is created with the rows of an example next to one another. Dropout of joined arrays,
@@ -169,7 +170,7 @@ def blocks_of_created(
             of_batch.update(eqn.outvars)
     created = [eqn.outvars[0] for eqn in jaxpr.eqns if created_by(eqn) in ROWS_OF]
     examples = aval_of(jaxpr.invars[positions]).shape[0]
-    needs: dict[int, int] = {}
+    needs: dict[int, Blocks] = {}
     for unfit in dict.fromkeys(kind for kind in kinds.values() if isinstance(kind, MinorExamples)):
         blocks_of = {unfit.eqn.invars[k]: blocks for k, blocks in unfit.blocks.items() if blocks}
         wanted = {blocks for var, blocks in blocks_of.items() if var in of_batch}
@@ -211,7 +212,7 @@ def without_unread_positions(jaxpr: Jaxpr, positions: int | None) -> Jaxpr:
 
 
 def _sites(
-    pair: Pair, batch: frozenset[int], folds: bool, blocks: Mapping[int, int]
+    pair: Pair, batch: frozenset[int], folds: bool, blocks: Mapping[int, Blocks]
 ) -> list[_Site]:
     """Return the equations of both traces that create an array with a row per example.
 

@@ -127,13 +127,14 @@ def split(
         jaxpr, later, before = _repaired(micro, sizes[0], jaxpr, numbers, repairs, found)
         numbers = {number: later[at] for number, at in numbers.items()}
     powers = {(numbers[n], r): power for (n, r), power in powers.items() if n in numbers}
-    chunks = _chunks(micro, sizes[0], found, batch)
+    chunks, parts = _chunks(micro, sizes[0], found, batch)
     microbatching = microbatching_as_marked(jaxpr, batch, count, combine, before)
     lines = _lines_of_own_statistics(traced_body, found)
     return jaxpr, replace(
         microbatching,
         powers=powers,
         chunks=chunks,
+        parts=parts,
         own_statistics=lines,
         own_loops=tuple(found.own_loops),
     )
@@ -466,15 +467,20 @@ def _check_sizes(micro: Jaxpr, whole: Jaxpr, sizes: tuple[Jaxpr, Jaxpr], count: 
                     )
 
 
-def _chunks(micro: Jaxpr, traced: Jaxpr, found: BatchScalings, batch: frozenset[int]) -> int:
-    """Return the number of runs of neighbouring examples in a microbatch.
+def _chunks(
+    micro: Jaxpr, traced: Jaxpr, found: BatchScalings, batch: frozenset[int]
+) -> tuple[int, int]:
+    """Return the number of runs of neighbouring examples in a microbatch, and of its parts.
 
     `traced` is the trace that `found` describes; its batch may be larger than that of `micro`.
     """
     if not batch:
-        return 1
+        return 1, 1
     _, body, _ = _parts(traced, batch)
-    chunks = found.chunks((eqn for _, eqn in body), [traced.invars[i] for i in batch])
+    _, mark = _mark(traced)
+    inputs = [traced.invars[i] for i in batch]
+    accumulated = {atom for atom in mark.invars if isinstance(atom, Var)}
+    chunks = found.chunks((eqn for _, eqn in body), inputs, accumulated)
     first = min(batch)
     rows, larger = (aval_of(each.invars[first]).shape[0] for each in (micro, traced))
     if chunks * rows % larger:
@@ -482,7 +488,18 @@ def _chunks(micro: Jaxpr, traced: Jaxpr, found: BatchScalings, batch: frozenset[
             f"the step puts {larger // chunks} neighbouring examples together, and a microbatch has"
             f" {rows}; use fewer microbatches"
         )
-    return chunks * rows // larger
+    chunks = chunks * rows // larger
+    parts = found.parts(eqn for _, eqn in body)
+    if parts > 1 and rows != larger:
+        raise _single_example(None)
+    if chunks % parts:
+        raise MicrobatchError(
+            f"the step takes one of {parts} equal parts of the batch, as x[: len(x) // {parts}] and"
+            f" x.reshape({parts}, -1) do, and a microbatch has {chunks}"
+            f" {'examples' if chunks == rows else 'runs of examples'}; use a number of microbatches"
+            f" with which {parts} divides that number"
+        )
+    return chunks, parts
 
 
 def _combination(

@@ -23,6 +23,7 @@ from autopar.ir.step_graph import (
 )
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.microbatch.batch_scaling import BatchScalings
+from autopar.microbatch.example_blocks import Blocks
 from autopar.microbatch.first_pass import (
     COMPLETED,
     check_no_model,
@@ -141,7 +142,7 @@ class MicrobatchTraces:
     in_layers: DividedTrace | None = None
     divide: Callable[[Jaxpr], Jaxpr] | None = None
     is_first_pass: bool = False
-    blocks: Mapping[int, int] = MappingProxyType({})
+    blocks: Mapping[int, Blocks] = MappingProxyType({})
 
     def split(self) -> SplitStep:
         """Return the step as it runs in microbatches.
@@ -186,7 +187,7 @@ class MicrobatchTraces:
             )
         return None
 
-    def _blocks_of_created(self, numbered: _Numbered, found: BatchScalings) -> dict[int, int]:
+    def _blocks_of_created(self, numbered: _Numbered, found: BatchScalings) -> dict[int, Blocks]:
         """Return the blocks of created arrays that need several and are not in `blocks`."""
         if numbered.positions is None:
             return {}

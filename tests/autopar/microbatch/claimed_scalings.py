@@ -5,6 +5,7 @@ examples. It may have the size of the batch as a factor or divisor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from random import Random
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from autopar.ir import control_flow
 from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.flatten import flatten
 from autopar.ir.keys import is_key
+from autopar.microbatch.batch_rows import cut_rows
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.same_step import DifferentStepsError
@@ -71,16 +73,18 @@ def wrong_claims(case: Case, random: Random) -> list[str] | None:
     inputs = [examples, *operands]
     batch = frozenset(i for i, operand in enumerate(inputs) if operand.in_batch)
     whole = [operand.whole for operand in inputs]
-    micro = [
-        [x[k * rows : (k + 1) * rows] if i in batch else x for i, x in enumerate(whole)]
-        for k in range(COUNT)
-    ]
-    small = flatten(jax.make_jaxpr(step_of(fun))(*micro[0]))
+    first = [x[:rows] if i in batch else x for i, x in enumerate(whole)]
+    small = flatten(jax.make_jaxpr(step_of(fun))(*first))
     large = flatten(jax.make_jaxpr(step_of(larger_fun))(*whole))
     try:
         found = BatchScalings(small, large, batch, COUNT)
     except DifferentStepsError:
         return []
+    chunks = found.chunks(small.eqns, [small.invars[i] for i in batch], set())
+    if chunks % found.parts(small.eqns):
+        return []
+    cut = [cut_rows(x, COUNT, chunks) if i in batch else [x] * COUNT for i, x in enumerate(whole)]
+    micro = list(zip(*cut, strict=True))
     names = _results(small)
     parts = [dict(zip(names, _values(small, args), strict=True)) for args in micro]
     totals = dict(zip(names, _values(large, whole), strict=True))
@@ -88,7 +92,7 @@ def wrong_claims(case: Case, random: Random) -> list[str] | None:
     return [
         f"{maker[var]} is not {found.kinds[var]}"
         for var in names
-        if not _holds(found.kinds[var], var, [part[var] for part in parts], totals[var])
+        if not _holds(found.kinds[var], chunks, [part[var] for part in parts], totals[var])
     ]
 
 
@@ -158,15 +162,19 @@ def _values(jaxpr: Jaxpr, inputs: Sequence[Any]) -> Iterator[np.ndarray]:
     return (np.asarray(env[var]) for var in _results(jaxpr))
 
 
-def _holds(kind: Any, var: Var, parts: Sequence[np.ndarray], total: np.ndarray) -> bool:
-    """Return whether the value of the batch is what its scaling says, if it has one."""
+def _holds(kind: Any, chunks: int, parts: Sequence[np.ndarray], total: np.ndarray) -> bool:
+    """Return whether the value of the batch is what its scaling says, if it has one.
+
+    `chunks` is the number of runs of examples in a microbatch.
+    """
     if not isinstance(kind, BatchScaling) or kind.form == "function" or kind.per:
         return True
     factor = float(COUNT) ** (kind.power or 0)
     expected = {"same": list(parts), "linear": [sum(parts) / COUNT]}.get(kind.form)
     if expected is None:
-        blocks = [np.split(part, kind.blocks or 1, kind.dim) for part in parts]
-        joined = [np.concatenate(block, kind.dim) for block in zip(*blocks, strict=True)]
+        num_runs = 1 if kind.blocks is None else int(chunks * Fraction(kind.blocks))
+        runs = [np.split(part, num_runs, kind.dim) for part in parts]
+        joined = [np.concatenate(run, kind.dim) for run in zip(*runs, strict=True)]
         expected = [np.concatenate(joined, kind.dim)]
     largest = np.abs(np.where(np.isfinite(total), total, 0)).max(initial=0)
     return all(

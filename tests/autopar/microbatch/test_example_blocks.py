@@ -1,5 +1,6 @@
 """Examples that are the minor part of a dim, as after merging (time, batch)."""
 
+from fractions import Fraction
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,8 +21,8 @@ from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.testing import assert_allclose
 
 TIME, WIDTH = 6, 4
-EXAMPLES, COUNT = 4, 3
-MOVES = "transpose", "merge", "split", "tile", "reverse", "join", "cut", "pad"
+EXAMPLES, COUNT = 12, 3
+MOVES = "transpose", "merge", "split", "tile", "reverse", "join", "cut", "part", "pad", "shift"
 
 
 def rearranged(xp, x, moves):
@@ -43,6 +44,13 @@ def rearranged(xp, x, moves):
             x = xp.concatenate([x, x + number][:: 1 - 2 * (number % 2)], dim)
         elif move == "cut" and x.shape[dim] % 2 == 0:
             x = xp.split(x, 2, dim)[number % 2]
+        elif move == "part" and x.shape[dim] % 3 == 0:
+            third = x.shape[dim] // 3
+            start = number // 3 % 3 * third
+            x = xp.moveaxis(xp.moveaxis(x, dim, 0)[start : start + third], 0, dim)
+        elif move == "shift" and x.shape[dim] % 2 == 0:
+            first, second = xp.split(x, 2, dim)
+            x = xp.concatenate([xp.ones_like(first), first, second], dim)
         elif move == "pad":
             size = (0, x.shape[dim])[:: 1 - 2 * (number % 2)]
             x = xp.pad(x, [size if each == dim else (0, 0) for each in range(x.ndim)])
@@ -52,7 +60,7 @@ def rearranged(xp, x, moves):
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 10)), max_size=7))
 def test_rows_are_where_the_scaling_says(moves):
-    whole = np.arange(EXAMPLES * COUNT * 2 * 6.0).reshape(-1, 2, 6) / 100
+    whole = np.arange(EXAMPLES * COUNT * 2 * 6.0).reshape(-1, 2, 6) / 1000
     small, large = (
         flatten(jax.make_jaxpr(lambda x: rearranged(jnp, x, moves))(rows))
         for rows in (whole[:EXAMPLES], whole)
@@ -63,12 +71,15 @@ def test_rows_are_where_the_scaling_says(moves):
     kind = scalings.kinds[result]
     if not isinstance(kind, BatchScaling):
         return  # refused
-    chunks = scalings.chunks(small.eqns, small.invars)
+    chunks = scalings.chunks(small.eqns, small.invars, {result})
+    if chunks % scalings.parts(small.eqns):
+        return  # refused
     part = rearranged(np, cut_rows(whole, COUNT, chunks)[1], moves)
     runs = np.moveaxis(rearranged(np, whole, moves), kind.dim, 0)
-    own = runs.reshape(kind.blocks, chunks, COUNT, -1)[:, :, 1]
+    num_runs = int(chunks * Fraction(kind.blocks or 1))
+    own = runs.reshape(num_runs, COUNT, -1)[:, 1]
     rows = np.moveaxis(part, kind.dim, 0)
-    assert_allclose(rows.reshape(kind.blocks, chunks, -1), own)
+    assert_allclose(rows.reshape(num_runs, -1), own)
 
 
 PARAMS = {
