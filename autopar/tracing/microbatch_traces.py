@@ -270,6 +270,7 @@ class MicrobatchTraces:
                 self._own_loops,
                 self.is_first_pass,
             )
+            more = tuple(place for place in dict.fromkeys(more) if place not in completed)
             if not more:
                 break
             values = values_at(self.traces[-2], more)

@@ -239,3 +239,22 @@ def test_rows_that_a_pad_shifts_are_not_all_equal():
     method = autopar.ShardParallel(devices=1, num_micro_batches=2)
     planned = autopar.parallelize(step, method=method, donate_argnums=())
     assert_allclose(planned(*args), step(*args), rtol=1e-4, atol=1e-5)
+
+
+def test_a_first_pass_completes_each_value_once():
+    """A layer in two chunks precedes a sort of the examples, and one in groups of four follows."""
+
+    def loss(params, x, y):
+        def add(total, chunk):
+            chunk = jnp.tanh(chunk @ params["in"][:3, :3])
+            return total + chunk.sum(0), chunk
+
+        out = outputs(params, x)
+        chunks = lax.scan(jax.checkpoint(add), jnp.zeros(3), out.reshape(2, -1, 3))[1]
+        chunked = chunks.reshape(out.shape)
+        ordered = chunked[jnp.argsort(chunked[:, 0])] + out
+        weights = (y[: len(x) // 4, 0] > 0).astype(y.dtype)
+        means = jnp.tanh(ordered @ params["in"][:3]).reshape(len(weights), -1).mean(-1)
+        return (means * weights).sum() / weights.sum()
+
+    assert_refused(loss, "sort at")
