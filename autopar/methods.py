@@ -309,7 +309,8 @@ class PipeshardParallel(PlanningMethod):
             `autopar.pipeline.pipeline_schedules.schedule_names`), or "auto".
         layer_option: how to cut the loss function into layers if no decorator does so; its
             `remat_layer` may be "auto". "auto" stands for the layers of the decorators if there are
-            some, else for an `AutoLayerOption` of 8, 4 or 2 layers, the most that the loss has.
+            some, else for an `AutoLayerOption` of 8, 4 or 2 layers, the most that the loss has. If
+            each is a stage, they are no more than the devices have stages.
         stage_option: which layers form a stage, and on which devices. "uniform" stands for
             `UniformStageOption()` and "auto" for `AutoStageOption()`.
         stage_mode: "uniform" or "auto", the name of the same option in Alpa's tutorial. It takes

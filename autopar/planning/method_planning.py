@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from autopar.layering.layers import (
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
 from autopar.pipeline.pipeline_schedules import has_backward, splits_backward
-from autopar.pipeline.stage_options import AutoStageOption
+from autopar.pipeline.stage_options import AutoStageOption, UniformStageOption
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import Plan, PlanError
 from autopar.planning.follow import follow_with_first_pass
@@ -386,14 +387,27 @@ class _PipelinePlanning:
         """Return None if decorators make layers, else the first option with no light layer."""
         if num_layers(self.trace(num_micro_batches, None).jaxpr):
             return None
-        for option in _AUTO_LAYERS[:-1]:
+        *options, last = self._auto_layers()
+        for option in options:
             try:
                 step = self.trace(num_micro_batches, option)
             except (LayerError, NoLayersError):
                 continue
             if not has_light_layers(step.jaxpr):
                 return option
-        return _AUTO_LAYERS[-1]
+        return last
+
+    def _auto_layers(self) -> Sequence[AutoLayerOption]:
+        """Return the options of `_AUTO_LAYERS` for which there are enough devices.
+
+        Uniform stages are as many as the layers, unless their number is given.
+        """
+        stages, chunks = self.method.stages, self.method.chunks
+        if not isinstance(stages, UniformStageOption) or stages.num_stages is not None:
+            return _AUTO_LAYERS
+        num_submeshes = self.target.mesh.num_devices // prod(stages.submesh_physical_shape or (1,))
+        most = num_submeshes * (chunks if isinstance(chunks, int) else 1)
+        return [option for option in _AUTO_LAYERS if option.layer_num <= most] or _AUTO_LAYERS[-1:]
 
     def plan_whole_step(self, num_micro_batches: int, mesh: LogicalMesh) -> tuple[StepGraph, Plan]:
         """Return the step and its plan as one program on a mesh."""

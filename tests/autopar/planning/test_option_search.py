@@ -261,6 +261,22 @@ def test_automatic_layers_are_as_many_as_the_loss_has():
     assert planned(**options, layer_option="auto").schedule.layer_option == AutoLayerOption(4)
 
 
+@pytest.mark.parametrize(
+    ("devices", "options", "layers"),
+    [
+        (2, {}, 2),
+        (2, {"pipeline_schedule": "zero_bubble_v"}, 4),
+        (4, {}, 4),
+        (4, {"stage_option": UniformStageOption(submesh_physical_shape=(1, 2))}, 2),
+    ],
+)
+def test_automatic_layers_are_no_more_than_the_stages_that_devices_have(devices, options, layers):
+    options = {"num_micro_batches": 2, "stage_option": "uniform", **options}
+    plan = planned(devices=devices, layer_option="auto", **options)
+    assert plan.schedule.layer_option == AutoLayerOption(layers)
+    assert len(plan.stages) == layers
+
+
 def test_layers_of_a_decorator_are_taken_as_they_are():
     def step(params, x):
         @autopar.automatic_layer_construction(layer_num=2)
