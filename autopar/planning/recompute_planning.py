@@ -97,13 +97,18 @@ def shard_recomputing(
     return best
 
 
+def _closeness(error: MemoryBudgetError | TimeoutError) -> float:
+    """Return the bytes that a step needs that does not fit; 0 if that is not known."""
+    return error.least if isinstance(error, MemoryBudgetError) else 0.0
+
+
 class _RecomputeSearch:
     """The state of a search; see `shard_recomputing` for the arguments.
 
     Attributes:
         repeats: Whether values may be computed again.
         offloads: Whether they may be offloaded.
-        error: The error of the attempt that came closest to the budget.
+        error: The error of the attempt that came closest to the budget, or that ran out of time.
         fastest: The seconds of the fastest step so far.
         runs: How often each equation runs in a step.
     """
@@ -124,7 +129,7 @@ class _RecomputeSearch:
         self.repeats = True
         self.offloads = False
         self.costs = MeshCosts(mesh, model, options.forbidden)
-        self.error: MemoryBudgetError | None = None
+        self.error: MemoryBudgetError | TimeoutError | None = None
         self.fastest = math.inf
         self.runs = repeats_in_step(step)
 
@@ -134,16 +139,19 @@ class _RecomputeSearch:
             step, self.mesh, self.model, self.options, budget, self.costs, with_specs=True
         )
 
-    def attempt(self, equations: ChosenEquations, slack: float = 0.0) -> Recomputing | None:
+    def attempt(self, equations: ChosenEquations, is_first: bool = True) -> Recomputing | None:
         """Return the step with equations repeated or offloaded, and sharded, if it fits.
+
+        None, too, if no sharding that fits can be faster than what was found before, or if none is
+        found in time.
 
         Args:
             equations: The equations.
-            slack: The bytes by which they exceed the budget in the recomputation problem. If there
-                are any, the fastest sharding must nearly fit.
+            is_first: Whether it is the first from a starting point. The fastest sharding of others
+                has to fit nearly.
         """
         step = recompute(self.step, equations.repeated, equations.offloaded)
-        if slack > 0:
+        if not is_first:
             free = self.sharded(step, math.inf)
             if free.peak_bytes <= self.budget:
                 return Recomputing(equations, step, free)
@@ -151,8 +159,8 @@ class _RecomputeSearch:
                 return None
         try:
             return Recomputing(equations, step, self.sharded(step, self.budget))
-        except MemoryBudgetError as error:
-            if self.error is None or error.least < self.error.least:
+        except (MemoryBudgetError, TimeoutError) as error:
+            if self.error is None or _closeness(error) < _closeness(self.error):
                 self.error = error
             return None
 
@@ -187,7 +195,7 @@ class _RecomputeSearch:
             shardings = start.shardings
             fastest = shardings.seconds
         assert isinstance(shardings, Shardings)
-        tried = {start.equations if isinstance(start, Recomputing) else None}
+        tried = {start.equations} if isinstance(start, Recomputing) else set[ChosenEquations]()
         enough = 0.0
         for _ in range(_ROUNDS):
             found = self.candidates(shardings)
@@ -197,8 +205,8 @@ class _RecomputeSearch:
             equations = found.equations(chosen.choice)
             if equations in tried:
                 return
+            result = self.attempt(equations, is_first=not tried)
             tried.add(equations)
-            result = self.attempt(equations, slack)
             if result is not None and result.shardings.seconds < fastest:
                 yield result
                 shardings, fastest = result.shardings, result.shardings.seconds
