@@ -227,18 +227,26 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     return max(saved_steps(directory), default=None)
 
 
-def begin(directory: Path, step: int) -> Path:
+def begin(directory: Path, step: int, keep: int | None) -> Path:
     """Create a folder for the checkpoint of a step, which counts as a checkpoint after `commit`.
 
     Also removes unfinished folders of processes that were killed.
 
     Raises:
-        CheckpointError: there is a checkpoint of this step.
+        CheckpointError: there is a checkpoint of this step, or `commit` would remove it because
+            there are `keep` later ones.
     """
     if (directory / str(step)).exists():
         raise CheckpointError(
             f"{directory} has a checkpoint of step {step} already; remove it, or save to another"
             " directory if this is another run"
+        )
+    later = [saved for saved in saved_steps(directory) if saved > step]
+    if keep is not None and len(later) >= keep:
+        raise CheckpointError(
+            f"{directory} has checkpoints of the later steps {', '.join(map(str, later))}, so"
+            f" keep={keep} would remove that of step {step}; remove the later ones, or save to"
+            " another directory"
         )
     for unfinished in directory.glob(f"*{_UNFINISHED}"):
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -129,8 +129,9 @@ def save_checkpoint(
         verify: whether to read back what was written and compare checksums.
 
     Raises:
-        CheckpointError: there is a checkpoint of this step, the state has no arrays, a leaf is not
-            an array, another process saves to the directory, or what was read back differs.
+        CheckpointError: there is a checkpoint of this step or are `keep` later ones, the state has
+            no arrays, a leaf is not an array, another process saves to the directory, or what was
+            read back differs.
         HostsError: a host is lost.
         Exception: the error of the checkpoint before, if its result has not been asked for.
     """
@@ -144,7 +145,7 @@ def save_checkpoint(
         finish_saving()
         directory_lock = lock(directory)
         undo.callback(directory_lock.release)
-        folder = begin(directory, int(step))
+        folder = begin(directory, int(step), keep)
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         arrays, writers = _copy(folder, leaves, verify)
         undo.pop_all()

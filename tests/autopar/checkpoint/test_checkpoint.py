@@ -194,6 +194,9 @@ def test_the_last_checkpoints_are_kept(tmp_path):
     assert autopar.latest_step(tmp_path) == 4
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["3", "4"]
     assert autopar.latest_step(tmp_path / "nowhere") is None
+    with pytest.raises(autopar.CheckpointError, match="later steps 3, 4, so keep=2 would remove"):
+        autopar.save_checkpoint(tmp_path, {"x": 1}, 1, keep=2)  # after a return to step 0
+    assert saved_steps(tmp_path) == [3, 4]
 
 
 def test_a_failed_save_leaves_earlier_checkpoints(tmp_path, monkeypatch):
@@ -605,9 +608,9 @@ def test_threads_that_save_wait_for_each_other(
     """A checkpoint begins while another one is written, and would remove its folder."""
     begin, write = saving.begin, saving.write
 
-    def late(directory: Path, step: int) -> Path:
+    def late(directory: Path, step: int, keep: int | None) -> Path:
         time.sleep(0.1 * step)
-        return begin(directory, step)
+        return begin(directory, step, keep)
 
     def slow(*args: Any) -> dict[str, int]:
         checksums = write(*args)
