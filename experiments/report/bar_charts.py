@@ -52,7 +52,8 @@ def draw_cells(rows: Sequence[CellRow], source: str) -> Figure:
     """Draw step time and memory of one model on one platform, one below the other.
 
     Each mesh is a group of bars, each strategy a bar. A diamond marks what a paper reports for the
-    cell, hatching a cell that does not fit in memory, a cross one that failed.
+    cell, hatching a cell that does not fit in memory, a cross one that failed or has no plan that
+    fits.
 
     Args:
         rows: the rows of that model and platform in the table of cells, whose columns are
@@ -116,10 +117,15 @@ def _legend(ours: Sequence[CellRow], paper: Sequence[CellRow]) -> list[Artist]:
     ]
     if paper:
         handles.append(Line2D([], [], **DIAMOND, label="published"))
-    if any(row["status"] == "out_of_memory" for row in ours):
+    not_fitting = [row for row in ours if row["status"] == "out_of_memory"]
+    if any(row["step_time_s"] is not None for row in not_fitting):
         handles.append(Patch(facecolor="#777777", **HATCH, label="does not fit"))
-    if any(row["status"] == "failed" for row in ours):
-        handles.append(Line2D([], [], linestyle="", marker="x", color="#777777", label="failed"))
+    has_failed = any(row["status"] == "failed" for row in ours)
+    is_unplanned = any(row["step_time_s"] is None for row in not_fitting)
+    crosses = ["failed"] * has_failed + ["no plan fits"] * is_unplanned
+    if crosses:
+        label = " or ".join(crosses)
+        handles.append(Line2D([], [], linestyle="", marker="x", color="#777777", label=label))
     return handles
 
 

@@ -71,7 +71,7 @@ def _plan_report(directory: Path, job: Job, strategy: str) -> PlanReport | None:
 
 
 def _result_page(directory: Path, job: Job, strategy: str) -> str:
-    """Return a page with the result of a cell that failed, or whose strategy needs no plan."""
+    """Return a page with the result of a cell without a prediction or without a plan."""
     result = asdict(read_cell(directory, strategy))
     columns = {"mesh": mesh_name(job.mesh), "source": job.source} | result
     rows = [(key, value) for key, value in columns.items() if value not in (None, "")]
@@ -80,6 +80,6 @@ def _result_page(directory: Path, job: Job, strategy: str) -> str:
 
 
 _NO_PLAN = (
-    "This cell has no plan and no prediction: it failed, or it measures a step that is written by"
-    " hand. Times are in seconds, memory is in bytes."
+    "This cell has no plan and no prediction: it failed, no plan fits in memory, or it measures a"
+    " step that is written by hand. Times are in seconds, memory is in bytes."
 )

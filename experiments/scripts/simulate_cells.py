@@ -30,7 +30,10 @@ def main(job_json: str, directory: str) -> None:
     model, cluster = build_model(job.model, job.sizes), Cluster.load(job.cluster)
 
     def simulate(strategy: str) -> Cell:
-        plan = STRATEGIES[strategy].plan(model, job.mesh, cluster)
+        try:
+            plan = STRATEGIES[strategy].plan(model, job.mesh, cluster)
+        except autopar.MemoryBudgetError as error:
+            return Cell("out_of_memory", str(error))
         if plan is not None:
             plan.save(plan_path(results, strategy))
         prediction = STRATEGIES[strategy].predict(model, job.mesh, plan, cluster)

@@ -62,6 +62,9 @@ def test_published_numbers_are_diamonds_on_their_bars_and_failures_crosses(
     assert marks["x"] == pytest.approx((1 + 0.14 / 2, 0))  # right of the middle of the second group
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["serial", "data", "shard", "published", "does not fit", "failed"]
+    cells[1] |= {"step_time_s": None, "memory_bytes_per_device": None}
+    legend = draw_cells(cells, "simulated").legends[0].get_texts()
+    assert [text.get_text() for text in legend][-2:] == ["published", "failed or no plan fits"]
 
 
 def test_the_same_table_gives_the_same_file(cells: list[CellRow], tmp_path: Path) -> None:

@@ -139,6 +139,21 @@ def test_a_predicted_step_needs_what_its_fullest_device_needs(tmp_path, monkeypa
     assert read_cell(tmp_path, "staged").memory_bytes_per_device == 2
 
 
+def test_a_step_for_which_no_plan_fits_does_not_fit(tmp_path, monkeypatch) -> None:
+    class TooLarge:
+        def plan(self, *_: Any) -> None:
+            raise autopar.MemoryBudgetError(1e9, 2e9)
+
+    monkeypatch.setitem(simulate_cells.STRATEGIES, "too_large", TooLarge())
+    sizes = asdict(MODELS["mlp"])
+    job = Job("simulated", "mlp", "tiny", sizes, "p3.16xlarge", (2,), ("too_large",))
+    write_job(tmp_path, job)
+    simulate_cells.main(job.to_json(), str(tmp_path))
+    cell = read_cell(tmp_path, "too_large")
+    assert cell.status == "out_of_memory"
+    assert cell.reason == str(autopar.MemoryBudgetError(1e9, 2e9))
+
+
 def test_strategies_of_a_job_share_the_traces_of_its_step(monkeypatch):
     cluster, model = Cluster.load("p3.16xlarge"), MODELS["mlp"]
     train_step, traces = MLP.train_step, []
