@@ -10,6 +10,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 from experiments.sweep_job import Sweep
@@ -25,17 +27,20 @@ _RECORDED_SECONDS = 60.0
 
 
 def recorded_seconds(*tables: Path) -> dict[str, float]:
-    """Return the seconds of each cell in the first of `tables` that exists, by the cell's name."""
+    """Return the seconds of each cell by name, from the first of `tables` that can be read.
+
+    They only serve estimates, so a table that was changed by hand does not stop a run.
+    """
     for table in tables:
-        if table.exists():
-            with table.open(newline="") as file:
-                return {
-                    "{source}/{platform}/{model}-{size}/{mesh}/{strategy}".format_map(row): float(
-                        row["total_time_s"]
-                    )
-                    for row in csv.DictReader(file)
-                    if row.get("total_time_s")
-                }
+        with suppress(OSError, ValueError, KeyError, csv.Error), table.open(newline="") as file:
+            seconds = {
+                "{source}/{platform}/{model}-{size}/{mesh}/{strategy}".format_map(row): float(
+                    row["total_time_s"]
+                )
+                for row in csv.DictReader(file)
+                if row["total_time_s"]
+            }
+            return {cell: value for cell, value in seconds.items() if 0 <= value < inf}
     return {}
 
 

@@ -13,6 +13,8 @@ from experiments.sources import ROOT
 from experiments.sweep_job import Job, Sweep
 from experiments.sweep_progress import begin, finish, job_priorities, recorded_seconds
 
+HEADER = b"source,platform,model,size,mesh,strategy,total_time_s\n"
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -66,13 +68,24 @@ def test_cells_of_a_stopped_run_count_as_done_but_not_for_the_speed(
 
 
 def test_seconds_come_from_the_first_table_that_exists(tmp_path: Path) -> None:
-    header = "source,platform,model,size,mesh,strategy,total_time_s\n"
+    header = HEADER.decode()
     here, recorded = tmp_path / "here.csv", tmp_path / "recorded.csv"
     recorded.write_text(f"{header}simulated,dgx,gpt,125M,2x4,shard,12.5\npaper,dgx,gpt,1,1,a,\n")
     assert recorded_seconds(here, recorded) == {"simulated/dgx/gpt-125M/2x4/shard": 12.5}
     here.write_text(header)
     assert recorded_seconds(here, recorded) == {}
     assert recorded_seconds() == {}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [b"\xff\xfe\x00", b"junk\n1\n", b"total_time_s\n1\n", HEADER + b"a,b,c,d,1,e,fast\n"],
+)
+def test_a_table_that_cannot_be_read_has_no_seconds(tmp_path: Path, table: bytes) -> None:
+    here, recorded = tmp_path / "here.csv", tmp_path / "recorded.csv"
+    recorded.write_bytes(HEADER + b"a,b,c,d,1,e,2.5\na,b,c,d,1,f,nan\na,b,c,d,1,g,-1\n")
+    here.write_bytes(table)
+    assert recorded_seconds(here, recorded) == {"a/b/c-d/1/e": 2.5}
 
 
 def test_the_first_figure_comes_first_and_then_the_longest_job() -> None:
