@@ -13,19 +13,32 @@ def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
 
     Args:
         mesh: The mesh.
-        specs: A pytree of PartitionSpecs with the structure of `args`.
-        args: A pytree of arrays or ShapeDtypeStructs.
+        specs: A pytree of PartitionSpecs with the structure of `args`, or a prefix of it, as the
+            `in_specs` of `jax.shard_map`: a spec in place of a subtree is that of all its arrays.
+        args: A pytree of arrays, numbers or ShapeDtypeStructs.
 
     Raises:
         ValueError: A spec names an axis that is not in the mesh, has more entries than its array
-            has dims, or does not divide a dim evenly. The message names the array.
+            has dims, or does not divide a dim evenly. The message names the array. Or `specs` has
+            another structure than `args`.
+        TypeError: `specs` has a leaf that is not a PartitionSpec.
     """
 
     def sharding(path: Any, x: Any, spec: PartitionSpec) -> NamedSharding:
-        if reason := spec_problem(spec, x.shape, mesh.shape):
+        if reason := spec_problem(spec, jax.numpy.shape(x), mesh.shape):
             raise ValueError(
                 f"argument {jax.tree_util.keystr(path, simple=True, separator='/')}: {reason}"
             )
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(sharding, args, specs)
+    for spec in jax.tree.leaves(specs):
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"specs has {spec!r} in it, expected PartitionSpecs; P() is unsharded")
+    try:
+        spec_of_each = jax.tree.broadcast(specs, args)
+    except ValueError as error:
+        raise ValueError(
+            f"specs is {jax.tree.structure(specs)}, expected the structure of the arguments,"
+            f" {jax.tree.structure(args)}, or a prefix of it"
+        ) from error
+    return jax.tree_util.tree_map_with_path(sharding, args, spec_of_each)

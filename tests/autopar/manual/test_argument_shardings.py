@@ -39,3 +39,19 @@ def test_every_array_gets_the_sharding_of_its_spec() -> None:
 def test_an_argument_that_its_spec_does_not_fit_is_named(spec: PartitionSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shardings(MESH, {"batch": {"x": spec}}, {"batch": {"x": np.zeros((6, 4))}})
+
+
+def test_a_spec_in_place_of_a_subtree_is_that_of_all_its_arrays() -> None:
+    args = {"w": np.zeros((8, 3)), "b": np.zeros(8)}, 1.0
+    split, whole = NamedSharding(MESH, P("i")), NamedSharding(MESH, P())
+    assert shardings(MESH, (P("i"), P()), args) == ({"w": split, "b": split}, whole)
+
+
+def test_specs_of_another_structure_are_refused() -> None:
+    args = {"w": np.zeros((8, 3)), "b": np.zeros(8)}
+    for specs in ({"w": P()}, {"w": P(), "b": None}):
+        with pytest.raises(ValueError, match=r"specs is PyTreeDef\(.*, expected the structure of"):
+            shardings(MESH, specs, args)
+    with pytest.raises(TypeError, match=r"specs has 'i' in it, expected PartitionSpecs"):
+        shardings(MESH, "i", args)
+    assert shardings(MESH, {"mask": None}, {"mask": None}) == {"mask": None}
