@@ -1,6 +1,6 @@
 """Results of a search: one trial per candidate."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
@@ -60,6 +60,10 @@ class Trial:
         if self.reason:
             results.append(self.reason)
         return f"{knobs}: {', '.join(results)}"
+
+
+RESULTS = tuple(field.name for field in fields(Trial) if field.name != "candidate")
+"""The columns of `TuningResult.table` besides the knobs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from autopar.progress import log_progress
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tuning.candidate_search import Search, search
 from autopar.tuning.search_space import Candidate, Domain, SearchSpace
-from autopar.tuning.trials import Trial, TuningResult
+from autopar.tuning.trials import RESULTS, Trial, TuningResult
 from autopar.util import benchmark_func, zeros
 from simulator.hardware.cluster import Cluster
 
@@ -35,6 +35,8 @@ type StepFactory = Callable[
 
 _REFUSALS = (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError)
 """The errors of a candidate that can't run. Any other error is a bug, and stops the search."""
+
+_METHOD = instance("a method that plans, such as autopar.ShardParallel(mesh)", PlanningMethod)
 
 
 def tune(
@@ -62,7 +64,8 @@ def tune(
         measure: The number of candidates to measure; requires local devices like the cluster's.
 
     Raises:
-        ValueError: The space has no candidate, or the devices to measure on are missing.
+        ValueError: The space has no candidate or a knob with the name of a result, or the devices
+            to measure on are missing.
         TypeError: The space or an option has the wrong type.
     """
     checked("make", make, FUNCTION)
@@ -85,7 +88,14 @@ def tune(
         log_progress(str(trial))
         return trial
 
-    trials = search(SearchSpace(space), evaluate, search_by)
+    searched = SearchSpace(space)
+    taken = [name for name in space if name in RESULTS]
+    if taken:
+        raise ValueError(
+            f"knob {taken[0]!r} has the name of a column of the results, which are"
+            f" {', '.join(RESULTS)}; give it another name"
+        )
+    trials = search(searched, evaluate, search_by)
     if not trials:
         raise ValueError(
             f"the space has no candidate: all values of the first knobs of {', '.join(space)}"
@@ -107,6 +117,7 @@ def _predicted(make: StepFactory, candidate: Candidate, cluster: Cluster) -> Tri
 
     try:
         step, args, method = make(candidate, mesh_of)
+        checked("method", method, _METHOD)
         if compiles and method.sharding.mode == "manual":
             # The compiled program below has the exact memory; the planner only estimates it.
             method = replace(method, memory_budget=inf)

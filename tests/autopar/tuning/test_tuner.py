@@ -124,3 +124,14 @@ def test_a_trial_prints_as_one_line() -> None:
         == "a=1: 250.00 ms, 2.00 GB, measured 500.00 ms"
     )
     assert str(Trial({"a": 1}, "invalid", reason="ValueError: no")) == "a=1: ValueError: no"
+
+
+def test_a_knob_cannot_have_the_name_of_a_result() -> None:
+    with pytest.raises(ValueError, match="knob 'status' has the name of a column of the results"):
+        tune(make, SPACE | {"status": [1]}, "dgx_a100_80")
+
+
+def test_a_candidate_without_a_method_is_invalid() -> None:
+    result = tune(lambda *_: (step, ARGS, None), {"data": [1]}, "dgx_a100_80")  # pyright: ignore[reportArgumentType]
+    assert [trial.status for trial in result.trials] == ["invalid"]
+    assert "method is None, expected a method that plans" in result.trials[0].reason
