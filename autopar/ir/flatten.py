@@ -49,6 +49,7 @@ from autopar.ir.graph import (
     Atom,
     all_eqns,
     aval_of,
+    comparable,
     eqns_of_call,
     is_backward,
     is_differentiated,
@@ -480,7 +481,8 @@ def value_number(eqn: JaxprEqn) -> Any:
         eqn.ctx.cur_abstract_mesh,
         eqn.ctx.xla_metadata,
     )
-    key = (eqn.primitive, atoms, tuple(sorted(eqn.params.items())), context)
+    params = tuple((name, comparable(value)) for name, value in sorted(eqn.params.items()))
+    key = (eqn.primitive, atoms, params, context)
     try:
         hash(key)
     except TypeError:

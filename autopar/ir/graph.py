@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,14 @@ def is_differentiated(eqn: JaxprEqn) -> bool:
     That includes its backward pass.
     """
     return "jvp(" in scopes(eqn)
+
+
+def comparable(param: Any) -> Any:
+    """Return a parameter of an equation, or text for NaN, which does not equal itself.
+
+    Lookups have it as the value for indices out of range.
+    """
+    return "NaN" if isinstance(param, float) and isnan(param) else param
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:

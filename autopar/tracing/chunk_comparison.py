@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from autopar.ir.graph import Atom, Where, aval_of, variables
+from autopar.ir.graph import Atom, Where, aval_of, comparable, variables
 from autopar.tracing.chunk_loop import is_same_cast
 
 _DEPTH = 50
@@ -185,7 +185,7 @@ def _is_same_param(one: Any, other: Any) -> bool:
         return str(one) == str(other) and all(np.array_equal(*pair) for pair in pairs)
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_is_same_param, one, other))
-    return type(one) is type(other) and bool(np.all(one == other))
+    return type(one) is type(other) and bool(np.all(comparable(one) == comparable(other)))
 
 
 def _constants(jaxpr: Jaxpr) -> Iterable[Any]:

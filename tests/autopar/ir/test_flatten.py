@@ -123,3 +123,12 @@ def test_without_recomputation_derivatives_are_computed_where_they_are_read():
     flat = flatten(traced, loops=False, keeps_remat=False)
     (result,) = jax.jit(jax.extend.core.jaxpr_as_fun(flat))(weights, x)
     np.testing.assert_allclose(result, jax.grad(loss)(weights, x), rtol=1e-5)
+
+
+def test_equal_lookups_with_nan_out_of_range_are_one_equation():
+    def looked_up(table, numbers):
+        first, second = (jnp.take(table, numbers, axis=0, fill_value=float("nan")) for _ in "ab")
+        return first * second
+
+    flat = flatten(jax.make_jaxpr(looked_up)(jnp.ones((4, 2)), jnp.arange(3)))
+    assert [eqn.primitive.name for eqn in flat.eqns].count("gather") == 1
