@@ -115,7 +115,8 @@ class _Rewriter:
         waiting: For units of the forward pass, the values that are in host memory before them.
         in_layers: Whether the step is a pipeline.
         copies: For each value that the backward pass has computed again or fetched, the copy.
-        renamed: For values that passed a barrier, their name behind it.
+        renamed: For values that passed a barrier in the same part of the step in microbatches, as
+            `Passes.region` has it, their name behind it.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class _Rewriter:
         self.in_layers = in_layers
         self.eqns: list[Placed] = []
         self.copies: dict[Var, Var] = {}
-        self.renamed: dict[Var, Var] = {}
+        self.renamed: dict[frozenset[int], dict[Var, Var]] = {}
         unit_of = {unit.number: u for u, unit in enumerate(found.units)}
         for number in sorted(numbers):
             if number not in unit_of or not found.is_repeatable(unit_of[number]):
@@ -176,7 +177,7 @@ class _Rewriter:
             elif u in self.waiting:
                 self._wait_before(u)
             for number, eqn in unit.eqns:
-                invars = [self._read(atom, u if late else None) for atom in eqn.invars]
+                invars = [self._read(atom, u) for atom in eqn.invars]
                 self.eqns.append(Placed(number, eqn.replace(invars=invars), number))
             for var in unit.makes:
                 if var in self.on_host:
@@ -207,13 +208,19 @@ class _Rewriter:
 
         Args:
             atom: The value.
-            u: The reading unit if it is in the backward pass.
+            u: The reading unit; None for the step, which returns the value.
         """
         if not isinstance(atom, Var):
             return atom
-        if u is not None and atom in self.copies and self._in_region(atom, u):
+        is_late = u is not None and self.passes.late[u]
+        if u is not None and is_late and atom in self.copies and self._in_region(atom, u):
             return self.copies[atom]
-        return self.renamed.get(atom, atom)
+        return self._names(u).get(atom, atom)
+
+    def _names(self, u: int | None) -> dict[Var, Var]:
+        """Return the names behind barriers that a unit reads, see `renamed`."""
+        region = frozenset[int]() if u is None else self.passes.region[u]
+        return self.renamed.setdefault(region, {})
 
     def _drop_unread(self, outvars: Sequence[Atom]) -> None:
         """Drop equations that only the backward pass read, and their sources that nothing reads."""
@@ -237,11 +244,12 @@ class _Rewriter:
         """Make a unit of the forward pass wait until values are in host memory."""
         variables = self.waiting[u]
         tie = self.passes.ties[u]
-        operands = [*(self.on_host.get(var, var) for var in variables), self.renamed.get(tie, tie)]
+        renamed = self._names(u)
+        operands = [*(self.on_host.get(var, var) for var in variables), renamed.get(tie, tie)]
         number, eqn = self.passes.units[u].eqns[0]
-        *arrived, self.renamed[tie] = self._append_barrier(number, eqn, operands)
+        *arrived, renamed[tie] = self._append_barrier(number, eqn, operands)
         for var, name in zip(variables, arrived, strict=True):
-            names = self.on_host if var in self.on_host else self.renamed
+            names = self.on_host if var in self.on_host else renamed
             names[var] = name
 
     def _copy_for(self, u: int) -> None:
@@ -363,7 +371,7 @@ class _Rewriter:
             if var in self.copies:
                 self.copies[var] = name
             else:
-                behind[var] = self.renamed[var] = name
+                behind[var] = self._names(u)[var] = name
         return True
 
     def _barrier(
@@ -392,13 +400,14 @@ class _Rewriter:
         if not sources:
             return {}
         tie = self._tie(u, reads, {*kept, *made})
-        operands = [self.renamed.get(var, var) for var in kept]
+        renamed = self._names(u)
+        operands = [renamed.get(var, var) for var in kept]
         operands += [self.on_host[var] for var in fetched]
-        operands += [self.renamed.get(var, var) for var in tie]
+        operands += [renamed.get(var, var) for var in tie]
         beside = copied[0] if copied else self.passes.units[u].eqns[0][1]
         number = self.passes.units[u].number
         results = self._append_barrier(number, _in_backward(beside, SCOPE), operands)
-        self.renamed.update(zip(tie, results[len(sources) :], strict=True))
+        renamed.update(zip(tie, results[len(sources) :], strict=True))
         return dict(zip(sources, results, strict=False))
 
     def _append_barrier(self, at: int, beside: JaxprEqn, operands: Sequence[Var]) -> list[Var]:

@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.ir.evaluate import evaluate, unchanged
+from autopar.ir.graph import variables
 from autopar.ir.step_graph import Remat
 from autopar.recompute.passes import passes
 from autopar.recompute.rewriting import SCOPE, RecomputeError, recompute
@@ -117,6 +118,34 @@ def test_a_plan_that_recomputes_equals_one_device(micro):
     results = jax.tree.leaves(fun(*args))
     for actual, expected in zip(results, jax.tree.leaves(train_step(*args)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_update_reads_weights_as_they_are_where_copies_in_microbatches_read_them_too():
+    def scaled_step(params, batch):
+        def loss(params):
+            x = batch
+            for weight, scale in params:
+                x = jnp.tanh(jnp.sin(x @ weight) * scale)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, autopar.grad(loss)(params))
+
+    key = jax.random.key(0)
+    params = [(jax.random.normal(key, (WIDTH, WIDTH)), jnp.ones(WIDTH))] * DEPTH
+    batch = jax.random.normal(key, (64, WIDTH))
+    step = trace(scaled_step, (params, batch), (1,), 4)
+    assert step.microbatching is not None
+    changed = recompute(step, repeatable(step))
+    assert changed.microbatching is not None
+    body = {number for number, _ in changed.microbatching.body}
+    made = {var for number in body for var in changed.jaxpr.eqns[number].outvars}
+    update = [
+        eqn
+        for number, eqn in enumerate(changed.jaxpr.eqns)
+        if number not in body and eqn.primitive.name != "accumulate"
+    ]
+    assert update
+    assert all(made.isdisjoint(variables(eqn.invars)) for eqn in update)
 
 
 def test_a_step_that_does_not_fit_is_told_of_recomputation():
