@@ -38,6 +38,7 @@ from autopar.planning.option_search import (
     search,
 )
 from autopar.planning.pipeline_planner import PipelinePlanner
+from autopar.planning.recompute_planning import least_bytes
 from autopar.planning.stage_construction import submesh_shapes
 from autopar.planning.stage_problem import NoStagesError
 from autopar.planning.step_planner import make_planned
@@ -122,7 +123,7 @@ class _Planning:
             return self._program(method, cluster)
         except MemoryBudgetError as error:
             if self.suggests and method.remat != "auto":
-                with suppress(InfeasibleError, MicrobatchError):
+                with suppress(InfeasibleError, MicrobatchError, TimeoutError):
                     found = self._program(replace(method, remat="auto"), cluster)
                     error.add_note(
                         f'with remat="auto" instead of "{method.remat}" it fits: the backward pass'
@@ -134,28 +135,29 @@ class _Planning:
         """Plan the step as one program.
 
         If not everything that the backward pass reads fits, `remat="auto"` is compared with what
-        the step's own `jax.checkpoint` computes again.
+        the step's own `jax.checkpoint` computes again. If one of the two is not planned in time,
+        the other is the plan.
         """
         step = self._traced(method)
         if method.remat != "auto":
             return self._traced_program(method, cluster, step)
         found: list[PlannedStep] = []
-        errors: list[MemoryBudgetError] = []
+        errors: list[MemoryBudgetError | TimeoutError] = []
         try:
             found.append(self._traced_program(method, cluster, step))
             if not found[0].plan.memory_limited:
                 return found[0]
-        except MemoryBudgetError as does_not_fit:
-            errors.append(does_not_fit)
+        except (MemoryBudgetError, TimeoutError) as error:
+            errors.append(error)
         keeping = replace(method, remat="keep")
         own = self._traced(keeping)
         if own.fingerprint != step.fingerprint:
             try:
                 found.append(self._traced_program(keeping, cluster, own))
-            except MemoryBudgetError as does_not_fit:
-                errors.append(does_not_fit)
+            except (MemoryBudgetError, TimeoutError) as error:
+                errors.append(error)
         if not found:
-            raise min(errors, key=lambda error: error.least)
+            raise min(errors, key=least_bytes)
         return min(found, key=lambda planned: planned.plan.predicted_seconds)
 
     def _traced(self, method: PlanningMethod) -> StepGraph:

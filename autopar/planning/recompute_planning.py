@@ -97,7 +97,7 @@ def shard_recomputing(
     return best
 
 
-def _closeness(error: MemoryBudgetError | TimeoutError) -> float:
+def least_bytes(error: MemoryBudgetError | TimeoutError) -> float:
     """Return the bytes that a step needs that does not fit; 0 if that is not known."""
     return error.least if isinstance(error, MemoryBudgetError) else 0.0
 
@@ -151,16 +151,16 @@ class _RecomputeSearch:
                 has to fit nearly.
         """
         step = recompute(self.step, equations.repeated, equations.offloaded)
-        if not is_first:
-            free = self.sharded(step, math.inf)
-            if free.peak_bytes <= self.budget:
-                return Recomputing(equations, step, free)
-            if free.peak_bytes > _NEARLY_FITS * self.budget or free.seconds >= self.fastest:
-                return None
         try:
+            if not is_first:
+                free = self.sharded(step, math.inf)
+                if free.peak_bytes <= self.budget:
+                    return Recomputing(equations, step, free)
+                if free.peak_bytes > _NEARLY_FITS * self.budget or free.seconds >= self.fastest:
+                    return None
             return Recomputing(equations, step, self.sharded(step, self.budget))
         except (MemoryBudgetError, TimeoutError) as error:
-            if self.error is None or _closeness(error) < _closeness(self.error):
+            if self.error is None or least_bytes(error) < least_bytes(self.error):
                 self.error = error
             return None
 

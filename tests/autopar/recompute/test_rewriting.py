@@ -1,6 +1,7 @@
 """Steps that compute values again: the same numbers, less memory, and the same plan when loaded."""
 
 from functools import partial
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ import autopar
 from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.graph import variables
 from autopar.ir.step_graph import Remat
+from autopar.planning.recompute_planning import shard_recomputing
 from autopar.recompute.passes import passes
 from autopar.recompute.rewriting import SCOPE, RecomputeError, recompute
+from autopar.sharding.plan_shardings import plan_shardings
 from autopar.tracing.trace import trace
 from tests.autopar.recompute.dropout_mlp import layers_and_batch, loss
 
@@ -258,3 +261,50 @@ def test_recomputation_is_never_slower_than_that_of_the_step(share):
     searched = [planned(1.13 * needed, "auto", checkpoint) for checkpoint in (False, True)]
     seconds = [plan.predicted_seconds for plan in searched]
     assert seconds[1] <= 1.001 * min(own.predicted_seconds, seconds[0])
+
+
+def test_a_solve_without_a_result_in_time_leaves_what_was_found():
+    solved: list[object] = []
+
+    def solve(step, *args, **options):
+        if step not in solved:
+            solved.append(step)
+        if solved.index(step) == 3:  # the first that improves on the starting points
+            raise TimeoutError("no sharding plan was found within the time limit; raise it")
+        return plan_shardings(step, *args, **options)
+
+    with patch("autopar.planning.recompute_planning.plan_shardings", side_effect=solve):
+        _, plan = plan_within(0.6)
+    assert len(solved) > 3
+    assert plan.recomputed
+
+
+def test_a_step_that_does_not_fit_is_said_to_also_where_recomputation_takes_too_long():
+    late = patch(
+        "autopar.planning.step_planner.shard_recomputing", side_effect=TimeoutError("too late")
+    )
+    with late, pytest.raises(ValueError, match="no plan for train_step fits"):
+        plan_within(0.6, remat="keep")
+
+
+def test_the_checkpoints_of_a_step_are_kept_where_others_are_not_found_in_time():
+    args = (
+        [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * DEPTH,
+        jax.ShapeDtypeStruct((64, 512, 256), jnp.float32),
+    )
+
+    def planned(budget: float | None, remat: Remat) -> autopar.Plan:
+        method = autopar.DataParallel((2,), memory_budget=budget, remat=remat)
+        step = partial(attending_step, remat=True)
+        return autopar.plan_step(step, args, method=method, cluster="dgx_a100_80")
+
+    own = planned(None, "keep")
+
+    def shard(step, *args, **options):
+        if step.fingerprint != own.fingerprint:
+            raise TimeoutError("no sharding plan was found within the time limit; raise it")
+        return shard_recomputing(step, *args, **options)
+
+    with patch("autopar.planning.step_planner.shard_recomputing", side_effect=shard):
+        found = planned(1.2 * own.predicted_bytes, "auto")
+    assert found.predicted_seconds == pytest.approx(own.predicted_seconds, rel=0.01)
