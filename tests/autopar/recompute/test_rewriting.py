@@ -99,6 +99,8 @@ def test_a_smaller_budget_recomputes_more():
     free, half = plan_within(0.75)
     _, least = plan_within(0.6)
     assert free.recomputed == ()
+    assert not any("gaps" in warning for warning in free.warnings)
+    assert any("gaps" in warning for warning in half.warnings)
     assert 0 < half.predicted_bytes <= 0.75 * free.predicted_bytes
     assert free.predicted_seconds <= half.predicted_seconds <= least.predicted_seconds
     assert autopar.Plan.from_json(half.to_json()) == half
