@@ -115,7 +115,7 @@ class _BlockLookups:
             if truths.size == 1:
                 self.truths[var] = bool(truths[0])
         elif aval.size and jnp.issubdtype(aval.dtype, jnp.integer):
-            self.bounds[var] = _Bounds(np.asarray(value).astype(np.int64))
+            self.bounds[var] = _known(np.asarray(value))
 
     def add(self, eqn: JaxprEqn) -> None:
         """Append an equation."""
@@ -154,7 +154,7 @@ class _BlockLookups:
             return None
         literal = known_literal(atom)
         if literal is not None:
-            return _Bounds(np.broadcast_to(literal.astype(np.int64), aval.shape))
+            return _known(np.broadcast_to(literal, aval.shape))
         limits = jnp.iinfo(aval.dtype)
         return _within(int(limits.min), int(limits.max), aval.shape)
 
@@ -191,9 +191,7 @@ class _BlockLookups:
                 return _within(*known.interval(), shape)
             case "iota", _:
                 numbers = known_result(eqn, [])
-                return (
-                    _Bounds(numbers.astype(np.int64)) if isinstance(numbers, np.ndarray) else None
-                )
+                return _known(numbers) if isinstance(numbers, np.ndarray) else None
             case "add", [_Bounds() as a, _Bounds() as b]:
                 return _combined(np.add, a, b, shape, a.low + b.low, a.high + b.high)
             case "sub", [_Bounds() as a, _Bounds() as b]:
@@ -285,6 +283,10 @@ def _comparison(name: str, a: tuple[int, int], b: tuple[int, int]) -> bool | Non
         case "eq" | "ne" if a[1] < b[0] or b[1] < a[0]:
             return name == "ne"
     return None
+
+
+def _known(numbers: np.ndarray) -> _Bounds:
+    return _Bounds(np.broadcast_to(core(numbers).astype(np.int64), numbers.shape))
 
 
 def _within(low: int, high: int, shape: tuple[int, ...]) -> _Bounds:

@@ -204,3 +204,13 @@ def test_a_table_with_as_many_rows_by_coincidence_keeps_its_lookups():
 
     jaxpr = jax.make_jaxpr(positions)(jnp.ones((4, 5)), jnp.ones(20)).jaxpr
     assert with_own_blocks(jaxpr, {0}) is jaxpr
+
+
+def test_the_positions_of_a_large_array_take_no_memory():
+    def step(x):
+        positions = lax.broadcasted_iota(jnp.int32, (4, 2**18, 2**18), 2)
+        return jnp.where(positions == 2 * positions, 0.0, x[jnp.arange(4)[:, None, None]]).sum()
+
+    jaxpr = jax.make_jaxpr(step)(jnp.ones(4)).jaxpr
+    assert [eqn.primitive.name for eqn in jaxpr.eqns].count("iota") == 2
+    assert with_own_blocks(jaxpr, {0}).outvars
