@@ -82,11 +82,15 @@ def predict(
         trained_parameters(model, execution, device_parameters(model, execution, device), device)
         for device, _ in division.first_places
     ]
-    largest = max(parameters, key=lambda elements: elements.total)
-    gradients = _gradient_synchronization(
-        model, execution, machine, slowest, largest, division.devices[0].layers
+    if model.experts is None:
+        parameters = [max(parameters, key=lambda elements: elements.total)]
+    first_layers = division.devices[0].layers
+    synchronizations = (
+        _gradient_synchronization(model, execution, machine, slowest, elements, first_layers)
+        for elements in parameters
     )
-    update = _update_seconds(execution, machine, largest)
+    gradients = max(synchronizations, key=lambda moved: moved.exposed)
+    update = max(_update_seconds(execution, machine, elements) for elements in parameters)
     step_overhead = machine.backend.step_us * 1e-6
     seconds = steady + bubble + update + gradients.exposed + slots * gathers.exposed + step_overhead
     dispatch = {"expert": slots * slowest.dispatch} if model.experts else {}
@@ -378,7 +382,7 @@ def _gradient_synchronization(
         execution: the execution.
         machine: the machine.
         stage: the stage of the slowest device.
-        parameters: trained parameters of the device that has most.
+        parameters: trained parameters of a device.
         layers: layers of the first device.
     """
     if execution.zero == 3:  # layer by layer, with the parameters

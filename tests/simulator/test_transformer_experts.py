@@ -152,6 +152,20 @@ def test_expert_optimizer_state_is_sharded_over_the_copies_of_experts() -> None:
     assert memory.parameters == pytest.approx(2 * (elements.layers + elements.experts))
 
 
+def test_gradients_wait_for_the_device_whose_sum_takes_longest() -> None:
+    # With the larger vocabulary the first device has most parameters, but no experts, whose copies
+    # are on different hosts.
+    fields = MOE.fields() | {"layers": 4, "experts": {"count": 16, "top_k": 2, "ffn": 8192}}
+    execution = Execution(
+        pipeline=3, stage_layers=(0, 4, 0), data=16, expert=8, expert_tensor=1, global_batch=16
+    )
+    small, large = (
+        predict(Transformer.model_validate(fields | {"vocab": vocab}), execution, h100(48))
+        for vocab in (32000, 256000)
+    )
+    assert large.exposed["data"] >= small.exposed["data"]
+
+
 def test_a_token_is_sent_once_to_each_host_and_device() -> None:
     # 8 of 64 experts on 32 devices of 4 hosts: a token has experts on nearly all hosts, so that
     # fewer copies cross the network than with an all_to_all.
