@@ -396,7 +396,8 @@ def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> 
 def _saved_results(model: Transformer, execution: Execution, kind: LayerKind) -> float:
     """Return the bytes of the input of a layer, and of its results in `execution.saved`."""
     tokens, t = execution.tokens(model), execution.tensor
-    saved = 2.0 * execution.stream(model)
+    input_bytes = 2.0 * execution.stream(model)
+    saved = input_bytes
     match kind.mixer:
         case "attention" | "window" if model.latent_attention is None:
             widths = {
@@ -414,7 +415,7 @@ def _saved_results(model: Transformer, execution: Execution, kind: LayerKind) ->
             pass
         case _:
             if not execution.recomputes(*PROJECTIONS):
-                saved += _saved_by_mixer(model, execution, kind)
+                saved += _saved_by_mixer(model, execution, kind) - input_bytes
     gates = activation_inputs(model)
     match kind.mlp:
         case "dense":
@@ -422,7 +423,8 @@ def _saved_results(model: Transformer, execution: Execution, kind: LayerKind) ->
             saved += 2.0 * tokens * width / t
         case "experts":
             if not execution.recomputes(*gates):
-                saved += _saved_by_mlp(model, execution, kind)
+                first = kind.mixer is None  # the input of the layer
+                saved += _saved_by_mlp(model, execution, kind) - (input_bytes if first else 0.0)
         case None:
             pass
     return saved

@@ -107,6 +107,16 @@ def test_mamba_and_experts_save_their_products_together() -> None:
             assert (num_bytes[0] > num_bytes[1]) == less
 
 
+def test_a_layer_that_saves_all_products_saves_its_input_once() -> None:
+    mamba = {"heads": 64, "head_size": 64, "state": 128, "groups": 8}
+    experts = {"count": 8, "top_k": 2, "ffn": 4096}
+    changes = {"pattern": "ME*-ME*-", "mamba": mamba, "experts": experts}
+    hybrid = validate(Transformer, LLAMA.fields() | changes, "model")
+    for kind in hybrid.kinds[:2]:
+        everything = saved_activations(hybrid, execution(recompute="none"), kind)
+        assert saved_activations(hybrid, execution(*ALL), kind) == everything
+
+
 def test_steps_are_faster_and_larger_the_more_is_saved() -> None:
     policies = ((), ("queries", "keys", "values"), ("queries", "keys", "values", "output"), ALL)
     steps = [predict(LLAMA, execution(*saved), H100) for saved in policies]
