@@ -56,7 +56,6 @@ SAVES_CONTEXT = Recomputation("unsaved", ("context",))
 """That option with products of few bits, which its list of results to save doesn't name."""
 
 _POLICIES: Mapping[str, Recomputation] = {
-    "nothing": SAVES_INPUTS,
     "nothing_saveable": SAVES_INPUTS,
     "save_nothing": SAVES_INPUTS,
     "save_iteration_input": SAVES_INPUTS,
@@ -94,7 +93,7 @@ _POLICIES: Mapping[str, Recomputation] = {
 }
 """Policies of JAX by name."""
 
-_PREFIX = re.compile(r"remat(_policy)?\s*[ =:]\s*")
+_PREFIX = re.compile(r"remat(?P<policy>_policy)?\s*[ =:]\s*")
 _SELECTIVE_OP = re.compile(r"(selective[ _-])?\(?op\)?")
 
 _NO_MEANING = re.compile(
@@ -114,6 +113,13 @@ _KINDS: Mapping[str, Recomputation] = {
     "selective": SCORES,
     "core_attn": SCORES,
 }
+_RECOMPUTED: Mapping[str, Recomputation] = {
+    "everything": WHOLE_LAYERS,
+    "all": WHOLE_LAYERS,
+    "nothing": NOTHING,
+}
+"""What the column says is recomputed. Policies with these names say what is saved instead."""
+
 _WHOLE_MLPS = {"mlp", "moe"}
 _OWN_KERNELS = {"moe_act", "mla_up_proj", "layernorm", "shared_experts"}
 
@@ -124,9 +130,12 @@ def recomputation_of(row: StepRow) -> Recomputation | None:
     Raises:
         StepRowError: the text is unknown.
     """
-    text = _PREFIX.sub("", row.recompute.strip().lower())
+    given = row.recompute.strip().lower()
+    prefix, text = _PREFIX.match(given), _PREFIX.sub("", given)
     if not text:
         return None
+    if text in _RECOMPUTED and not (prefix and prefix["policy"]):
+        return _RECOMPUTED[text]
     if _SELECTIVE_OP.fullmatch(text):
         return SAVES_EVERY_SECOND_PRODUCT
     for name in (text, f"save_{text}"):

@@ -171,6 +171,12 @@ ATTENTION = ("queries", "keys", "values", "output")
         ("selective (core_attn)", "selective", ()),
         ("[moe_act, layernorm]", "none", ()),
         ("True", "full", ()),
+        # the column says what is recomputed, a policy what is saved
+        ("everything", "full", ()),
+        ("nothing", "none", ()),
+        ("remat_policy: everything", "none", ()),
+        ("remat_policy: nothing", "unsaved", ()),
+        ("save_everything", "none", ()),
     ],
 )
 def test_recomputation_has_the_names_of_each_framework(
