@@ -34,6 +34,21 @@ class Family:
 
 
 FAMILIES = (
+    Family(
+        re.compile(r"deepseek.?v2.?lite|deepseek.?v3.?16b"),
+        "deepseek_v3",
+        {
+            "layers": 27,
+            "hidden": 2048,
+            "heads": 16,
+            "ffn": 10944,
+            "vocab": 102400,
+            "prediction_layers": 0,
+            "latent_attention": {"key_rank": 512, "rotary_size": 64, "value_size": 128},
+            "experts": {"count": 64, "top_k": 6, "ffn": 1408, "shared_ffn": 2816, "first_dense": 1}
+            | {"max_hosts": None},
+        },
+    ),
     Family(re.compile(r"deepseek.?v3"), "deepseek_v3"),
     Family(re.compile(r"kimi.?k2"), "kimi_k2"),
     Family(re.compile(r"qwen3.?(moe.?)?30b"), "qwen3_30b_a3b"),
@@ -176,19 +191,38 @@ FAMILIES = (
             | {"first_dense": 1},
         },
     ),
+    Family(
+        re.compile(r"glm.?4\.[567](.?355b)?$"),
+        "qwen3_30b_a3b",
+        {
+            "layers": 92,
+            "hidden": 5120,
+            "heads": 96,
+            "kv_heads": 8,
+            "head_size": 128,
+            "ffn": 12288,
+            "vocab": 151552,
+            "experts": {"count": 160, "top_k": 8, "ffn": 1536, "shared_ffn": 1536}
+            | {"first_dense": 3},
+        },
+    ),
     Family(re.compile(r"grok"), "grok1_314b"),
     Family(re.compile(r"nemotron.?v?3.?nano|nemotron.?nano.?v?3"), "nemotron_3_nano"),
     Family(re.compile(r"nemotron.?v?3.?super|nemotron.?super.?v?3"), "nemotron_3_super"),
     Family(re.compile(r"nemotron.?v?3.?ultra|nemotron.?ultra.?v?3"), "nemotron_3_ultra"),
 )
 
+_NAMES_EXPERTS = re.compile(r"moe|\d+x\d+b|\d+b.?a\d+(\.\d+)?b|\d+b.?\d+e\b")
+"""Names that state experts, or how many parameters of all a token uses."""
+
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "seq", "vocab")
 """Columns that take precedence over the sizes of the scenario."""
 
 
 def has_experts(row: StepRow) -> bool:
-    """Return whether a row is of a model with experts that is known, or has expert parallelism."""
-    return row.ep > 1 or _family(row) is not None
+    """Return whether a row has expert parallelism, or a model with experts by its name."""
+    named = _NAMES_EXPERTS.search(row.model.lower()) is not None
+    return row.ep > 1 or named or _family(row) is not None
 
 
 def expert_model(row: StepRow, precision: str, attention: str) -> Transformer:
@@ -241,14 +275,14 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
     if row.dp is None:
         devices = row.gpus // row.pp
     bridge = row.framework.lower().startswith("megatron-bridge")
-    shards = row.tp
-    if bridge or devices % (row.ep * row.tp):
+    expert, shards = _expert_degree(row), row.tp
+    if bridge or devices % (expert * row.tp):
         shards = 1
     exchanged = "all_to_all" if _ALL_TO_ALL.search(recipe_name(row)) and bridge else "deduplicated"
     if row.framework.lower().startswith("nemo/") or row.framework.startswith("NeMo 2"):
         exchanged = "all_to_all"
     fields: dict[str, Any] = {
-        "expert": _expert_degree(row),
+        "expert": expert,
         "expert_tensor": shards,
         "dispatch": exchanged,
         "sequence_parallel": row.tp > 1,
@@ -256,7 +290,7 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
     if bridge:
         fused = has_fused_experts(row)
         fields["overlap_dispatch"] = fused or _OVERLAPS.search(recipe_name(row)) is not None
-        if _RECOMPUTES_EXPERTS.search(recipe_name(row)):
+        if not row.recompute and _RECOMPUTES_EXPERTS.search(recipe_name(row)):
             fields["recompute"] = "mlp"
         fields |= _stages_before_predictions(row, model)
     return fields

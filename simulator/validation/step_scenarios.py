@@ -562,7 +562,7 @@ def _uneven_stages(row: StepRow, model: Transformer, software: Software) -> dict
     if software is SOFTWARE["internevo"] and row.vp == 1:
         least, more = divmod(model.layers, row.pp)
         return {"stage_layers": tuple(least + (stage >= row.pp - more) for stage in range(row.pp))}
-    if software is SOFTWARE["aleph alpha"]:
+    if software is SOFTWARE["aleph alpha"] and row.vp == 1:
         least, more = divmod(model.layers + 2, row.pp)
         parts = [least + (stage < more) for stage in range(row.pp)]
         parts[0] -= 1

@@ -279,6 +279,7 @@ def test_stages_of_aleph_alpha_count_the_embedding_and_the_head_as_layers() -> N
     assert layers == [None, (20, 20), (10, 11, 10, 9)]
     assert stages[0].separate_gates
     assert stages[0].all_reduces_gradients
+    assert scenario_of(row_with(**layout | {"pp": 2, "vp": 2})).execution.stage_layers is None
 
 
 def test_last_stages_of_internevo_have_one_layer_more() -> None:
@@ -321,6 +322,10 @@ def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
     assert scenario("qwen3-30b-a3b", "mxfp8", **qwen).model.attention == "cudnn_f8"
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.attention == "cudnn"
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.head_norms
+    nano = {"model": "Nemotron_3_Nano", "precision": "fp8", "gpu": "H100", "ep": 8}
+    assert scenario(**nano).execution.recompute == "mlp"
+    assert scenario(**nano, recompute="none").execution.recompute == "none"
+    assert scenario(**nano, recompute="save_qkv_proj").execution.recompute == "unsaved"
     # whichever way the model, the GPU and the precision are spelled
     spelled = scenario("Qwen3 MoE 30B A3B", "FP8 MX", gpu="NVIDIA GB300", **qwen)
     assert spelled == scenario("qwen3-30b-a3b", "mxfp8", gpu="GB300", **qwen)
@@ -428,6 +433,8 @@ def test_a_row_with_memory_alone_belongs_to_no_set_of_times() -> None:
     ("model", "total", "active"),
     [
         ("deepseek-v2", 236, 21),
+        ("DeepSeek-V2-Lite", 15.7, 2.66),
+        ("GLM-4.5", 353, 32),
         ("moonlight-16b", 16, 3),
         ("Llama4 Maverick", 401, 17),
         ("llama-4-scout", 108, 17),
@@ -442,6 +449,23 @@ def test_models_with_experts_have_the_parameters_that_their_cards_state(
     scenario = scenario_of(replace(row, ffn=None, kv_heads=None, framework="Megatron-Bridge"))
     assert scenario.model.parameters / 1e9 == pytest.approx(total, rel=0.01)
     assert scenario.model.active_parameters / 1e9 == pytest.approx(active, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "model", ["qwen3-next-80b-a3b", "Mixtral 8x3B", "gpt-moe", "llama4-17b-16e"]
+)
+def test_a_model_that_names_experts_without_known_sizes_is_refused(model: str) -> None:
+    with pytest.raises(StepRowError, match=f"given '{model}' with experts"):
+        scenario_of(row_with(model=model))
+
+
+def test_experts_of_automodel_are_divided_where_the_rest_of_a_tensor_group_has_copies() -> None:
+    oss = {"model": "gpt-oss-120b", "framework": "NeMo AutoModel", "gpus": 64, "tp": 2}
+    sizes = {"layers": None, "hidden": 2880, "ffn": 2880, "heads": 64, "vocab": 201088}
+    whole = scenario_of(row_with(**oss | sizes, notes="TE + DeepEP")).execution
+    assert (whole.expert, whole.expert_shards) == (64, 1)
+    divided = scenario_of(row_with(**oss | sizes, ep=8)).execution
+    assert (divided.expert, divided.expert_shards) == (8, 2)
 
 
 def test_deepseek_v4_has_the_parameters_and_nearly_the_flops_that_are_published() -> None:
