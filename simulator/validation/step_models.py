@@ -290,6 +290,8 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
     if bridge:
         fused = has_fused_experts(row)
         fields["overlap_dispatch"] = fused or _OVERLAPS.search(recipe_name(row)) is not None
+        if _SCALES_POSITIONS.search(recipe_name(row)):
+            fields["composed"] = ("rotary",)
         if not row.recompute and _RECOMPUTES_EXPERTS.search(recipe_name(row)):
             fields["recompute"] = "mlp"
         fields |= _stages_before_predictions(row, model)
@@ -315,6 +317,12 @@ _ALL_TO_ALL = re.compile(r"235b\S* (h100|h200|b200|b300)|gpt.?oss\S* \S+ bf16")
 
 _OVERLAPS = re.compile(r"235b\S* h100|deepseek.?v3\S* b200 mxfp8|gpt.?oss\S* gb200")
 """Models, GPUs and precisions with moe_a2a_overlap in Megatron-Bridge's performance recipes."""
+
+_SCALES_POSITIONS = re.compile(r"gpt.?oss")
+"""Models whose rotary positions have the attention factor of YaRN (1.35 for gpt-oss), which the
+fused kernel lacks (github.com/NVIDIA/Megatron-LM, megatron/core/models/common/embeddings:
+apply_rotary_pos_emb in rope_utils.py, _yarn_get_concentration_factor in
+yarn_rotary_pos_embedding.py)."""
 
 _RECOMPUTES_EXPERTS = re.compile(r"nano\S* h100|super\S* gb200 (bf16|mxfp8)")
 """Those with "moe" among recompute_modules, without which they would not fit."""

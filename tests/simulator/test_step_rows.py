@@ -314,6 +314,8 @@ def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
     assert not eight.model.experts_section.clamped
     automodel = scenario("gpt-oss-120b", "bf16", framework="NeMo AutoModel", ep=8)
     assert not automodel.model.experts_section.clamped
+    assert sixteen.execution.composed == eight.execution.composed == ("rotary",)
+    assert automodel.execution.composed == ()
     assert sixteen.model.attention == "cudnn"
     four = scenario("Nemotron_3_Super", "nvfp4")
     assert four.model.layers_in_16_bits == 15
