@@ -39,6 +39,8 @@ ScenarioFile = Annotated[
 _PICTURES = (".svg", ".png", ".pdf")
 _PREDICT = "predict"
 _MIN_WIDTH = 100
+_FREE = {"pipeline", "interleave", "microbatch"}
+"""Searched fields that restrict other fields of an execution, such as `zero`."""
 
 
 class PredictsByDefault(TyperGroup):
@@ -119,11 +121,11 @@ def search(
         if picture is not None:
             _check_picture(picture)
         _, changes = clusters_and_changes(None, change)
-        found, title = _search(
+        found, title, zero = _search(
             scenario, cluster, hosts, backend or "eager", changes, confidence, keep or []
         )
     if not found.fitting:
-        raise NegativeAnswer(_why_none_fits(found, confidence))
+        raise NegativeAnswer(_why_none_fits(found, confidence, zero))
     if as_json:
         print_json(layout_values(found, rows))
     else:
@@ -152,30 +154,32 @@ def _search(
     changes: Sequence[Change],
     confidence: float,
     kept: Sequence[str],
-) -> tuple[LayoutSearch, str]:
-    """Return the search, and a title that names the model and the devices."""
+) -> tuple[LayoutSearch, str, int]:
+    """Return the search, a title that names the model and the devices, and the level of ZeRO."""
     cluster_changes = [change for change in changes if change.path[0] == "cluster"]
-    scenario = Scenario.load(file, [change for change in changes if change.path[0] != "cluster"])
+    scenario_changes = [change for change in changes if change.path[0] != "cluster"]
+    scenario = Scenario.load(file, scenario_changes, _FREE - set(kept))
     if hosts is not None:
         cluster_changes.append(Change.parse(f"cluster.hosts={hosts}"))
     machine = load_machine(cluster, 1, backend, cluster_changes)
     found = search_layouts(scenario.model, scenario.execution, machine, confidence, kept)
     used = machine.cluster
-    return found, f"{file.stem} on {used.num_devices} devices of {used.name}"
+    title = f"{file.stem} on {used.num_devices} devices of {used.name}"
+    return found, title, scenario.execution.zero
 
 
-def _why_none_fits(found: LayoutSearch, confidence: float) -> str:
-    """Return why no layout fits, with the layout that is most likely to."""
+def _why_none_fits(found: LayoutSearch, confidence: float, zero: int) -> str:
+    """Return why no layout fits, with the layout that is most likely to, and what would fit."""
     text = f"none of {found.count} layouts fits with {confidence:.0%}"
     if found.uncertain:
         best = max(
             found.uncertain, key=lambda layout: layout.prediction.memory.fit_probability
         ).prediction.memory
         text += f"; the best fits with {best.fit_probability:.0%}"
-    return (
-        f"{text}; the least memory of a layout is {found.least_bytes / 1e9:.1f} GB; give more"
-        " hosts, another cluster, or --set execution.zero=1"
-    )
+    more = "more hosts or another cluster"
+    if zero < 3:
+        more = f"more hosts, another cluster, or --set execution.zero={zero + 1}"
+    return f"{text}; the least memory of a layout is {found.least_bytes / 1e9:.1f} GB; give {more}"
 
 
 def _predict_scenario(

@@ -1,7 +1,7 @@
 """Scenarios in YAML files, and clusters for them, with changes from the command line."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -30,13 +30,24 @@ class Scenario(Description):
     execution: Execution
 
     @classmethod
-    def load(cls, path: Path, changes: Iterable[Change] = ()) -> Self:
+    def load(
+        cls, path: Path, changes: Iterable[Change] = (), searched: Collection[str] = ()
+    ) -> Self:
         """Return the scenario in a file, with changes.
+
+        Args:
+            path: the file.
+            changes: changes of its fields.
+            searched: fields of the execution whose values in the file don't count.
 
         Raises:
             ClusterError: a field is missing, unknown or wrong, or a change is of no field.
         """
         data = read(path)
+        execution = data.get("execution")
+        if isinstance(execution, Mapping):
+            others = {name: execution[name] for name in execution if name not in searched}
+            data = {**data, "execution": others}
         for change in changes:
             data = change.apply(data)
         return validate(cls, data, path)

@@ -199,7 +199,21 @@ def test_the_command_prints_json_of_the_search() -> None:
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        (("llama3_405b.yaml", "--cluster", "dgx_h100", "--hosts", 1), NO, "give more hosts"),
+        (
+            ("llama3_405b.yaml", "--cluster", "dgx_h100", "--hosts", 1),
+            NO,
+            "give more hosts, another cluster, or --set execution.zero=2",
+        ),
+        (
+            ("llama3_405b.yaml", "--hosts", 1, "--set", "execution.zero=3"),
+            NO,
+            "give more hosts or another cluster",
+        ),
+        (
+            ("llama3_70b.yaml", "--set", "execution.zero=3", "--keep", "pipeline"),
+            BAD_INPUT,
+            "execution.zero: given 3, expected at most 2 with a pipeline",
+        ),
         (("llama3_8b.yaml", "--hosts", 0), BAD_INPUT, "--hosts"),
         (("llama3_8b.yaml", "--confidence", 2), BAD_INPUT, "given 2.0, expected between 0 and 1"),
         (("llama3_8b.yaml", "--keep", "depth"), BAD_INPUT, "given 'depth', expected some of"),
