@@ -158,6 +158,12 @@ def _search(
     """Return the search, a title that names the model and the devices, and the level of ZeRO."""
     cluster_changes = [change for change in changes if change.path[0] == "cluster"]
     scenario_changes = [change for change in changes if change.path[0] != "cluster"]
+    for change in scenario_changes:
+        section, name = change.path[0], change.path[-1]
+        if section == "execution" and name in SEARCHED and name not in kept:
+            raise ValueError(
+                f"{change.text!r}: the search chooses {name}; expected together with --keep {name}"
+            )
     scenario = Scenario.load(file, scenario_changes, _FREE - set(kept))
     if hosts is not None:
         cluster_changes.append(Change.parse(f"cluster.hosts={hosts}"))

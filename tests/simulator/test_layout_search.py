@@ -219,6 +219,7 @@ def test_the_command_prints_json_of_the_search() -> None:
         (("llama3_8b.yaml", "--keep", "depth"), BAD_INPUT, "given 'depth', expected some of"),
         (("llama3_8b.yaml", "--picture", "x.txt"), BAD_INPUT, "expected a path that ends in .svg"),
         (("llama3_8b.yaml", "--picture", "no/x.svg"), BAD_INPUT, "there is no folder"),
+        (("llama3_8b.yaml", "--set", "execution.tensor=3"), BAD_INPUT, "with --keep tensor"),
         (("nothing.yaml",), BAD_INPUT, "No such file"),
     ],
 )
