@@ -325,8 +325,10 @@ class MicrobatchTraces:
         part, _ = second.pairs[-1]
         eqns = needed(enumerate(part.eqns), results)
         forward = [each for each in eqns if not is_backward(each[1])]
-        read = _values(model_layers(forward, second.pairs[-1], second.batch))
-        for value, i in zip(completed, _last_inputs(second, len(completed)), strict=True):
+        inputs = _last_inputs(second, len(completed))
+        # A statistic is no weight: a product with it, as in a ridge regression, is of the loss.
+        read = _values(model_layers(forward, second.pairs[-1], second.batch.union(inputs)))
+        for value, i in zip(completed, inputs, strict=True):
             makers = completing(self.traces[-2], [value]).eqns
             if any(map(is_backward, makers)) or made.isdisjoint(_values(makers)):
                 continue

@@ -98,8 +98,19 @@ def balanced(params, batch):
     return (encoded(params["text"][1:], hidden) ** 2).mean() + 0.1 * balance
 
 
+def ridge(params, batch):
+    """A ridge regression on embeddings, in closed form.
+
+    Bertinetto et al. 2019, arXiv:1805.08136, equation 5.
+    """
+    z, y = encoded(params["image"], batch["image"]), batch["text"]
+    solution = jnp.linalg.solve(z.T @ z + jnp.eye(8), z.T @ y)
+    return ((z @ solution - y) ** 2).mean()
+
+
 LOSSES = {
-    loss.__name__: loss for loss in (clip, siglip, simclr, hardest_triplets, vicreg, balanced)
+    loss.__name__: loss
+    for loss in (clip, siglip, simclr, hardest_triplets, vicreg, balanced, ridge)
 }
 
 
