@@ -20,7 +20,7 @@ from jax.extend.core.primitives import div_p
 
 from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, aval_of, needed, renamed, source_line, variables
+from autopar.ir.graph import Atom, Where, aval_of, needed, renamed, source_line, variables
 from autopar.ir.step_graph import Combine, Loop, MicrobatchError, Microbatching
 from autopar.microbatch.batch_scaling import (
     BatchScalings,
@@ -493,9 +493,10 @@ def _chunks(
     if parts > 1 and rows != larger:
         raise _single_example(None)
     if chunks % parts:
+        where = next(Where(eqn) for _, eqn in body if chunks % found.parts([eqn]))
         raise MicrobatchError(
-            f"the step takes one of {parts} equal parts of the batch, as x[: len(x) // {parts}] and"
-            f" x.reshape({parts}, -1) do, and a microbatch has {chunks}"
+            f"{where} takes one of {parts} equal parts of the batch, as x[: len(x) //"
+            f" {parts}] and x.reshape({parts}, -1) do, and a microbatch has {chunks}"
             f" {'examples' if chunks == rows else 'runs of examples'}; use a number of microbatches"
             f" with which {parts} divides that number"
         )

@@ -214,7 +214,8 @@ def test_runs_of_examples_that_cannot_be_divided_into_the_parts_are_refused():
         first, second = jnp.split(outputs(params, x), 2)
         return jnp.mean(of_pairs(params, x)) + jnp.mean((first - second) ** 2)
 
-    assert_refused(loss, "2 equal parts of the batch.* 3 runs of examples", examples=12)
+    words = rf"{__file__}:\d+ takes one of 2 equal parts of the batch.* 3 runs of examples"
+    assert_refused(loss, words, examples=12)
 
 
 def test_rows_that_are_joined_with_half_a_batch_of_zeros_are_in_halves():
@@ -224,7 +225,8 @@ def test_rows_that_are_joined_with_half_a_batch_of_zeros_are_in_halves():
         shifted = jnp.concatenate([zeros, y, zeros])
         return jnp.mean(of_pairs(params, x)) + jnp.mean(shifted * jnp.concatenate([out, out]))
 
-    assert_refused(loss, "2 equal parts of the batch.* 3 runs of examples", examples=12)
+    words = rf"{__file__}:\d+ takes one of 2 equal parts of the batch.* 3 runs of examples"
+    assert_refused(loss, words, examples=12)
 
 
 def test_rows_that_a_pad_shifts_are_not_all_equal():
