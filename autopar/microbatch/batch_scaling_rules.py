@@ -155,6 +155,16 @@ class IndexBySize(NotSeparable):
     remedy = "Pass what it depends on as an argument of the step, or use num_micro_batches=1"
 
 
+class IndexFromData(NotSeparable):
+    """Data of an example are an index into the rows of the whole batch."""
+
+    remedy = (
+        "Look up rows in each example by jax.vmap; or show that an index does not leave the rows of"
+        " its example: size * jnp.arange(batch)[:, None] + jnp.clip(index, 0, size - 1); or use"
+        " num_micro_batches=1"
+    )
+
+
 class LoopOverExamples(NotSeparable):
     """A loop over examples carries more than sums, or ends by a condition on the batch."""
 
@@ -215,6 +225,11 @@ def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> i
             if _scatters_rows(eqn, operands) and powers[0] is not None:
                 raise NotSeparable(f"{where} adds a sum over examples to another array in place")
             if len(set(nonzero)) > 1:
+                if is_exact(eqn.outvars[0]) and {"rows", "same"} == {k.form for k in operands}:
+                    raise IndexFromData(
+                        f"{where} adds the size of the batch to data, as an index such as"
+                        " rows[data] does, which may be that of another example"
+                    )
                 raise NotSeparable(f"{where} adds a sum over examples to a mean over examples")
             return nonzero[0] if nonzero else None
         case "invariant" if len(set(nonzero)) == 1:

@@ -198,6 +198,22 @@ def test_lookups_that_may_be_of_other_examples_have_no_batch_dim(indices):
     assert_allclose(result, step(PARAMS, BATCH), rtol=2e-4, atol=2e-5)
 
 
+def test_a_refused_index_is_named_with_what_to_write():
+    def step(params, batch):
+        def loss(params):
+            hidden = jnp.tanh(batch["x"] @ params["in"]).mean(1)
+            read = jnp.tanh(hidden[batch["partner"]] @ params["in"].T)
+            return jnp.mean((read @ params["in"]).sum(1) - batch["y"])
+
+        return jax.value_and_grad(loss)(params)
+
+    batch = BATCH | {"partner": np.arange(len(BATCH["x"])) - 1}
+    planned = autopar.parallelize(step, method=METHODS["shards"], donate_argnums=())
+    words = rf"{__file__}:\d+ adds the size of the batch to data, as an index .* jnp\.clip\(index"
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        planned(PARAMS, batch)
+
+
 def test_a_table_with_as_many_rows_by_coincidence_keeps_its_lookups():
     def positions(x, table):
         return x + table[jnp.arange(4)[:, None] * 5 + jnp.arange(5)]
