@@ -93,7 +93,7 @@ from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.shared_traces import shared_traces
-from autopar.tracing.trace import TraceError
+from autopar.tracing.step_traces import TraceError
 from autopar.training import train
 from autopar.tuning import TuningResult, tune
 from simulator.kernel_costs import KernelCost, register_kernel_cost

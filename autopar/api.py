@@ -44,6 +44,7 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.first_step import checked_first_step
 from autopar.runtime.fitting import budget_of, compiled_within
 from autopar.runtime.local_backend import LOCAL, Backend, backend
+from autopar.tracing.argument_arrays import abstract
 from autopar.tracing.arguments import (
     AUTO_ARGNUMS,
     BATCH_ARGNUMS,
@@ -65,7 +66,7 @@ from autopar.tracing.arguments import (
 )
 from autopar.tracing.jax_settings import check_jit_is_on, jax_settings
 from autopar.tracing.packing import Packing
-from autopar.tracing.trace import abstract, trace, with_output_cuts
+from autopar.tracing.trace import trace, with_output_cuts
 
 type AnyExecutable = Executable | CreateStateExecutable
 

@@ -20,7 +20,7 @@ from autopar.hosts import session
 from autopar.hosts.errors import HostsError
 from autopar.progress import log_progress
 from autopar.runtime.data_loader import DataLoader, MeshDriverDataLoader
-from autopar.tracing.trace import abstract
+from autopar.tracing.argument_arrays import abstract
 
 type Batches = DataLoader | MeshDriverDataLoader | Callable[[int], Iterable[Any]]
 """A loader, or a function from k to an iterable of the batches of the steps k, k + 1, ..."""

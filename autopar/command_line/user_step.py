@@ -24,7 +24,7 @@ from autopar.methods import PlanningMethod
 from autopar.plan import PlanError
 from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.selection_problem import InfeasibleError
-from autopar.tracing.trace import TraceError
+from autopar.tracing.step_traces import TraceError
 from simulator.cli.error_lines import NegativeAnswer, usage_errors
 from simulator.files import one_line
 

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, Var
 from autopar._plugins import assume_cudnn
 from autopar.directives.definitions import DirectiveError
 from autopar.ir.calls import called_jaxpr
-from autopar.tracing.trace import abstract
+from autopar.tracing.argument_arrays import abstract
 
 MARK = "~"
 """The prefix of the scopes that this module opens. Such a scope is a whole path with dots between

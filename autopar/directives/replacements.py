@@ -20,7 +20,7 @@ from autopar.directives.equation_regions import GraphItem, RegionNode, nodes_in
 from autopar.directives.model_graph import ModelGraph, Node, join_path, trace_in_scope, within
 from autopar.directives.nnx_scopes import call_unchanged
 from autopar.ir.graph import aval_of
-from autopar.tracing.trace import abstract
+from autopar.tracing.argument_arrays import abstract
 
 type Functions = Mapping[str, Callable[..., Any]]
 

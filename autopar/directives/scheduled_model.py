@@ -37,7 +37,7 @@ from autopar.directives.replacements import (
 from autopar.directives.rng_forking import random_draws
 from autopar.ir.graph import Atom
 from autopar.ir.spec import AnyMesh, LogicalMesh
-from autopar.tracing.trace import abstract
+from autopar.tracing.argument_arrays import abstract
 
 
 def create_schedule(

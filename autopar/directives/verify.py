@@ -25,7 +25,7 @@ from autopar.directives.definitions import (
     describe,
 )
 from autopar.directives.scheduled_model import ModelSchedule
-from autopar.tracing.trace import abstract
+from autopar.tracing.argument_arrays import abstract
 
 _LOSS = "the loss"
 _FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -26,7 +26,8 @@ from autopar.planning.step_planner import coverage_warnings, stage_of
 from autopar.recompute.offloading import offloaded_inputs
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.plan_shardings import Shardings, plan_shardings
-from autopar.tracing.trace import named_inputs, trace
+from autopar.tracing.argument_arrays import named_inputs
+from autopar.tracing.trace import trace
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.checks import OptionError, short_repr
 from autopar.ir.array_handle import ArrayHandle
 from autopar.tracing.arguments import ARRAYS, NUMBERS, is_hashable, static_key
-from autopar.tracing.trace import TraceError
+from autopar.tracing.step_traces import TraceError
 
 
 @jax.tree_util.register_static

@@ -1,21 +1,18 @@
 """Tracing of a Python training step to a `StepGraph`, at the batch sizes of its microbatches."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from autopar._cpython import builds_graphs
-from autopar._plugins import assume_cudnn
-from autopar.ir.array_cuts import Cut, CutTree
-from autopar.ir.array_handle import ArrayHandle
-from autopar.ir.flatten import constrained_lines, flatten
-from autopar.ir.graph import aval_of, error_line, is_backward
+from autopar.ir.array_cuts import Cut
+from autopar.ir.flatten import flatten
+from autopar.ir.graph import aval_of, is_backward
 from autopar.ir.step_graph import (
     EXACT,
     Exactness,
@@ -23,42 +20,25 @@ from autopar.ir.step_graph import (
     StepGraph,
 )
 from autopar.layering.gradient_layers import gradient_layers
-from autopar.layering.gradient_scans import cut_gradient_scans
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layers import (
-    Assignments,
     AutoLayerOption,
     LayerOption,
-    layered,
-    layering,
     num_layers,
 )
-from autopar.layering.stack_cutting import cut_stacks, stack_seeds
-from autopar.microbatch.gradients import tracing_whole_arrays
-from autopar.microbatch.row_lookups import with_own_rows
+from autopar.layering.stack_cutting import cut_stacks
 from autopar.microbatch.row_positions import POSITIONS
-from autopar.microbatch.same_step import DifferentStepsError, check_same_step
+from autopar.microbatch.same_step import DifferentStepsError
 from autopar.microbatch.splitting import split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
 from autopar.tracing.accumulation_loop import has_gradient_in_loop
-from autopar.tracing.block_lookups import with_own_blocks
+from autopar.tracing.argument_arrays import path_name
 from autopar.tracing.chunk_step import ChunkStep, OwnMicrobatchesError, chunk_step
 from autopar.tracing.microbatch_traces import DividedTrace, MicrobatchTraces, SplitStep
-from autopar.tracing.rescaled_trace import NotAffineError, rescaled
 from autopar.tracing.shared_traces import shared
-from autopar.tracing.sorted_rows import without_sorted_rows
+from autopar.tracing.step_traces import StepTraces, TracedStep, TraceOptions
 from autopar.tracing.unrolled_chunks import UnlikeChunksError
-
-
-class TraceError(TypeError):
-    """The step can't be traced to a jaxpr of arrays."""
-
-
-def _takes_gradient(step: SplitStep) -> bool:
-    """Return whether each microbatch of a step takes gradients."""
-    found = step.microbatching
-    return found is not None and any(is_backward(eqn) for _, eqn in found.body)
 
 
 @builds_graphs
@@ -97,12 +77,12 @@ def trace(
         MicrobatchError: The batch can't be divided, or the step does not have the same result in
             microbatches.
     """
-    options = layers, marked, forward, exactness, keeps_remat, keeps_constraints
-    tracer, key = _tracer(fun, args, batch_argnums, *options)
+    options = TraceOptions(layers, marked, forward, exactness, keeps_remat, keeps_constraints)
+    tracer, key = _tracer(fun, args, batch_argnums, options)
 
     def traced() -> StepGraph:
         num_traces = 1 if num_micro_batches == 1 else _TRACES_IN_MICROBATCHES
-        seconds = num_traces * len(tracer.avals) * _SECONDS_PER_ARRAY
+        seconds = num_traces * len(tracer.traces.avals) * _SECONDS_PER_ARRAY
         with progress_part(0, 1, "tracing", seconds):
             return tracer.graph(num_micro_batches)
 
@@ -119,42 +99,9 @@ def own_microbatches(
 
     It is None, too, if the chunks are no microbatches. See `trace` for the arguments.
     """
-    tracer, _ = _tracer(fun, args, batch_argnums, None, True, False, exactness, True, False)
+    options = TraceOptions(marked=True, exactness=exactness)
+    tracer, _ = _tracer(fun, args, batch_argnums, options)
     return tracer.num_chunks()
-
-
-def _tracer(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    batch_argnums: Collection[int],
-    layers: LayerOption | None,
-    marked: bool,
-    forward: bool,
-    exactness: Exactness,
-    keeps_remat: bool,
-    keeps_constraints: bool,
-) -> "tuple[_StepTracer, Hashable]":
-    """Return the shared tracer of a step, and its key; see `trace` for the arguments."""
-    name = _name(fun)
-    if forward:
-        if layers is not None and not hasattr(fun, "layer_option"):
-            weight_argnums = [i for i in range(len(args)) if i not in batch_argnums]
-            fun = layered(fun, layers, weight_argnums, differentiated=False)
-        layers = None
-    tracer = _StepTracer(fun, name, args, batch_argnums, layers, marked, forward, exactness)
-    tracer.keeps_remat = keeps_remat
-    tracer.keeps_constraints = keeps_constraints
-    # Numbers of microbatches share the trace of the whole batch.
-    options = layers, marked, forward, exactness, keeps_remat, keeps_constraints
-    key = fun, tracer.in_tree, tuple(tracer.avals), tracer.batch, options
-    return shared(key, lambda: tracer), key
-
-
-_SECONDS_PER_ARRAY = 3e-3
-"""Usual seconds of tracing for each array among the arguments, for an estimate before tracing."""
-
-_TRACES_IN_MICROBATCHES = 4
-"""Number of traces of a step in microbatches, see `_StepTracer._split_like`."""
 
 
 def with_output_cuts(step: StepGraph, cuts: Sequence[Cut | None]) -> StepGraph:
@@ -183,222 +130,50 @@ def with_output_cuts(step: StepGraph, cuts: Sequence[Cut | None]) -> StepGraph:
     )
 
 
-class _Trace(NamedTuple):
-    """A traced step, with arrays in pieces where stages have pieces of them.
+def _tracer(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    batch_argnums: Collection[int],
+    options: TraceOptions,
+) -> "tuple[_StepTracer, Hashable]":
+    """Return the tracer of a step, which numbers of microbatches share, and its key."""
+    traces = StepTraces(fun, args, batch_argnums, options)
+    key = fun, traces.in_tree, tuple(traces.avals), frozenset(batch_argnums), options
+    return shared(key, lambda: _StepTracer(traces)), key
 
-    Attributes:
-        jaxpr: The flat jaxpr.
-        arguments: The user's arguments, in pieces.
-        result: The user's result, in pieces.
-        in_keys: The key path of each input.
-        out_keys: The key path of each output.
-        batch: The numbers of the inputs whose first dim is the batch.
-        unconstrained: The lines whose `jax.lax.with_sharding_constraint` is left out.
-    """
 
-    jaxpr: Jaxpr
-    arguments: CutTree
-    result: CutTree
-    in_keys: list[tuple[Any, ...]]
-    out_keys: list[tuple[Any, ...]]
-    batch: frozenset[int]
-    unconstrained: tuple[str, ...]
+_SECONDS_PER_ARRAY = 3e-3
+"""Usual seconds of tracing for each array among the arguments, for an estimate before tracing."""
+
+_TRACES_IN_MICROBATCHES = 4
+"""Number of traces of a step in microbatches, see `_StepTracer._split_like`."""
 
 
 class _StepTracer:
-    """Traces of a step for several numbers of microbatches; see `trace` for the arguments.
+    """A step in several numbers of microbatches.
 
     Attributes:
-        batch: The numbers of the inputs whose first dim is the batch.
+        traces: The traces of the step.
+        options: Their options.
+        graph: See `_graph`; a graph is made once for each number of microbatches.
     """
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        batch_argnums: Collection[int],
-        layers: LayerOption | None,
-        marked: bool,
-        forward: bool,
-        exactness: Exactness,
-    ) -> None:
-        leaves, self.in_tree = jax.tree.flatten_with_path(tuple(args))
-        self.fun = fun
-        self.name = name
-        self.layers = layers
-        self.marked = marked
-        self.forward = forward
-        self.exactness = exactness
-        self.keeps_remat = True
-        self.keeps_constraints = False
-        self.in_keys = [path for path, _ in leaves]
-        self.avals = [abstract(leaf) for _, leaf in leaves]
-        self.batch = frozenset(
-            i
-            for i, key in enumerate(self.in_keys)
-            if key[0].idx in batch_argnums and self.avals[i].ndim > 0
-        )
-        self._assignments: Assignments = {}
-        self._scan_assignments: Assignments = {}
+    def __init__(self, traces: StepTraces) -> None:
+        self.traces = traces
+        self.options = traces.options
         self.graph = cache(self._graph)
-        self._traced = cache(self._trace)
         self._chunked = cache(self._chunk_step)
-
-    def _trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> _Trace:
-        """Return the step for a batch that is larger by `scale`, or smaller if that is below one.
-
-        JAX traces a single example otherwise than more of them, and may order a product or a
-        solution of linear equations by the sizes of its operands. A microbatch is to compute what
-        the whole batch does. So if its equations are other ones, its trace is that of a larger
-        batch, scaled down, where traces for two sizes show how.
-
-        Args:
-            scale: The factor.
-            in_microbatches: Whether the step runs in microbatches.
-            whole_arrays: Whether functions that run on shards are traced for whole arrays.
-        """
-        options = in_microbatches, whole_arrays
-        if scale >= 1:
-            return self._own_trace(scale, *options)
-        if any(self.avals[i].shape[0] * scale == 1 for i in self.batch):
-            larger = Fraction(2 if 2 * scale == 1 else 1)
-            scaled_down = self._scaled_down(scale, 2 * scale, larger, *options)
-            return scaled_down or self._own_trace(scale, *options)
-        try:
-            traced = self._own_trace(scale, *options)
-        except Exception:
-            if not in_microbatches:
-                raise
-            # The largest five losses, for example, can't be traced for a microbatch of four.
-            scaled_down = self._scaled_down(scale, Fraction(1), Fraction(2), *options)
-            if scaled_down is None:
-                raise
-            return scaled_down
-        if in_microbatches:
-            try:
-                check_same_step(traced.jaxpr, self._traced(Fraction(1), *options).jaxpr)
-            except DifferentStepsError:
-                return self._scaled_down(scale, Fraction(1), Fraction(2), *options) or traced
-        return traced
-
-    def _own_trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> _Trace:
-        """Return what JAX traces for a batch of this size; see `_trace`."""
-        scaled = [
-            _with_rows(aval, int(aval.shape[0] * scale)) if i in self.batch else aval
-            for i, aval in enumerate(self.avals)
-        ]
-        whole = tracing_whole_arrays() if whole_arrays else nullcontext()
-        with layering(self.layers, self._assignments), whole:
-            traced = self._flat(*_traced_jaxpr(self.fun, self.in_tree, scaled))
-        if not in_microbatches:
-            return traced
-        own = with_own_blocks(with_own_rows(traced.jaxpr, traced.batch), traced.batch)
-        return traced._replace(jaxpr=own)
-
-    def _flat(self, jaxpr: Jaxpr, out_keys: list[Any], out_tree: Any) -> _Trace:
-        """Return a traced step with its scans divided into layers, and flat.
-
-        Args:
-            jaxpr: the step, which may take more inputs than the arguments.
-            out_keys: the key paths of its outputs.
-            out_tree: the structure of its outputs.
-        """
-        if isinstance(self.layers, AutoLayerOption):
-            weights = [i for i in range(len(self.avals)) if i not in self.batch]
-            cut = cut_gradient_scans(jaxpr, self.layers, weights, self._scan_assignments)
-            jaxpr = jaxpr if cut is None else cut
-        unconstrained = () if self.keeps_constraints else constrained_lines(jaxpr)
-        jaxpr = flatten(
-            jaxpr, keeps_remat=self.keeps_remat, keeps_constraints=self.keeps_constraints
-        )
-        jaxpr = without_sorted_rows(jaxpr)
-        arguments = jaxpr.invars[: len(self.avals)]
-        in_pieces = [var for i, var in enumerate(arguments) if i not in self.batch]
-        seeds = stack_seeds(jaxpr)
-        cut = cut_stacks(jaxpr, seeds, in_pieces=in_pieces, out_pieces=jaxpr.outvars)
-        inputs = cut.inputs[: len(self.avals)]
-        arguments = CutTree(self.in_tree, tuple(map(_text, self.in_keys)), inputs)
-        batch = arguments.numbers_of_pieces(self.batch)
-        return _Trace(
-            cut.jaxpr,
-            arguments,
-            CutTree(out_tree, tuple(map(_text, out_keys)), cut.outputs),
-            _piece_keys(self.in_keys, inputs),
-            _piece_keys(out_keys, cut.outputs),
-            batch,
-            unconstrained,
-        )
-
-    def _scaled_down(
-        self, scale: Fraction, size: Fraction, larger: Fraction, *options: bool
-    ) -> _Trace | None:
-        """Return the step for a batch, from its traces for two larger ones; see `_trace`.
-
-        None if they do not say what it is, or if the step can't be traced for these sizes.
-        """
-        try:
-            base, other = self._traced(size, *options), self._traced(larger, *options)
-        except Exception:
-            return None  # if it is an error for any size, the trace for this one raises it
-        if base[1:] != other[1:]:
-            return None
-        try:
-            jaxpr = rescaled(base.jaxpr, other.jaxpr, larger / size, scale / size)
-        except NotAffineError:
-            return None
-        return base._replace(jaxpr=jaxpr)
-
-    def _trace_of_part(self, scale: Fraction, whole_arrays: bool) -> _Trace:
-        """Return the step for a part of the batch in microbatches; see `_trace`.
-
-        Raises:
-            MicrobatchError: The step can be traced for the whole batch, but not for this part.
-        """
-        try:
-            return self._traced(scale, True, whole_arrays)
-        except Exception as error:
-            # Raises an error that has nothing to do with the size of microbatches.
-            self._traced(Fraction(1), True, False)
-            rows = self.avals[min(self.batch)].shape[0]
-            raise MicrobatchError(
-                f"{self.name} can be traced for the whole batch of {rows} examples, but not for a"
-                f" microbatch of {rows * scale}: {error_line(error)} raises"
-                f" {type(error).__name__}: {str(error).partition('\n')[0]}\n"
-                "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a"
-                f" reshape) instead of a number{self._other_batches(rows)}, or use"
-                " num_micro_batches=1."
-            ) from error
-
-    def _other_batches(self, rows: int) -> str:
-        """Return a hint at arguments that may be batches, for an error; "" without any.
-
-        Args:
-            rows: the number of examples.
-        """
-        numbers = [_text(key[:1]) for key in self.in_keys]
-        examples = {numbers[i] for i in self.batch}
-        others = dict.fromkeys(
-            number
-            for number, aval in zip(numbers, self.avals, strict=True)
-            if number not in examples and aval.shape[:1] == (rows,)
-        )
-        if not others:
-            return ""
-        return (
-            f", or name all arguments with examples in batch_argnums: {', '.join(others)} has"
-            f" arrays of {rows} rows, too"
-        )
 
     def _graph(self, count: int) -> StepGraph:
         """Return the step in `count` microbatches."""
-        if count > 1 and not self.batch:
+        traces = self.traces
+        if count > 1 and not traces.batch:
             raise MicrobatchError(
-                f"{count} microbatches were asked for, but no argument of {self.name} is a batch;"
+                f"{count} microbatches were asked for, but no argument of {traces.name} is a batch;"
                 " pass the examples after the model, or name their argument in batch_argnums"
             )
-        for i in self.batch:
-            _check_divisible(self.avals[i], count, _text(self.in_keys[i]))
+        for i in traces.batch:
+            _check_divisible(traces.avals[i], count, path_name(traces.in_keys[i]))
         traced, step = self._in_parts(count)
         out_paths = traced.result.piece_paths
         jaxpr = step.jaxpr
@@ -419,19 +194,19 @@ class _StepTracer:
             out_tree=traced.result.piece_tree,
             arguments=traced.arguments,
             result=traced.result,
-            name=self.name,
+            name=traces.name,
             microbatching=step.microbatching,
             retrace=self.graph,
         )
 
-    def _in_parts(self, count: int) -> tuple[_Trace, SplitStep]:
+    def _in_parts(self, count: int) -> tuple[TracedStep, SplitStep]:
         """Return the trace of one microbatch in layers, and the step as it runs in `count`."""
         try:
             if count > 1:
-                traced = self._trace_of_part(Fraction(1, count), False)
+                traced = self.traces.trace_of_part(Fraction(1, count), False)
             else:
-                traced = self._traced(Fraction(1), self.marked, False)
-            if self.marked and has_gradient_in_loop(traced.jaxpr):
+                traced = self.traces.trace(Fraction(1), self.options.marked, False)
+            if self.options.marked and has_gradient_in_loop(traced.jaxpr):
                 own = self._in_chunks(count)
                 if own is not None:
                     return own
@@ -442,7 +217,7 @@ class _StepTracer:
             if count == 1 or _takes_gradient(whole[1]):
                 return whole
             own = self._in_chunks(count)
-            unlike = self._unlike_chunks(count) if self.marked and own is None else None
+            unlike = self._unlike_chunks(count) if self.options.marked and own is None else None
             if unlike is not None:
                 raise unlike
             return own or whole
@@ -452,17 +227,17 @@ class _StepTracer:
         unlike = self._unlike_chunks(count)
         raise MicrobatchError(f"{refused}. As it is, {unlike}") if unlike else refused
 
-    def _in_microbatches(self, traced: _Trace, count: int) -> tuple[_Trace, SplitStep]:
+    def _in_microbatches(self, traced: TracedStep, count: int) -> tuple[TracedStep, SplitStep]:
         """Return the step in layers, and as it runs in microbatches; `traced` is one of them."""
         try:
             traced = self._in_layers(traced)
         except NoLayersError as error:
             raise NoLayersError(f"{error}{self._why_not_split(traced, count)}") from None
-        if self.marked or count > 1:
+        if self.options.marked or count > 1:
             return traced, self._split(traced, count)
         return traced, SplitStep(traced.jaxpr, None)
 
-    def _in_chunks(self, count: int) -> tuple[_Trace, SplitStep] | None:
+    def _in_chunks(self, count: int) -> tuple[TracedStep, SplitStep] | None:
         """Return the step with the chunks whose gradients it accumulates as microbatches.
 
         Args:
@@ -475,19 +250,19 @@ class _StepTracer:
         Raises:
             MicrobatchError: The chunks are no microbatches, or not as many as were asked for.
         """
-        if self.forward:
+        if self.options.forward:
             return None
         chunks, *outputs = self._chunked()
         if not isinstance(chunks, ChunkStep):
             return None
         if chunks.length != count:
-            raise OwnMicrobatchesError(self.name, chunks.line, chunks.length, count)
-        traced = self._in_layers(self._flat(chunks.jaxpr, *outputs))
+            raise OwnMicrobatchesError(self.traces.name, chunks.line, chunks.length, count)
+        traced = self._in_layers(self.traces.flat(chunks.jaxpr, *outputs))
         return traced, chunks.in_microbatches(traced.jaxpr, traced.arguments)
 
     def _unlike_chunks(self, count: int) -> UnlikeChunksError | None:
         """Return why `count` gradients that the step adds are not those of chunks, if it is so."""
-        unlike = None if self.forward else self._chunked()[0]
+        unlike = None if self.options.forward else self._chunked()[0]
         if not isinstance(unlike, UnlikeChunksError) or unlike.count != count:
             return None
         return unlike
@@ -506,32 +281,31 @@ class _StepTracer:
         It is the same for any number of microbatches that is asked for. Instead of the iteration,
         return why gradients that the step adds are not those of chunks.
         """
-        with layering(self.layers, self._assignments):
-            jaxpr, out_keys, out_tree = _traced_jaxpr(self.fun, self.in_tree, self.avals)
-        whole = flatten(jaxpr, loops=False, keeps_remat=self.keeps_remat)
+        jaxpr, out_keys, out_tree = self.traces.jaxpr_of_batch()
+        whole = flatten(jaxpr, loops=False, keeps_remat=self.options.keeps_remat)
         try:
-            chunks = chunk_step(whole, self.batch)
+            chunks = chunk_step(whole, self.traces.batch)
         except UnlikeChunksError as error:
             chunks = error
         return chunks, out_keys, out_tree
 
-    def _in_layers(self, traced: _Trace) -> _Trace:
+    def _in_layers(self, traced: TracedStep) -> TracedStep:
         """Return a step whose gradients JAX took, divided into layers; others as they are."""
         jaxpr = traced.jaxpr
-        if not isinstance(self.layers, AutoLayerOption) or (
-            num_layers(jaxpr) and not self._scan_assignments
+        if not isinstance(self.options.layers, AutoLayerOption) or (
+            num_layers(jaxpr) and not self.traces.scan_assignments
         ):
             return traced
-        return traced._replace(jaxpr=gradient_layers(jaxpr, self.layers))
+        return traced._replace(jaxpr=gradient_layers(jaxpr, self.options.layers))
 
-    def _split(self, traced: _Trace, count: int) -> SplitStep:
+    def _split(self, traced: TracedStep, count: int) -> SplitStep:
         """Return the step as it runs in microbatches; `traced` is the step for one of them.
 
         Values of a microbatch with a single example, or a single run of examples, may have dims of
         size one that hide how they scale with the batch. The split then follows the step for a
         batch twice as large.
         """
-        if any(self.avals[i].shape[0] == count for i in self.batch):
+        if any(self.traces.avals[i].shape[0] == count for i in self.traces.batch):
             return self._split_like(2, traced, count)
         try:
             return self._split_like(1, traced, count)
@@ -545,7 +319,7 @@ class _StepTracer:
                 reason = other if is_told else refused
                 raise MicrobatchError(f"{reason}{self._unlike_rows()}") from None
 
-    def _why_not_split(self, traced: _Trace, count: int) -> str:
+    def _why_not_split(self, traced: TracedStep, count: int) -> str:
         """Return why a step does not run in microbatches, for an error; "" if it does."""
         try:
             if count > 1:
@@ -557,8 +331,8 @@ class _StepTracer:
     def _unlike_rows(self) -> str:
         """Return what to do if inputs have different numbers of rows, such as those of graphs."""
         paths: dict[int, str] = {}
-        for i in sorted(self.batch):
-            paths.setdefault(self.avals[i].shape[0], _text(self.in_keys[i]))
+        for i in sorted(self.traces.batch):
+            paths.setdefault(self.traces.avals[i].shape[0], path_name(self.traces.in_keys[i]))
         if len(paths) == 1:
             return ""
         sizes = ", ".join(f"{path} has {rows} rows" for rows, path in paths.items())
@@ -568,78 +342,44 @@ class _StepTracer:
             " padded graphs, and apply the model to each by jax.vmap."
         )
 
-    def _split_like(self, scale: int, traced: _Trace, count: int) -> SplitStep:
+    def _split_like(self, scale: int, traced: TracedStep, count: int) -> SplitStep:
         """Return the step, split like the step for a batch that is larger by `scale`.
 
         What the step computes from the whole batch alone is computed before its microbatches, if
         these can't be right otherwise.
         """
-        micro = traced.jaxpr
+        micro, traces, options = traced.jaxpr, self.traces, self.options
         on_shards = any(eqn.primitive.name == SHARD_MAP for eqn in micro.eqns)
         if count == 1:
-            return SplitStep(*split_once(micro, traced.batch, self.forward))
-        whole = self._traced(Fraction(1), True, False).jaxpr
-        part = self._traced(Fraction(1, count), True, on_shards).jaxpr
-        small = self._trace_of_part(Fraction(scale, count), on_shards).jaxpr
-        large = self._traced(Fraction(scale), True, on_shards).jaxpr
-        part_of = self._traced(Fraction(1), True, on_shards).jaxpr
-        unlabelled, in_layers = self._trace_of_part(Fraction(1, count), False).jaxpr, None
-        if isinstance(self.layers, AutoLayerOption) and unlabelled is not micro:
-            in_layers = DividedTrace(unlabelled, partial(gradient_layers, option=self.layers))
+            return SplitStep(*split_once(micro, traced.batch, options.forward))
+        whole = traces.trace(Fraction(1), True, False).jaxpr
+        part = traces.trace(Fraction(1, count), True, on_shards).jaxpr
+        small = traces.trace_of_part(Fraction(scale, count), on_shards).jaxpr
+        large = traces.trace(Fraction(scale), True, on_shards).jaxpr
+        part_of = traces.trace(Fraction(1), True, on_shards).jaxpr
+        unlabelled, in_layers = traces.trace_of_part(Fraction(1, count), False).jaxpr, None
+        if isinstance(options.layers, AutoLayerOption) and unlabelled is not micro:
+            divide = partial(gradient_layers, option=options.layers)
+            in_layers = DividedTrace(unlabelled, divide)
         splitter = MicrobatchTraces(
             traces=(micro, whole, part, part_of, small, large),
             paths=traced.arguments.piece_paths,
             batch=traced.batch,
             count=count,
-            exactness=self.exactness,
-            stages=self.marked,
-            gradient_free=self.forward or not self.marked,
-            name=self.name,
+            exactness=options.exactness,
+            stages=options.marked,
+            gradient_free=options.forward or not options.marked,
+            name=traces.name,
             retrace=self.graph,
             in_layers=in_layers,
         )
         return splitter.split()
 
 
-def _traced_jaxpr(
-    fun: Callable[..., Any], in_tree: Any, avals: list[Any]
-) -> tuple[Jaxpr, list[Any], Any]:
-    """Return the jaxpr of `fun`, the key paths of its outputs, and their tree."""
-    try:
-        # JAX caches traces by function. A new function keeps traces with other layers apart.
-        with assume_cudnn():
-            jaxpr, result = jax.make_jaxpr(lambda *args: fun(*args), return_shape=True)(
-                *jax.tree.unflatten(in_tree, avals)
-            )
-    except jax.errors.JAXTypeError as error:
-        raise TraceError(
-            f"{_name(fun)} can't be traced: {str(error).splitlines()[0]}\n"
-            "It depends on the value of an argument; use jnp.where or jax.lax.cond on arrays, or"
-            " make the argument static with static_argnums."
-        ) from error
-    except TypeError as error:
-        if "not a valid JAX type" not in str(error):
-            raise
-        raise TraceError(
-            f"{_name(fun)} can't be traced: {str(error).splitlines()[0]}\n"
-            "Compute with and return only arrays and numbers, in dicts, tuples, lists or other"
-            " pytrees."
-        ) from error
-    outputs, out_tree = jax.tree.flatten_with_path(result)
-    return jaxpr, [path for path, _ in outputs], out_tree
-
-
-def _piece_keys(
-    keys: Sequence[tuple[Any, ...]], cuts: Sequence[Cut | None]
-) -> list[tuple[Any, ...]]:
-    """Return the key path of each piece: that of the user's array and the number of the piece."""
-    paths: list[tuple[Any, ...]] = []
-    for key, cut in zip(keys, cuts, strict=True):
-        if cut is None:
-            paths.append(key)
-        else:
-            paths += [(*key, jax.tree_util.SequenceKey(k)) for k in range(len(cut.sizes))]
-    return paths
+def _takes_gradient(step: SplitStep) -> bool:
+    """Return whether each microbatch of a step takes gradients."""
+    found = step.microbatching
+    return found is not None and any(is_backward(eqn) for _, eqn in found.body)
 
 
 def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:
@@ -649,36 +389,6 @@ def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:
             " microbatches; pad the batch, choose a divisor as num_micro_batches, or map the"
             " argument to the dim of its examples, as in batch_argnums={1: 1}"
         )
-
-
-def _with_rows(aval: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=aval.weak_type)
-
-
-def named_inputs(
-    args: Sequence[Any], batch_argnums: Collection[int]
-) -> list[tuple[str, jax.ShapeDtypeStruct, bool]]:
-    """Return the path and aval of each array of `args`, and whether its first dim is the batch."""
-    leaves, _ = jax.tree.flatten_with_path(tuple(args))
-    avals = [(path, abstract(leaf)) for path, leaf in leaves]
-    return [
-        (_text(path), aval, path[0].idx in batch_argnums and bool(aval.shape))
-        for path, aval in avals
-    ]
-
-
-def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return shape, dtype and weak type of an array, number or ShapeDtypeStruct."""
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct | ArrayHandle) else jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _name(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", "the step")
-
-
-def _text(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _carried(
@@ -695,14 +405,14 @@ def _carried(
     arguments = jaxpr.invars[: len(in_paths)]
     for i, (path, var) in enumerate(zip(in_paths, arguments, strict=True)):
         if i not in batch and (path[1:] or path[0].idx == 0):
-            by_name.setdefault((_text(path[1:]), aval_of(var).shape, aval_of(var).dtype), i)
+            by_name.setdefault((path_name(path[1:]), aval_of(var).shape, aval_of(var).dtype), i)
     carried: dict[int, int] = {}
     for o, (path, atom) in enumerate(zip(out_paths, jaxpr.outvars, strict=True)):
         if isinstance(atom, Literal):
             continue
-        names = [_text(path)]
-        if path and (path[1:] or _text(path) == "0"):
-            names.append(_text(path[1:]))
+        names = [path_name(path)]
+        if path and (path[1:] or path_name(path) == "0"):
+            names.append(path_name(path[1:]))
         for name in names:
             match = by_name.get((name, aval_of(atom).shape, aval_of(atom).dtype))
             if match is not None and match not in carried.values():

@@ -15,7 +15,7 @@ from autopar.layering.layer_clustering import NoLayersError
 from autopar.runtime import local_executable
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
-from autopar.tracing.trace import TraceError
+from autopar.tracing.step_traces import TraceError
 from tests.fuzz import random_steps
 from tests.fuzz.eager_tasks import eager_tasks
 from tests.fuzz.outcomes import Outcomes

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.tracing.trace import TraceError, trace
+from autopar.tracing.step_traces import TraceError
+from autopar.tracing.trace import trace
 from tests.steps import mlp_args, mlp_step
 
 
