@@ -1,4 +1,8 @@
-"""Whether a step computes the same for two chunks of its batch, but for what is read of them."""
+"""Comparison of the equations that a step has for two chunks of its batch.
+
+Two values correspond if their equations have the same primitive, parameters and corresponding
+operands. Values that depend on no weights, such as the examples of a chunk, may differ.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,12 +21,13 @@ _LONGEST_VALUE = 80
 
 
 class ChunkComparison:
-    """Compares what is computed for one chunk with what is computed for another.
+    """A comparison of the first chunk with another one.
 
     Attributes:
-        equal: For each value of the first chunk that has been compared, that of the other one.
-        differing: Those of them that may differ. They depend on no weights.
-        unequal: The last pair of values that may not differ, and does; None without any.
+        equal: The value of the other chunk that corresponds to a value of the first one. Values are
+            only added, except by `forget_after`.
+        differing: The part of `equal` whose two values may differ. They depend on no weights.
+        unequal: The pair of values that the last comparison failed at; None if it succeeded.
     """
 
     def __init__(
@@ -31,13 +36,13 @@ class ChunkComparison:
         of_model: Collection[Var],
         constants: Mapping[Var, Atom] | None = None,
     ) -> None:
-        """Begin a comparison.
+        """Compare nothing yet.
 
         Args:
-            jaxprs: What computes the values, flat but for its loops.
+            jaxprs: The jaxprs with the equations of both chunks, flat but for their loops.
             of_model: The values that depend on weights.
-            constants: Values that have another name where the first chunk is computed, by that
-                name.
+            constants: The value of the other chunk for inputs of the first chunk's jaxpr, such as
+                the constants of a loop body.
         """
         self.differing: dict[Var, Atom] = {}
         self.unequal: tuple[Atom, Atom] | None = None
@@ -56,11 +61,11 @@ class ChunkComparison:
         self.equal = {var: self._without_casts(atom) for var, atom in (constants or {}).items()}
 
     def are_equal(self, inner: Sequence[Atom], outer: Sequence[Atom]) -> bool:
-        """Return whether values of the first chunk equal those of the other, but for `differing`.
+        """Return whether values of two chunks correspond, and add them and their operands.
 
         Args:
             inner: The values of the first chunk.
-            outer: Those of the other one.
+            outer: The values of the other one.
         """
         pending = list(zip(inner, outer, strict=True))
         while pending:
@@ -81,8 +86,19 @@ class ChunkComparison:
         return True
 
     @property
+    def num_known(self) -> tuple[int, int]:
+        """The number of values in `equal` and in `differing`."""
+        return len(self.equal), len(self.differing)
+
+    def forget_after(self, num_known: tuple[int, int]) -> None:
+        """Forget the values that were found since `num_known` was read."""
+        for values, count in zip((self.equal, self.differing), num_known, strict=True):
+            while len(values) > count:
+                values.popitem()
+
+    @property
     def difference(self) -> str:
-        """What is unequal, with the lines of the user's code; "" if that is no equation."""
+        """The difference between the equations of `unequal`, for an error; "" without any."""
         eqns = [self._maker[var][0] for var in variables(self.unequal or ()) if var in self._maker]
         if len(eqns) < 2:
             return "".join(f"{Where(eqn)} is not in all of them" for eqn in eqns)
@@ -96,7 +112,15 @@ class ChunkComparison:
         return f"{Where(one)} computes something else"
 
     def _is_given(self, ours: Atom, theirs: Atom, depth: int) -> bool:
-        """Return whether values without weights are equal, or may become slices of the loop."""
+        """Return whether values may correspond of which the first one depends on no weights.
+
+        They are equal, or of the same type: then they differ, and become slices of the loop.
+
+        Args:
+            ours: The value of the first chunk.
+            theirs: The value of the other one.
+            depth: The longest chain of equations to compare.
+        """
         if isinstance(theirs, Var) and theirs in self._of_model:
             return False
         if isinstance(ours, Literal):
@@ -106,14 +130,14 @@ class ChunkComparison:
         if ours is theirs:
             self.equal[ours] = theirs
             return True
-        known = dict(self.equal), dict(self.differing)
+        known = self.num_known
         operands = self._operands(ours, theirs) if depth else None
         if operands is not None and all(
             self._is_given(mine, self._without_casts(other), depth - 1) for mine, other in operands
         ):
             self.equal[ours] = theirs
             return True
-        self.equal, self.differing = known
+        self.forget_after(known)
         mine, other = aval_of(ours), aval_of(theirs)
         if (mine.shape, mine.dtype) != (other.shape, other.dtype):
             return False
@@ -121,7 +145,7 @@ class ChunkComparison:
         return True
 
     def _operands(self, ours: Atom, theirs: Atom) -> list[tuple[Atom, Atom]] | None:
-        """Return pairs of operands whose equality makes two values equal; None if none do."""
+        """Return the pairs of operands that must be equal for two values to be; None if none do."""
         if not isinstance(ours, Var) or not isinstance(theirs, Var):
             return None
         if ours in self._constants and theirs in self._constants:
@@ -135,28 +159,26 @@ class ChunkComparison:
         return list(zip(mine.invars, other.invars, strict=True))
 
     def _without_casts(self, atom: Atom) -> Atom:
-        """Return what a value was before casts to its own dtype."""
+        """Return the operand of the casts to its own dtype that a value is the result of."""
         while isinstance(atom, Var) and atom in self._maker and is_same_cast(self._maker[atom][0]):
             (atom,) = self._maker[atom][0].invars
         return atom
 
 
 def are_alike(comparisons: Sequence[ChunkComparison], chunks: Sequence[Sequence[Atom]]) -> bool:
-    """Return whether values of all chunks are equal, but for those that may differ.
-
-    If they are not, nothing is added to what the comparisons know.
+    """Return whether values of all chunks correspond, and add them to the comparisons if they do.
 
     Args:
         comparisons: The comparisons of the first chunk with each other one.
         chunks: The values of each chunk.
     """
-    known = [(dict(each.equal), dict(each.differing)) for each in comparisons]
+    known = [comparison.num_known for comparison in comparisons]
     first, *others = chunks
     pairs = zip(comparisons, others, strict=True)
     if all(comparison.are_equal(first, other) for comparison, other in pairs):
         return True
-    for comparison, (equal, differing) in zip(comparisons, known, strict=True):
-        comparison.equal, comparison.differing = equal, differing
+    for comparison, num_known in zip(comparisons, known, strict=True):
+        comparison.forget_after(num_known)
     return False
 
 

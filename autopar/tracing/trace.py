@@ -261,7 +261,7 @@ class _StepTracer:
         return traced, chunks.in_microbatches(traced.jaxpr, traced.arguments)
 
     def _unlike_chunks(self, count: int) -> UnlikeChunksError | None:
-        """Return why `count` gradients that the step adds are not those of chunks, if it is so."""
+        """Return the error if the step adds `count` gradients that it does not compute alike."""
         unlike = None if self.options.forward else self._chunked()[0]
         if not isinstance(unlike, UnlikeChunksError) or unlike.count != count:
             return None
@@ -278,8 +278,8 @@ class _StepTracer:
     def _chunk_step(self) -> tuple[ChunkStep | UnlikeChunksError | None, list[Any], Any]:
         """Return one iteration of the step's own loop, with the key paths and tree of its outputs.
 
-        It is the same for any number of microbatches that is asked for. Instead of the iteration,
-        return why gradients that the step adds are not those of chunks.
+        It is the same for all numbers of microbatches. If the step adds gradients that it does not
+        compute alike, the error stands in place of the iteration.
         """
         jaxpr, out_keys, out_tree = self.traces.jaxpr_of_batch()
         whole = flatten(jaxpr, loops=False, keeps_remat=self.options.keeps_remat)

@@ -1,10 +1,11 @@
 """Gradients of chunks that a step adds without a loop, such as in a `for` loop of Python.
 
-The step has equations of its own for each chunk. If they compute the same, but for values that
-depend on no weights, such as the examples of a chunk, its key or its weight in the loss, they are
-rewritten as a loop over the chunks (`autopar.tracing.chunk_loop`). The loop has a carry for each
-sum over all chunks, and stacks what is concatenated of all chunks. A chunk may add several values
-to a sum, such as the gradients of two losses.
+The step then has a copy of its equations for each chunk. If the copies correspond
+(`autopar.tracing.chunk_comparison`), they are rewritten as a loop over the chunks
+(`autopar.tracing.chunk_loop`). Values that differ between the chunks and depend on no weights are
+slices of the loop: the examples of a chunk, its key, or its weight in the loss. The loop has a
+carry for each sum over all chunks, and stacks the values that the step stacks or concatenates. A
+chunk may add several terms to a sum, such as the gradients of two losses.
 """
 
 from collections import Counter
@@ -39,12 +40,12 @@ from autopar.tracing.chunk_loop import ChunkLoop, loop_equations, stacked_variab
 
 
 class _Result(NamedTuple):
-    """A result of all chunks.
+    """A value that a step computes from terms of all chunks: their sum, or a stack of them.
 
     Attributes:
-        eqn: The last addition of a sum, or what stacks or concatenates along the first dim.
-        terms: The values of each chunk.
-        others: What is added to a sum besides.
+        eqn: The last addition of the sum, or the stack or concatenation along the first dim.
+        terms: The terms of each chunk.
+        others: Terms of the sum that belong to no chunk.
     """
 
     eqn: JaxprEqn
@@ -62,7 +63,7 @@ class _Result(NamedTuple):
 
     @property
     def aval_of_chunk(self) -> ShapedArray:
-        """The type of what the terms of a chunk give together."""
+        """The type of the part of the result that one chunk contributes."""
         aval = aval_of(self.eqn.outvars[0])
         if not _is_stack(self.eqn):
             return aval_of(self.terms[0][0])
@@ -70,15 +71,16 @@ class _Result(NamedTuple):
         return aval.update(shape=(rows // len(self.terms), *others))
 
     def together(self, *terms: jax.Array) -> jax.Array:
-        """Return what the terms of a chunk give together: their sum, or part of the result."""
+        """Return the part of the result that one chunk contributes, from its terms."""
         if not _is_stack(self.eqn):
             return _sum(*terms)
         return (jnp.stack if self.eqn.primitive is stack_p else jnp.concatenate)(terms)
 
     def arrangements(self, count: int) -> "list[_Result]":
-        """Return the possible divisions of a result with one term per chunk into `count` chunks.
+        """Return the ways to divide terms of single chunks among `count` chunks of several terms.
 
-        The terms of a chunk follow one another, or one of each chunk follows one of each chunk.
+        A chunk has neighbouring terms, as in a1 + a2 + b1 + b2, or every `count`-th term of a sum,
+        as in a1 + b1 + a2 + b2. There is no way if `count` does not divide the number of terms.
         """
         terms = [term for (term,) in self.terms]
         size, rest = divmod(len(terms), count)
@@ -91,7 +93,7 @@ class _Result(NamedTuple):
 
 
 class UnlikeChunksError(MicrobatchError):
-    """A step adds gradients of chunks, and computes something else for some of the chunks.
+    """A step adds gradients of chunks that it does not compute alike.
 
     Attributes:
         count: The number of chunks.
@@ -113,10 +115,10 @@ class UnlikeChunksError(MicrobatchError):
 
 
 class _Chunks(NamedTuple):
-    """What a step computes alike for all chunks.
+    """The chunks of a step, for one number of chunks.
 
     Attributes:
-        results: The results of all chunks.
+        results: The results whose terms the step computes alike for all chunks.
         comparisons: The comparisons of the first chunk with each other one.
     """
 
@@ -127,7 +129,8 @@ class _Chunks(NamedTuple):
 def unrolled_chunks(jaxpr: Jaxpr, of_model: set[Var]) -> tuple[Jaxpr, ChunkLoop] | None:
     """Return a step with a loop over its chunks, and the loop; None if it has no such chunks.
 
-    The number of chunks is the one of which most gradients are sums, the largest of these.
+    Every number of chunks is tried that divides the number of terms of a sum of gradients. The
+    number with the most results that depend on gradients is taken; of several, the largest.
 
     Args:
         jaxpr: The step, flat but for its loops.
@@ -162,9 +165,16 @@ def unrolled_chunks(jaxpr: Jaxpr, of_model: set[Var]) -> tuple[Jaxpr, ChunkLoop]
 
 
 def _with_named_literals(jaxpr: Jaxpr, of_model: set[Var]) -> tuple[Jaxpr, dict[Var, Literal]]:
-    """Return a step with a variable for each number beside values of weights, and the numbers.
+    """Return a step whose literals, beside values that depend on weights, are named by variables.
 
-    The numbers may differ between the chunks.
+    Such numbers may differ between the chunks, as the weight of a chunk in the loss does.
+
+    Args:
+        jaxpr: The step.
+        of_model: The values that depend on weights.
+
+    Returns:
+        The step, and the literal of each variable.
     """
     literals: dict[Var, Literal] = {}
 
@@ -191,11 +201,11 @@ def _chunks(
     candidates: Sequence[_Result],
     count: int,
 ) -> _Chunks:
-    """Return what a step computes alike for `count` chunks.
+    """Return the chunks of a step if there are `count` of them.
 
     Args:
         jaxpr: The step.
-        literals: The numbers that have variables.
+        literals: The literals that are named by variables.
         of_model: The values that depend on weights.
         candidates: Possible results, with one term per chunk.
         count: The number of chunks.
@@ -214,7 +224,7 @@ def _chunks(
 
 
 def _independent(jaxpr: Jaxpr, results: list[_Result]) -> list[_Result]:
-    """Return the results that do not depend on one of them."""
+    """Return the results whose terms depend on none of the results."""
     while True:
         ends = [var for result in results for var in result.eqn.outvars]
         late = dependents(enumerate(jaxpr.eqns), ends)
@@ -225,9 +235,15 @@ def _independent(jaxpr: Jaxpr, results: list[_Result]) -> list[_Result]:
 
 
 def _sums(jaxpr: Jaxpr, of_model: set[Var], gradients: set[Var]) -> list[_Result]:
-    """Return the sums, which no derivative consists of, of several values that depend on weights.
+    """Return the sums of several terms that depend on weights.
 
-    Where gradients are added to other values that depend on weights, these are other terms.
+    Additions that differentiation makes are left out. If several terms are gradients, only these
+    are terms of chunks.
+
+    Args:
+        jaxpr: The step.
+        of_model: The values that depend on weights.
+        gradients: The values that depend on gradients.
     """
     additions = {
         eqn.outvars[0]: eqn
@@ -267,7 +283,7 @@ def _sums(jaxpr: Jaxpr, of_model: set[Var], gradients: set[Var]) -> list[_Result
 
 
 def _stacks(jaxpr: Jaxpr, of_model: set[Var]) -> list[_Result]:
-    """Return what stacks or concatenates, along the first dim, values that depend on weights."""
+    """Return the stacks, and concatenations of the first dim, of values that depend on weights."""
     return [
         _Result(eqn, tuple((var,) for var in variables(eqn.invars)))
         for eqn in jaxpr.eqns
@@ -289,8 +305,8 @@ def _rolled(
 
     Args:
         jaxpr: The step.
-        literals: The numbers that have variables in it.
-        chunks: What it computes alike for all chunks.
+        literals: The literals that are named by variables.
+        chunks: Its chunks.
     """
     comparisons = chunks.comparisons
     sums = [result for result in chunks.results if not _is_stack(result.eqn)]
@@ -308,7 +324,7 @@ def _rolled(
     slices = [var for var in read if var in differing]
     computed = {var for eqn in eqns for var in eqn.outvars}.union(slices, jaxpr.constvars)
     consts = [var for var in read if var not in computed]
-    # A value that a comparison does not reach is one and the same for both of its chunks.
+    # A value that a comparison has not reached is the same variable for both of its chunks.
     values = [[var, *(each.equal.get(var, var) for each in comparisons)] for var in slices]
     length, source = len(comparisons) + 1, results[0].eqn.source_info
     carries, zeros = ([Var(aval_of(r.terms[0][0])) for r in sums] for _ in range(2))
@@ -327,14 +343,7 @@ def _rolled(
         *loop_equations(lambda *rows: list(map(jnp.stack, rows)), operands, arrays, source),
         *zero_equations(zeros, source),
     ]
-    after: list[JaxprEqn] = []
-    for result, total in zip(results, loop.outvars, strict=True):
-        (final,) = result.eqn.outvars
-        if _is_stack(result.eqn) and not result.is_row:
-            reshape = partial(jnp.reshape, shape=aval_of(final).shape)
-            after += equations(reshape, [total], final, source)
-        elif result.others:
-            after += equations(_sum, [*result.others, total], final, source)
+    after = _final_equations(results, loop)
     step = _with_loop(jaxpr, [result.eqn for result in results], [*before, loop, *after])
     eqns = [
         eqn if eqn is loop else eqn.replace(invars=renamed(eqn.invars, literals))
@@ -345,8 +354,21 @@ def _rolled(
     )
 
 
+def _final_equations(results: Sequence[_Result], loop: JaxprEqn) -> list[JaxprEqn]:
+    """Return the equations that compute results of all chunks from the results of their loop."""
+    eqns: list[JaxprEqn] = []
+    for result, total in zip(results, loop.outvars, strict=True):
+        (final,) = result.eqn.outvars
+        if _is_stack(result.eqn) and not result.is_row:
+            reshape = partial(jnp.reshape, shape=aval_of(final).shape)
+            eqns += equations(reshape, [total], final, loop.source_info)
+        elif result.others:
+            eqns += equations(_sum, [*result.others, total], final, loop.source_info)
+    return eqns
+
+
 def _is_of_all(var: Var, comparisons: Iterable[ChunkComparison]) -> bool:
-    """Return whether a value is one and the same for all chunks."""
+    """Return whether a value is the same variable for all chunks."""
     return all(comparison.equal.get(var) is var for comparison in comparisons)
 
 
@@ -366,9 +388,9 @@ def _body(
 
     Args:
         jaxpr: The step.
-        consts: What all iterations read.
+        consts: The values that all iterations read.
         carries: The sums.
-        slices: The values of the first chunk that other chunks have others of.
+        slices: The values of the first chunk that differ between the chunks.
         eqns: The equations.
         results: The results of all chunks, the sums first.
     """
@@ -399,7 +421,10 @@ def _body(
 
 
 def _with_loop(jaxpr: Jaxpr, replaced: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn]) -> Jaxpr:
-    """Return a step with other equations for some of its results."""
+    """Return a step with the equations `eqns` in place of `replaced`, which compute its results.
+
+    Equations that depend on the results follow them; all others come first.
+    """
     ends = [var for eqn in replaced for var in eqn.outvars]
     numbers = {id(eqn) for eqn in replaced}
     others = [eqn for eqn in jaxpr.eqns if id(eqn) not in numbers]
