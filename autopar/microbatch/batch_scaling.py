@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from math import gcd, lcm
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import div_p
@@ -40,7 +39,7 @@ from autopar.microbatch.batch_scaling_rules import (
     SecondGradient,
     result_scalings,
 )
-from autopar.microbatch.example_blocks import common_blocks, parts_of_pieces
+from autopar.microbatch.example_blocks import common_blocks
 from autopar.microbatch.example_loops import ExampleLoops, is_over_examples
 from autopar.microbatch.same_step import check_same_step
 from autopar.primitives import record_of
@@ -659,49 +658,6 @@ class BatchScalings:
         per = pers.pop() if pers else operands[divided[0]].per
         plain = self._plain(eqn, whole, [replace(kind, per=None) for kind in operands])
         return [replace(kind, per=per) for kind in plain]
-
-    def chunks(self, eqns: Iterable[JaxprEqn], batch: Sequence[Var], accumulated: Set[Var]) -> int:
-        """Return the number of runs of neighbouring examples in the batch of the smaller trace.
-
-        Examples that `eqns` combine are in one run. If a row of some value holds a pair of
-        neighbouring examples, there are half as many runs as examples.
-
-        Args:
-            eqns: equations of the smaller trace.
-            batch: its inputs whose first dim is the batch.
-            accumulated: the values of microbatches that are put together.
-        """
-        sizes = [aval_of(var).shape[0] for var in batch]
-        for var in (var for eqn in eqns for var in eqn.outvars):
-            kind = self._rows(var)
-            if kind and (kind.blocks is not None or var in accumulated):
-                of_block = aval_of(var).shape[kind.dim] / Fraction(kind.blocks or 1)
-                assert of_block.denominator == 1, f"{of_block} rows of {var}"
-                sizes.append(self.copies.get(var) or int(of_block))
-        return gcd(*sizes)
-
-    def parts(self, eqns: Iterable[JaxprEqn]) -> int:
-        """Return into how many equal parts a microbatch has to be divided.
-
-        It is two if a step takes the first half of the batch. A microbatch has the examples of a
-        part in the same place only if its runs of examples can be divided so.
-
-        Args:
-            eqns: equations of the smaller trace.
-        """
-        parts = 1
-        for eqn in eqns:
-            kinds = enumerate(map(self._rows, eqn.invars))
-            rows = {k: (kind.dim, kind.blocks) for k, kind in kinds if kind}
-            made = filter(None, map(self._rows, eqn.outvars))
-            blocks = (kind.blocks.denominator for kind in made if kind.blocks is not None)
-            parts = lcm(parts, parts_of_pieces(eqn, rows), *blocks)
-        return parts
-
-    def _rows(self, atom: Atom) -> BatchScaling | None:
-        """Return the scaling of a value that has a row per example; None for other values."""
-        kind = self.kinds[atom] if isinstance(atom, Var) else None
-        return kind if isinstance(kind, BatchScaling) and kind.form == "rows" else None
 
 
 def _adds_alike(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:

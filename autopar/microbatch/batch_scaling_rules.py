@@ -17,6 +17,7 @@ from jax.extend.core.primitives import (
 from jax.lax import tile_p
 
 from autopar.ir.graph import Where, aval_of
+from autopar.ir.step_graph import Combine
 from autopar.microbatch.created_rows import why_whole
 from autopar.microbatch.example_blocks import (
     Blocks,
@@ -62,6 +63,26 @@ class BatchScaling:
     dim: int = 0
     blocks: Blocks | None = 1
     per: Var | None = None
+
+    @property
+    def combine(self) -> Combine:
+        """How the values of microbatches are combined, after their division."""
+        if self.form == "rows":
+            return "rows"
+        if self.power == 1:
+            return "sum"
+        return "same" if self.form == "same" else "mean"
+
+    @property
+    def divisor_power(self) -> int:
+        """The power of the number of microbatches by which accumulated values are divided first.
+
+        Rows are divided, and values that are neither a sum nor a mean over the examples, such as
+        their mean divided by their number.
+        """
+        if not self.power or (self.power == 1 and self.form != "rows"):
+            return 0
+        return -self.power
 
 
 class NotSeparable(Exception):

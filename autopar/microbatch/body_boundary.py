@@ -27,6 +27,7 @@ from autopar.microbatch.created_rows import created_by, folds_position
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.example_blocks import blocks_apart, blocks_merged
 from autopar.microbatch.gradients import accumulate_p
+from autopar.microbatch.pass_options import PassOptions
 from autopar.microbatch.same_step import check_same_step
 from autopar.primitives import record_of
 
@@ -54,28 +55,18 @@ def has_gradient(jaxpr: Jaxpr) -> bool:
     return any(map(is_backward, jaxpr.eqns))
 
 
-def find_boundary(
-    jaxpr: Jaxpr,
-    batch: Collection[int],
-    scalings: BatchScalings | None,
-    first_pass: bool = False,
-    completed: Collection[int] = (),
-    positions: int | None = None,
-) -> Boundary:
+def find_boundary(jaxpr: Jaxpr, scalings: BatchScalings | None, options: PassOptions) -> Boundary:
     """Return the boundary of a step.
 
     Args:
         jaxpr: a flat jaxpr.
-        batch: inputs whose first dim is the batch, without the positions of the examples.
         scalings: the batch scalings of its values; None if there is one microbatch. The body then
             ends at the results of the backward pass.
-        first_pass: whether the step is a first pass (`autopar.microbatch.first_pass`). What is not
-            separable in it is in the tail.
-        completed: inputs that a first pass completes, and which depend on the batch.
-        positions: the input with the positions of the examples; None if there is none.
+        options: the options of the pass. What is not separable in a first pass is in the tail.
     """
+    batch, first_pass = options.examples, options.is_first_pass
     groups = units(enumerate(jaxpr.eqns))
-    depending = _depending(jaxpr, {*batch, *completed}, positions)
+    depending = _depending(jaxpr, {*batch, *options.completed}, options.positions)
     rules = _BodyRules(groups, depending, scalings, first_pass)
     made_by = {var: unit.number for unit in groups for var in unit.makes}
     first: Boundary | None = None

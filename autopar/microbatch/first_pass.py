@@ -11,6 +11,7 @@ of the whole batch.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, partial
 from typing import override
@@ -31,6 +32,7 @@ from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.body_boundary import find_boundary
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.own_statistics import exact_rules
+from autopar.microbatch.pass_options import PassOptions
 from autopar.microbatch.prepared_inputs import PreparableValues, examples_first, values_at
 from autopar.primitives import record_of
 
@@ -39,15 +41,7 @@ COMPLETED = "first pass"
 
 
 def more_completed(
-    traces: Sequence[Jaxpr],
-    sizes: tuple[Jaxpr, Jaxpr],
-    batch: frozenset[int],
-    positions: int | None,
-    count: int,
-    stages: bool,
-    completed: Collection[int] = (),
-    own_loops: bool = False,
-    is_first_pass: bool = False,
+    traces: Sequence[Jaxpr], sizes: tuple[Jaxpr, Jaxpr], options: PassOptions
 ) -> tuple[TracedValue, ...]:
     """Return values that a first pass may complete, so that more of the step is separable.
 
@@ -61,13 +55,7 @@ def more_completed(
             many examples.
         sizes: the last two of the traces with further inputs: values that are computed before, and
             the positions of the examples.
-        batch: inputs of `sizes` whose first dim is the batch.
-        positions: the input with the positions of the examples; None if there is none.
-        count: number of microbatches.
-        stages: whether the step is cut into pipeline stages.
-        completed: the inputs that a first pass completes already.
-        own_loops: whether each microbatch runs loops until the last of its own examples is done.
-        is_first_pass: whether the step is a first pass itself.
+        options: the options of the pass, whose inputs are those of `sizes`.
 
     Returns:
         The values; empty if no such values help.
@@ -75,17 +63,17 @@ def more_completed(
     names = [eqn.primitive for eqn in traces[0].eqns]
     if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
         return ()
-    examples = batch - {positions}
+    batch, count = options.batch, options.count
     small = with_constants_of(sizes[1], sizes[0], count) or sizes[0]
-    *_, rules = exact_rules(small, {*examples, *completed}, stages)
+    *_, rules = exact_rules(small, {*options.examples, *options.completed}, options.stages)
     try:
-        found = BatchScalings(small, sizes[1], batch, count, rules, own_loops)
-        boundary = find_boundary(small, examples, found, False, completed, positions)
+        found = BatchScalings(small, sizes[1], batch, count, rules, options.own_loops)
+        boundary = find_boundary(small, found, replace(options, is_first_pass=False))
     except MicrobatchError:
         return ()
     inseparable = [var for var in boundary.values if isinstance(found.kinds[var], NotSeparable)]
-    if is_first_pass and not inseparable:
-        tail = find_boundary(small, examples, found, True, completed, positions).tail
+    if options.is_first_pass and not inseparable:
+        tail = find_boundary(small, found, options).tail
         eqns = (each for each in enumerate(small.eqns) if not tail.isdisjoint(each[1].outvars))
         layers = model_layers(eqns, (small, sizes[1]), batch)
         inseparable = [var for eqn in layers for var in eqn.outvars]

@@ -25,7 +25,7 @@ from autopar.ir.preparation import Preparation, TracedValue
 from autopar.ir.step_graph import Combine, MicrobatchError
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.gradients import accumulate_p
-from autopar.microbatch.splitting import microbatching_as_marked
+from autopar.microbatch.marked_steps import microbatching_as_marked
 from autopar.tracing.accumulation_loop import (
     COMBINE,
     AccumulationLoop,

@@ -33,6 +33,7 @@ from autopar.microbatch.first_pass import (
     more_completed,
     reading,
 )
+from autopar.microbatch.pass_options import PassOptions
 from autopar.microbatch.prepared_inputs import (
     PREPARED,
     more_prepared,
@@ -223,17 +224,9 @@ class MicrobatchTraces:
         jaxpr, microbatching = split(
             self.divide(micro) if self.divide else micro,
             whole,
-            (small, large),
-            numbered.batch,
-            self.count,
             part,
-            gradient_free=self.gradient_free,
-            stages=self.stages,
-            positions=numbered.positions,
-            own_statistics=self.exactness.batch_statistics == "microbatch",
-            own_loops=self._own_loops,
-            first_pass=self.is_first_pass,
-            completed=_last_inputs(numbered, num_completed),
+            (small, large),
+            self._options(numbered, num_completed),
         )
         if self.is_first_pass:
             check_no_model(microbatching.tail, micro, whole, numbered.batch)
@@ -241,6 +234,20 @@ class MicrobatchTraces:
         rows = numbered.batch - {numbered.positions}
         prepared = preparation(self.traces[1], places) if places else None
         return SplitStep(jaxpr, microbatching, prepared, rows)
+
+    def _options(self, numbered: _Numbered, num_completed: int) -> PassOptions:
+        """Return the options of a pass whose last inputs, as many as given, are completed."""
+        return PassOptions(
+            self.count,
+            numbered.batch,
+            numbered.positions,
+            completed=_last_inputs(numbered, num_completed),
+            stages=self.stages,
+            gradient_free=self.gradient_free,
+            own_statistics=self.exactness.batch_statistics == "microbatch",
+            own_loops=self._own_loops,
+            is_first_pass=self.is_first_pass,
+        )
 
     # -- two passes
 
@@ -259,17 +266,8 @@ class MicrobatchTraces:
         completed: tuple[TracedValue, ...] = ()
         second = numbered
         while True:
-            more = more_completed(
-                self.traces,
-                second.pairs[-1],
-                second.batch,
-                second.positions,
-                self.count,
-                self.stages,
-                _last_inputs(second, len(completed)),
-                self._own_loops,
-                self.is_first_pass,
-            )
+            options = self._options(second, len(completed))
+            more = more_completed(self.traces, second.pairs[-1], options)
             more = tuple(place for place in dict.fromkeys(more) if place not in completed)
             if not more:
                 break

@@ -21,6 +21,7 @@ from autopar.ir.keys import is_key
 from autopar.microbatch.batch_rows import cut_rows
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
+from autopar.microbatch.example_runs import num_parts, num_runs
 from autopar.microbatch.same_step import DifferentStepsError
 from tests.autopar.sharding.equation_cases import Built, Case
 
@@ -80,8 +81,8 @@ def wrong_claims(case: Case, random: Random) -> list[str] | None:
         found = BatchScalings(small, large, batch, COUNT)
     except DifferentStepsError:
         return []
-    chunks = found.chunks(small.eqns, [small.invars[i] for i in batch], set())
-    if chunks % found.parts(small.eqns):
+    chunks = num_runs(found, small.eqns, [small.invars[i] for i in batch], set())
+    if chunks % num_parts(found, small.eqns):
         return []
     cut = [cut_rows(x, COUNT, chunks) if i in batch else [x] * COUNT for i, x in enumerate(whole)]
     micro = list(zip(*cut, strict=True))

@@ -18,6 +18,7 @@ from autopar.ir.flatten import flatten
 from autopar.microbatch.batch_rows import cut_rows
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
+from autopar.microbatch.example_runs import num_parts, num_runs
 from autopar.testing import assert_allclose
 
 TIME, WIDTH = 6, 4
@@ -71,15 +72,15 @@ def test_rows_are_where_the_scaling_says(moves):
     kind = scalings.kinds[result]
     if not isinstance(kind, BatchScaling):
         return  # refused
-    chunks = scalings.chunks(small.eqns, small.invars, {result})
-    if chunks % scalings.parts(small.eqns):
+    chunks = num_runs(scalings, small.eqns, small.invars, {result})
+    if chunks % num_parts(scalings, small.eqns):
         return  # refused
     part = rearranged(np, cut_rows(whole, COUNT, chunks)[1], moves)
     runs = np.moveaxis(rearranged(np, whole, moves), kind.dim, 0)
-    num_runs = int(chunks * Fraction(kind.blocks or 1))
-    own = runs.reshape(num_runs, COUNT, -1)[:, 1]
+    num_rows = int(chunks * Fraction(kind.blocks or 1))
+    own = runs.reshape(num_rows, COUNT, -1)[:, 1]
     rows = np.moveaxis(part, kind.dim, 0)
-    assert_allclose(rows.reshape(num_runs, -1), own)
+    assert_allclose(rows.reshape(num_rows, -1), own)
 
 
 PARAMS = {

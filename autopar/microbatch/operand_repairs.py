@@ -1,0 +1,97 @@
+"""Replacements of operands with which a step is separable (`batch_scaling.Repair`), in its jaxpr.
+
+A statistic of a microbatch is replaced by that of the whole batch, which an earlier loop over the
+microbatches accumulates. Other operands are divided by a power of the number of microbatches.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from autopar.ir.evaluate import Numbered
+from autopar.ir.step_graph import Combine
+from autopar.microbatch.batch_scaling import BatchScalings, Repair
+from autopar.microbatch.deferred_division import equations
+from autopar.microbatch.gradients import accumulate_p
+
+
+def numbered_repairs(body: Sequence[Numbered], found: BatchScalings) -> dict[int, Repair]:
+    """Return the repairs of the equations of a body, by number."""
+    return {
+        number: found.repairs[eqn.outvars[0]]
+        for number, eqn in body
+        if eqn.outvars and eqn.outvars[0] in found.repairs
+    }
+
+
+def with_repairs(
+    micro: Jaxpr,
+    traced: Jaxpr,
+    jaxpr: Jaxpr,
+    numbers: Mapping[int, int],
+    repairs: Mapping[int, Repair],
+    found: BatchScalings,
+) -> tuple[Jaxpr, list[int], dict[Var, Combine]]:
+    """Return the step as it runs with operands replaced as `repairs` says.
+
+    Args:
+        micro: the step for one microbatch, with the equations of `traced`.
+        traced: the trace that `found` describes.
+        jaxpr: the step as it runs.
+        numbers: maps the numbers of equations of `micro` to theirs in `jaxpr`.
+        repairs: the replacements, by the numbers of equations of `micro`.
+        found: the batch scalings of `traced`.
+
+    Returns:
+        The new jaxpr, for each equation its number in it, and for each statistic of the whole batch
+        how the values of microbatches are combined.
+    """
+    totals: dict[Var, Var] = {}
+    combine: dict[Var, Combine] = {}
+    divisors: dict[Var, float] = {}
+    for number, repair in repairs.items():
+        for k in repair.totals:
+            var, known = micro.eqns[number].invars[k], traced.eqns[number].invars[k]
+            assert isinstance(var, Var)
+            total = totals.setdefault(var, Var(var.aval))
+            kind = found.of(known, known)
+            combine[total] = kind.combine
+            if power := kind.divisor_power:
+                divisors[var] = found.count**power
+    repair_at = {numbers[number]: repair for number, repair in repairs.items()}
+    eqns: list[JaxprEqn] = []
+    later: list[int] = []
+    for number, eqn in enumerate(jaxpr.eqns):
+        if number in repair_at:
+            operands = list(eqn.invars)
+            for k in repair_at[number].totals:
+                var = operands[k]
+                assert isinstance(var, Var)
+                operands[k] = totals[var]
+            for k, power in repair_at[number].scaled.items():
+                scaled = Var(operands[k].aval)
+                eqns += equations(
+                    partial(_divided, found.count**power), [operands[k]], scaled, eqn.source_info
+                )
+                operands[k] = scaled
+            eqn = eqn.replace(invars=operands)
+        later.append(len(eqns))
+        eqns.append(eqn)
+        for var in eqn.outvars:
+            if var not in totals:
+                continue
+            operand, total = var, totals[var]
+            if var in divisors:
+                operand = Var(var.aval)
+                by = partial(_divided, divisors[var])
+                eqns += equations(by, [var], operand, eqn.source_info)
+            eqns.append(
+                eqn.replace(primitive=accumulate_p, invars=[operand], outvars=[total], params={})
+            )
+    return jaxpr.replace(eqns=eqns), later, combine
+
+
+def _divided(by: float, value: jax.Array) -> jax.Array:
+    return (value / by).astype(value.dtype)
