@@ -27,7 +27,7 @@ from simulator.validation.report import (
 )
 from simulator.validation.sets.steps import sets_of_rows
 from simulator.validation.step_rows import read_step_table
-from simulator.validation.step_scenarios import unknown_frameworks
+from simulator.validation.step_software import unknown_frameworks
 
 _DEFAULT_FOLDER = Path("results/validation")
 _MIN_WIDTH = 86

@@ -25,9 +25,10 @@ from simulator.backend import (
 )
 from simulator.transformer.layout_search import Layout, LayoutSearch, search_layouts
 from simulator.transformer.machine import Machine
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import Execution
 from simulator.transformer.step import predict
 from simulator.transformer.training_memory import Memory, memory_of
+from simulator.transformer.transformer_sizes import Transformer
 
 __all__ = [
     "CUDA_GRAPH",

@@ -24,7 +24,8 @@ from simulator.transformer.pass_cost import (
     tensor_collectives,
 )
 from simulator.transformer.ring_attention import ring_passes
-from simulator.transformer.scenario import PROJECTIONS, Execution, Transformer
+from simulator.transformer.scenario import PROJECTIONS, Execution
+from simulator.transformer.transformer_sizes import Transformer
 
 _WINDOW_TILES = 384
 """Keys beyond a window that fused attention computes and masks: a tile of 256 queries needs the

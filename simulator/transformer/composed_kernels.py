@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import NO_COST, PassCost
-from simulator.transformer.scenario import ComposedOperation, Execution, Transformer
+from simulator.transformer.scenario import ComposedOperation, Execution
+from simulator.transformer.transformer_sizes import Transformer
 
 Passes = tuple[PassCost, PassCost]
 """A forward pass and a backward pass."""

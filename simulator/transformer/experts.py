@@ -22,7 +22,8 @@ from simulator.transformer.pass_cost import (
     without_products,
 )
 from simulator.transformer.precision import RECIPES
-from simulator.transformer.scenario import Execution, Transformer, activation_inputs
+from simulator.transformer.scenario import Execution, activation_inputs
+from simulator.transformer.transformer_sizes import Transformer
 
 _ROUTER_KERNELS = 6
 """Kernels of a router per pass: product, scores, the choice of experts, counts, and a sort."""

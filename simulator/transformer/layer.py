@@ -15,7 +15,8 @@ from simulator.transformer.pass_cost import (
     accumulation_seconds,
     linear_passes,
 )
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import Execution
+from simulator.transformer.transformer_sizes import Transformer
 
 
 class LayerPasses(NamedTuple):

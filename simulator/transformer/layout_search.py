@@ -12,8 +12,9 @@ from simulator.engine.prediction import Prediction
 from simulator.files import one_line
 from simulator.hardware.description import ClusterError
 from simulator.transformer.machine import Machine
-from simulator.transformer.scenario import Execution, Recompute, Transformer
+from simulator.transformer.scenario import Execution, Recompute
 from simulator.transformer.step import footprint, predict
+from simulator.transformer.transformer_sizes import Transformer
 
 SEARCHED = ("tensor", "context", "pipeline", "interleave", "expert", "microbatch", "recompute")
 """Fields of an execution that a search chooses. The data axis has the remaining devices."""

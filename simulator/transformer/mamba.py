@@ -9,7 +9,8 @@ from simulator.transformer.pass_cost import (
     sum_of_outputs,
     tensor_collectives,
 )
-from simulator.transformer.scenario import PROJECTIONS, Execution, Transformer
+from simulator.transformer.scenario import PROJECTIONS, Execution
+from simulator.transformer.transformer_sizes import Transformer
 
 _SCAN_KERNELS = 5
 """Kernels of the chunked scan: sums of time steps, states of chunks, their passage from chunk to

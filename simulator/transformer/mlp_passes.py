@@ -10,7 +10,8 @@ from simulator.transformer.pass_cost import (
     residual_passes,
     tensor_collectives,
 )
-from simulator.transformer.scenario import Execution, Transformer, activation_inputs
+from simulator.transformer.scenario import Execution, activation_inputs
+from simulator.transformer.transformer_sizes import Transformer
 
 
 def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> PartPasses:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from simulator.engine.stream_rules import added_seconds
 from simulator.transformer.machine import Machine
 from simulator.transformer.precision import RECIPES
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import Execution
+from simulator.transformer.transformer_sizes import Transformer
 
 COLLECTIVE_LAUNCHES = 2
 """Launches of the host per collective: the collective, and the event that the next kernel waits

@@ -7,7 +7,8 @@ one from either end, so that all have as much to do under a causal mask.
 
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import COLLECTIVE_LAUNCHES, PassCost
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import Execution
+from simulator.transformer.transformer_sizes import Transformer
 
 
 def ring_passes(

@@ -11,7 +11,8 @@ from simulator.hardware.cluster import Cluster, load_device
 from simulator.hardware.description import ClusterError, Description, read, validate
 from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
 from simulator.transformer.machine import Machine
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import Execution
+from simulator.transformer.transformer_sizes import Transformer
 from simulator.transformer.what_if import READ_BY_PROGRAMS, READ_BY_SCENARIOS, Change, changed
 
 EXAMPLES = Path(__file__).parent / "examples"

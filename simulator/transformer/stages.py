@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from simulator.transformer.layer_kinds import LayerKind
-from simulator.transformer.scenario import Execution, Transformer
+from simulator.transformer.scenario import Execution
+from simulator.transformer.transformer_sizes import Transformer
 
 
 @dataclass(frozen=True, slots=True)

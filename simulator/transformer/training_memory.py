@@ -6,13 +6,9 @@ from typing import NamedTuple
 from simulator.transformer.composed_kernels import composed_saved, score_elements
 from simulator.transformer.experts import Routing
 from simulator.transformer.layer_kinds import DECODER_LAYER, LayerKind
-from simulator.transformer.scenario import (
-    PROJECTIONS,
-    Execution,
-    Transformer,
-    activation_inputs,
-)
+from simulator.transformer.scenario import PROJECTIONS, Execution, activation_inputs
 from simulator.transformer.stages import DeviceLayers, division_of
+from simulator.transformer.transformer_sizes import Transformer
 
 
 class Memory(NamedTuple):

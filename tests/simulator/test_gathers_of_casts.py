@@ -9,8 +9,7 @@ from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import validate
 from simulator.transformer import Execution, Machine, Transformer, predict
 from simulator.transformer.pass_cost import tensor_collectives
-from simulator.transformer.precision import RECIPES
-from simulator.transformer.scenario import Precision
+from simulator.transformer.precision import RECIPES, Precision
 
 CLUSTER = Cluster.load("dgx_b200")
 CASTING = Machine(CLUSTER, replace(Machine(CLUSTER).backend, gathers_casts=True))

@@ -1,0 +1,252 @@
+"""The software of measured steps: what each framework does that tables do not say."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from simulator.transformer import (
+    EAGER,
+    JITTED,
+    MEGATRON_CORE,
+    Backend,
+)
+from simulator.validation.step_names import gpu_name
+from simulator.validation.step_notes import Notes
+from simulator.validation.step_recompute import (
+    MLPS,
+    NOTHING,
+    SAVES_EVERY_SECOND_PRODUCT,
+    SAVES_INPUTS,
+    SAVES_PRODUCTS,
+    SCORES,
+    WHOLE_LAYERS,
+    Recomputation,
+)
+from simulator.validation.step_rows import BadRow, StepRow
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What a framework does that tables of its steps do not say.
+
+    Attributes:
+        backend: the backend.
+        attention: the implementation of attention.
+        execution: fields of `Execution`.
+        unsaid: what FSDP may recompute whose table doesn't say it, in order of time.
+        clusters: clusters by the name of the GPU, where they differ from `_CLUSTERS`.
+        devices: fields of the device by the name of the GPU, where they differ from the cluster's.
+        full: what "full" recomputes. Whole layers run again in Megatron; JAX leaves out what the
+            backward pass doesn't read, and PyTorch's checkpoints stop early.
+        selective: what "selective" recomputes; torchtitan's default is its option "op".
+    """
+
+    backend: Backend
+    attention: str
+    execution: Mapping[str, Any] = field(default_factory=dict)
+    unsaid: tuple[Recomputation, ...] = (NOTHING, MLPS, WHOLE_LAYERS)
+    full: Recomputation = WHOLE_LAYERS
+    selective: Recomputation = SCORES
+    clusters: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+_MEGATRON_CORE = Software(
+    MEGATRON_CORE,
+    "cudnn",
+    {
+        "overlap_gradients": True,
+        "overlap_sends": True,
+        "overlap_tensor": "all",
+        "communicated_gradient_bytes": 2,
+        "fused_loss": True,
+        "context_exchange": "ring",
+    },
+)
+"""Megatron-Core with Transformer Engine and the distributed optimizer, as NeMo and Megatron-Bridge
+set it for performance: https://docs.nvidia.com/nemo-framework (performance guide)."""
+
+_COMPILED_LOSS = replace(
+    _MEGATRON_CORE,
+    execution={**_MEGATRON_CORE.execution, "fused_loss": False, "compiled_loss": True},
+)
+"""Megatron-Core without the loss of Transformer Engine, which NeMo's recipes have since 25.04
+(cross_entropy_fusion_impl in github.com/NVIDIA/NeMo, scripts/performance/helpers.py)."""
+
+_BY_XLA = ("norm_by_xla", "gelu_by_xla", "dropout_by_xla", "softmax_by_xla", "padding_by_xla")
+
+_XLA: Mapping[str, Any] = {
+    "overlap_gradients": True,
+    "communicated_gradient_bytes": 2,
+    "overlap_tensor": "all",
+    "composed": ("norm_by_xla", "gelu_by_xla"),
+    "casts_parameters": True,
+}
+"""XLA with its latency-hiding scheduler."""
+
+_FSDP2 = replace(EAGER, gathers_casts=True)
+"""PyTorch with torchao's tensor-wise casts, which precede the gathers of parameters and inputs
+(enable_fsdp_float8_all_gather, recommended in torchtitan/config/job_config.py)."""
+
+_H100_OF_TORCHTITAN: Mapping[str, Any] = {
+    "memory_gb": 101.7,
+    "memory_bandwidth_gb_per_s": 2410,
+    "power_limit_w": 500,
+}
+"""H100 with 96 GB of HBM2e and less power than other SXM modules (github.com/pytorch/torchtitan,
+docs/performance.md). The bandwidth is that of such modules in arXiv 2604.11391."""
+
+_BY_MEMORY = (NOTHING, SAVES_PRODUCTS, SAVES_INPUTS)
+"""What policies of JAX recompute, from most memory to least."""
+
+SOFTWARE: Mapping[str, Software] = {
+    # Llama is that of Hugging Face, without torch.compile; recipes of models with experts fuse
+    # rotary positions. Activation checkpointing is on or off (github.com/NVIDIA-NeMo/Automodel,
+    # nemo_automodel/components/models and examples/llm_benchmark)
+    "nemo automodel": Software(
+        EAGER,
+        "flash2",
+        {
+            "overlap_gradients": True,
+            "communicated_gradient_bytes": 2,
+            "composed": ("rotary", "activation"),
+            "log_softmax_loss": True,
+            "copies_shards": True,
+        },
+        # checkpoints of steps with adapters rerun all products: adapters come after them
+        unsaid=(NOTHING, WHOLE_LAYERS),
+    ),
+    "nemo 24.03": replace(_COMPILED_LOSS, attention="flash2"),
+    "nemo 24": _COMPILED_LOSS,
+    "nemo 25.02": _COMPILED_LOSS,
+    "nemo/megatron-core": _COMPILED_LOSS,
+    "nemo": _MEGATRON_CORE,
+    "megatron-bridge": _MEGATRON_CORE,
+    "megatron-lm": _COMPILED_LOSS,
+    # its steps are of Meta's hosts; gradients are reduced in f32; without torch.compile, which
+    # notes name, activations and norms are PyTorch's elementwise kernels (rms_norm has a fused
+    # kernel since PyTorch 2.8); apply_rotary_emb in torchtitan/models has complex numbers, and
+    # apply_tp divides norms along the sequence
+    "torchtitan": Software(
+        _FSDP2,
+        "flash2",
+        {
+            "overlap_gradients": True,
+            "communicated_gradient_bytes": 4,
+            "composed": ("complex_rotary", "activation", "norm"),
+            "sequence_parallel": True,
+            "log_softmax_loss": True,
+            "copies_shards": True,
+        },
+        unsaid=(NOTHING, SAVES_EVERY_SECOND_PRODUCT, SAVES_INPUTS),
+        full=SAVES_INPUTS,
+        selective=SAVES_EVERY_SECOND_PRODUCT,
+        clusters={"H100": "grand_teton_roce"},
+        devices={"H100": _H100_OF_TORCHTITAN},
+    ),
+    # its tables of performance are of InternLM when it was installed with flash attention 1.0.5
+    # (github.com/InternLM/InternLM, doc/en/install.md, doc/en/train_performance.md)
+    "internevo": Software(
+        EAGER,
+        "flash1",
+        {
+            "overlap_gradients": True,
+            "gradient_bytes": 2,
+            "communicated_gradient_bytes": 2,
+            "composed": ("norm_in_f32",),
+            "broadcasts": True,
+            "separate_accumulation": True,
+            # beside 12 bytes of state: the gradients in one array, that array in f32, and what
+            # AdamW of PyTorch computes for all parameters before it updates them (foreach)
+            # (internlm/solver/optimizer/hybrid_zero_optim.py)
+            "optimizer_bytes": 22,
+        },
+    ),
+    # github.com/Aleph-Alpha/scaling: gradients in bf16, all-reduced in f32, the loss on gathered
+    # logits, activation and rotary positions of PyTorch's elementwise kernels, DeepSpeed's
+    # schedule, gates of their own, sequences that norms gather (src/scaling/core/nn, optimizer)
+    "aleph alpha": Software(
+        EAGER,
+        "flash2",
+        {
+            "gradient_bytes": 2,
+            "communicated_gradient_bytes": 4,
+            "gathered_logits": True,
+            "recompute_head": True,
+            "spare_microbatches": 1,
+            "all_reduces_gradients": True,
+            "separate_accumulation": True,
+            "separate_gates": True,
+            "saves_gathered": True,
+            "composed": ("rotary", "activation"),
+        },
+    ),
+    "oneflow": Software(EAGER, "naive", {"scatter_sends": True, "overlap_gradients": True}),
+    "pax": Software(JITTED, "flash2", _XLA, _BY_MEMORY, SAVES_INPUTS),
+    # attention and the embedding of NVIDIA's recipes: attention=cudnn_flash_te, use_iota_embed
+    # (github.com/NVIDIA/dgxc-benchmarking, maxtext/configure.sh)
+    "maxtext": Software(
+        JITTED, "cudnn", _XLA | {"embedding_products": True}, _BY_MEMORY, SAVES_INPUTS
+    ),
+    # attention without a fused kernel, and flags of XLA with which no communication overlaps
+    # (github.com/google-research/t5x, t5x/contrib/gpu/scripts_gpu; github.com/NVIDIA/JAX-Toolbox,
+    # rosetta/rosetta/projects/vit)
+    "t5x": Software(
+        JITTED,
+        "naive",
+        {
+            "zero": 0,
+            "communicated_gradient_bytes": 2,
+            "combined_bytes": 136314880,
+            "casts_parameters": True,
+            "composed": _BY_XLA,
+        },
+    ),
+}
+"""Software by the beginning of the name of the framework, in lower case."""
+
+_PAX_GPT = replace(
+    SOFTWARE["pax"],
+    execution=_XLA | {"embedding_products": True},
+    unsaid=(SAVES_PRODUCTS, SAVES_INPUTS),
+)
+"""GPT in Pax: embeddings are looked up by products, and repeated layers save products at most
+(github.com/google/paxml: EMBEDDING_LOOKUP_STYLE in paxml/tasks/lm/params/c4.py, CHECKPOINT_POLICY
+in paxml/contrib/gpu/scripts_gpu/configs.py). Llama is another configuration."""
+
+_DEFAULT_SOFTWARE = _MEGATRON_CORE
+
+_MEGATRON_2021 = Software(EAGER, "naive", {"scatter_sends": True})
+"""Megatron-LM before Transformer Engine, which has no kernels for V100."""
+
+_WITHOUT_FUSED_ATTENTION = re.compile(r"gpt-?3.175b|nemotron-?4.340b|grok-?1")
+"""Models whose recipes set NVTE_FUSED_ATTN=0 (github.com/NVIDIA/dgxc-benchmarking, configure.sh in
+nemo_megatron, nemotron and grok1); those of Llama and of Nemotron-4 15B set it to 1."""
+
+GPT_NAME = re.compile(r"gpt-?\d|gpt2|gpt-[0-9x]+")
+
+
+def software_of(row: StepRow, notes: Notes) -> Software:
+    """Return the software of a row; Megatron-Core for a framework that is unknown."""
+    name = row.model.lower()
+    software = _known_software(row.framework) or _DEFAULT_SOFTWARE
+    if software.backend is MEGATRON_CORE and gpu_name(row).startswith("V100"):
+        software = _MEGATRON_2021
+    if software is SOFTWARE["pax"] and GPT_NAME.match(name):
+        software = _PAX_GPT
+    recipe = row.framework == "NeMo/Megatron-Core" and _WITHOUT_FUSED_ATTENTION.match(name)
+    if software.backend is MEGATRON_CORE and (notes.flash_attention or recipe):
+        software = replace(software, attention="flash2")
+    return software
+
+
+def unknown_frameworks(rows: Iterable[StepRow | BadRow]) -> list[str]:
+    """Return the frameworks of rows that count as Megatron-Core because none has their name."""
+    names = dict.fromkeys(row.framework for row in rows if isinstance(row, StepRow))
+    return [name for name in names if name.strip() and _known_software(name) is None]
+
+
+def _known_software(framework: str) -> Software | None:
+    name = framework.strip().lower()
+    return next((known for start, known in SOFTWARE.items() if name.startswith(start)), None)
