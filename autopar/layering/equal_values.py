@@ -13,7 +13,7 @@ from jax.extend.core.primitives import scan_p
 
 from autopar.ir.flatten import flatten, value_number
 from autopar.ir.graph import Atom
-from autopar.layering.stack_cutting import scan_operands
+from autopar.layering.piece_writer import scan_operands
 
 
 class EqualValues:

@@ -28,8 +28,9 @@ from autopar.layering.layers import (
     in_layer,
     num_layers,
 )
+from autopar.layering.piece_writer import Carry, scan_operands
 from autopar.layering.scan_layers import Iterations, seeds_of
-from autopar.layering.stack_cutting import BackwardScans, Carry, cut_stacks, scan_operands
+from autopar.layering.stack_cutting import BackwardScans, cut_stacks
 from autopar.primitives import record_of
 
 

@@ -14,8 +14,9 @@ from autopar.ir.array_cuts import Cut
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, aval_of, source_line
+from autopar.layering.equation_cuts import roots
 from autopar.layering.layer_clustering import SizedValue
-from autopar.layering.stack_cutting import roots, scan_operands
+from autopar.layering.piece_writer import scan_operands
 
 
 def layer_scans(jaxpr: Jaxpr, weights: Collection[Var]) -> frozenset[int]:

@@ -11,7 +11,7 @@ from jax.extend.core.primitives import convert_element_type_p, copy_p
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import Atom, aval_of, read, renamed, source_line
 from autopar.layering.gradient_scans import additive_carries
-from autopar.layering.stack_cutting import scan_operands
+from autopar.layering.piece_writer import scan_operands
 from autopar.microbatch.deferred_division import inlined
 
 

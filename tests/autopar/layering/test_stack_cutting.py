@@ -13,7 +13,8 @@ from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of, read
 from autopar.ir.joined_array import JoinedArray
-from autopar.layering.stack_cutting import cut_stacks, roots
+from autopar.layering.equation_cuts import roots
+from autopar.layering.stack_cutting import cut_stacks
 
 SIZES = (1, 3, 2)
 
