@@ -13,14 +13,18 @@ def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
 
     Args:
         mesh: The mesh.
-        specs: A pytree of PartitionSpecs with the structure of `args`, or a prefix of it, as the
-            `in_specs` of `jax.shard_map`: a spec in place of a subtree is that of all its arrays.
+        specs: A pytree of PartitionSpecs whose structure is that of `args` or a prefix of it, as
+            the `in_specs` of `jax.shard_map` are. A spec in place of a subtree of `args` applies to
+            every array in it.
         args: A pytree of arrays, numbers or ShapeDtypeStructs.
 
+    Returns:
+        A pytree of NamedShardings with the structure of `args`.
+
     Raises:
-        ValueError: A spec names an axis that is not in the mesh, has more entries than its array
-            has dims, or does not divide a dim evenly. The message names the array. Or `specs` has
-            another structure than `args`.
+        ValueError: The structure of `specs` is no prefix of that of `args`. Or a spec names an axis
+            that is not in the mesh, has more entries than its array has dims, or does not divide a
+            dim evenly; the message names the array.
         TypeError: `specs` has a leaf that is not a PartitionSpec.
     """
 
@@ -35,10 +39,10 @@ def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"specs has {spec!r} in it, expected PartitionSpecs; P() is unsharded")
     try:
-        spec_of_each = jax.tree.broadcast(specs, args)
+        full_specs = jax.tree.broadcast(specs, args)
     except ValueError as error:
         raise ValueError(
             f"specs is {jax.tree.structure(specs)}, expected the structure of the arguments,"
             f" {jax.tree.structure(args)}, or a prefix of it"
         ) from error
-    return jax.tree_util.tree_map_with_path(sharding, args, spec_of_each)
+    return jax.tree_util.tree_map_with_path(sharding, args, full_specs)
