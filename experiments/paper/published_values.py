@@ -4,12 +4,22 @@ import csv
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from experiments.paper.study import FIGURES, PaperFigure, Table
 from experiments.sources import ROOT
 
 FOLDER = ROOT / "experiments/paper/published"
 CLAIMS = FOLDER / "claims.csv"
+
+type Factor = Literal[
+    "experts_two_hosts",
+    "efficiency_four_hosts",
+    "program_over_operators",
+    "program_over_layers",
+    "local_all_gather",
+]
+"""The names of the factors in alpa_factors.csv."""
 
 _HEADINGS = ("# source: ", "# page: ", "# read: ")
 """What the first lines of a file say: the document, the page, and how the numbers were read."""
@@ -46,7 +56,7 @@ def published_table(name: str) -> Table:
     return pd.read_csv(path, comment="#", na_values=["-"])
 
 
-def published_factor(name: str) -> float:
+def published_factor(name: Factor) -> float:
     """Return a factor that Zheng et al. (OSDI'22) give in words, by name."""
     return float(published_table("alpa_factors").set_index("name")["factor"][name])
 
@@ -95,14 +105,19 @@ def check_published(figures: Iterable[PaperFigure] = FIGURES, root: Path = ROOT)
         root: the root of the project.
 
     Raises:
-        ValueError: a file is missing, does not say its source, or lacks a value.
+        ValueError: a file is missing, does not say its source, lacks a value, or has one that is no
+            number in a column of numbers.
     """
     for path in {root / file for figure in figures for file in figure.published}:
         if not path.exists():
             raise ValueError(f"published numbers: no file {path}")
+        if path.parent.name != "published":  # results, in which a value may be missing
+            continue
         if path.is_relative_to(root / FOLDER.relative_to(ROOT)):  # others name theirs in a README
             _check_headings(path)
-            _check_values(path)
+        _check_values(path)
+        if path == FOLDER / "alpa_factors.csv":
+            _check_factors(path)
 
 
 def _check_headings(path: Path) -> None:
@@ -118,9 +133,40 @@ def _check_values(path: Path) -> None:
     if not rows:
         raise ValueError(f"{path}: no rows; expected published numbers")
     for number, row in enumerate(rows, 1):
-        for column, value in zip(columns, row, strict=True):
+        if len(row) != len(columns):
+            raise ValueError(
+                f"{path}, row {number}: {len(row)} values; expected {len(columns)}, of the columns"
+                f" {', '.join(columns)}"
+            )
+    for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+        given = [value for value in values if value not in _NO_NUMBERS]
+        has_numbers = sum(map(_is_number, given)) > len(given) / 2
+        for number, value in enumerate(values, 1):
+            where = f"{path}, row {number}, column {column}"
             if not value.strip():
                 raise ValueError(
-                    f"{path}, row {number}, column {column}: no value; expected the published one,"
-                    " or - where the document has none"
+                    f"{where}: no value; expected the published one, or - where the document has"
+                    " none"
                 )
+            if has_numbers and value in given and not _is_number(value):
+                raise ValueError(f"{where}: {value!r}; expected a number, as in most rows")
+
+
+_NO_NUMBERS = "-", "OOM"
+"""What a column of numbers has where the document has none."""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_factors(path: Path) -> None:
+    names = set(published_table(path.stem)["name"])
+    if different := sorted(names ^ set(get_args(Factor.__value__))):
+        raise ValueError(
+            f"{path}, column name: {different[0]!r}; expected in the file and in `Factor`"
+        )

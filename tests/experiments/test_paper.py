@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from experiments.models.wide_resnet import BLOCKS
-from experiments.paper import draw_figure, paper_cell, wide_resnet_steps
+from experiments.paper import draw_figure, paper_cell, published_values, wide_resnet_steps
 from experiments.paper.comparison import agreement
 from experiments.paper.figure_files import SUFFIXES, TRACKED, changed_files, mark_changed, paths_of
 from experiments.paper.figures import (
@@ -92,6 +92,36 @@ def test_a_missing_published_value_is_named(tmp_path: Path) -> None:
     figure = published_file(tmp_path, HEADINGS + "gpus,seconds\n8,1.5\n16,\n")
     with pytest.raises(ValueError, match=r"numbers\.csv, row 2, column seconds: no value"):
         check_published([figure], tmp_path)
+
+
+def test_a_row_of_published_values_with_another_length_is_named(tmp_path: Path) -> None:
+    figure = published_file(tmp_path, HEADINGS + "gpus,seconds\n8,1.5\n16\n")
+    with pytest.raises(ValueError, match=r"numbers\.csv, row 2: 1 values; expected 2, of"):
+        check_published([figure], tmp_path)
+
+
+def test_a_published_value_with_a_typing_error_is_named(tmp_path: Path) -> None:
+    figure = published_file(tmp_path, HEADINGS + "gpus,seconds\n8,1.5\n16,-\n32,2.o\n64,3\n")
+    with pytest.raises(ValueError, match=r"row 3, column seconds: '2\.o'; expected a number"):
+        check_published([figure], tmp_path)
+
+
+def test_a_missing_value_of_the_simulators_published_numbers_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "simulator/validation/data/published/numbers.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text("gpus,seconds\n8,1.5\n16,\n")
+    figure = PaperFigure("f", "s", published=(str(path.relative_to(tmp_path)),))
+    with pytest.raises(ValueError, match=r"numbers\.csv, row 2, column seconds: no value"):
+        check_published([figure], tmp_path)
+
+
+def test_a_missing_factor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = published_values.FOLDER / "alpa_factors.csv"
+    lines = factors.read_text().splitlines(keepends=True)
+    (tmp_path / "alpa_factors.csv").write_text("".join(lines[:-1]))
+    monkeypatch.setattr(published_values, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match=r"alpa_factors\.csv, column name: 'local_all_gather'"):
+        published_values._check_factors(tmp_path / "alpa_factors.csv")
 
 
 def test_a_value_that_the_document_lacks_is_a_dash(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 import autopar
 from experiments.models import GPT
 from experiments.paper.paper_style import draw_bars, legend_above, new_figure
-from experiments.paper.published_values import published_factor
+from experiments.paper.published_values import Factor, published_factor
 from experiments.paper.study import Table
 from experiments.paper.wide_resnet_steps import (
     SMOKE,
@@ -26,7 +26,7 @@ OPERATORS, LAYERS, PROGRAM = "equal operators", "equal layers", "dynamic program
 ORDER = (OPERATORS, LAYERS, PROGRAM)
 NAMES = {"gpt": "GPT", "wide_resnet": "Wide-ResNet"}
 
-FACTORS = {OPERATORS: "program_over_operators", LAYERS: "program_over_layers"}
+FACTORS: dict[str, Factor] = {OPERATORS: "program_over_operators", LAYERS: "program_over_layers"}
 """Names of the published factors by which the dynamic program is faster on Wide-ResNet."""
 
 FACTOR_GPUS = 32

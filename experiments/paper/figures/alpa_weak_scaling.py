@@ -69,7 +69,7 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
             series[INTRA] = _without_stages(plan, layout)
     for name, columns in series.items():
         text = str(getattr(bar, COLUMNS[name]))
-        known = text != "nan"
+        known = text != "-"
         yield {
             **named,
             "series": name,
