@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal
 
 type Size = Literal["full", "smoke"]
@@ -75,7 +74,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         document="all public rows",
         difference=(
             "Sets that are predicted too fast ran on software whose overheads were not published;"
-            " the table of sets names what is known for each."
+            " results/validation/summary.csv has what is known for each set."
         ),
         minutes=1,
     ),
@@ -147,7 +146,7 @@ FIGURES: tuple[PaperFigure, ...] = (
         document="Zheng et al. (OSDI'22), figure 7, digitised",
         difference=(
             "No kernel of a V100 was measured for us. Why MoE is predicted too fast up to sixteen"
-            " GPUs we do not know: its FLOP are counted as in Alpa's code, and one GPU is near. Of"
+            " GPUs we do not know: its FLOP are counted as in Alpa's code. Of"
             " DeepSpeed the degrees and the microbatches were not published; ours are the fastest."
             " Without stages Alpa ran the largest GPT on a mesh whose sums cross hosts, with two"
             " sequences a microbatch; the fastest layout would be several times as fast."
@@ -193,7 +192,9 @@ FIGURES: tuple[PaperFigure, ...] = (
         document="Zheng et al. (OSDI'22), figure 9, in words and two factors",
         difference=(
             "Layers with equal numbers of operators are cut where least data crosses, as those of"
-            " equal FLOP are; the paper does not say whether Alpa's were."
+            " equal FLOP are; the paper does not say whether Alpa's were. On Wide-ResNet our"
+            " dynamic program finds nothing faster than equal layers, and Alpa's own stages are"
+            " predicted to be slower; why equal layers were slower on Alpa's GPUs we do not know."
         ),
         packages=_PACKAGES,
         published=(_RESNETS, _FACTORS),
@@ -336,8 +337,3 @@ def figure_named(name: str) -> PaperFigure:
     if name not in figures:
         raise ValueError(f"no figure {name!r}; expected one of {', '.join(figures)}")
     return figures[name]
-
-
-def cell_path(folder: Path, figure: PaperFigure, part: str) -> Path:
-    """Return the file of the rows of a part."""
-    return folder / "cells" / figure.name / f"{part}.csv"

@@ -153,7 +153,8 @@ def _text(gains: Table) -> str:
     parts = []
     for series in FACTORS:
         factors = gains[series][np.isfinite(gains[series])]
-        text = f"{factors.min():.2f} to {factors.max():.2f} times as fast as with {series}"
+        ends = dict.fromkeys([f"{factors.min():.2f}", f"{factors.max():.2f}"])
+        text = f"{' to '.join(ends)} times as fast as with {series}"
         if (gains[series] == np.inf).all():
             text = f"the only one that fits, beside {series}"
         elif len(factors) < len(gains):

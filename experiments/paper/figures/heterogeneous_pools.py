@@ -80,12 +80,12 @@ def caption(table: Table) -> str:
     gains = (rates[SEARCHED] / rates[EQUAL] - 1).dropna()
     alone = (rates[SEARCHED] / rates[[FIRST, SECOND]].max(axis=1) - 1).dropna()
     text = "; ".join(
-        f"{group}: {gains.get(group, float('nan')):.0%} over equal layers, {gain:.0%} over the"
-        " faster pool alone"
+        f"{gains.get(group, float('nan')):.0%} over equal layers and {gain:.0%} over the faster"
+        f" pool alone on {group}"
         for group, gain in alone.items()
     )
     return (
         f"GPT of 1.3 billion parameters, {BATCH} sequences a step, on clusters of two unlike hosts:"
         " each host alone, two stages with as many layers each, and the stages that the search"
-        f" finds. It gains {text}. No document has numbers of these clusters."
+        f" finds. The search gains {text}. No document has numbers of these clusters."
     )

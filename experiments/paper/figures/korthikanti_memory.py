@@ -35,13 +35,13 @@ def draw(table: Table) -> Figure:
     figure = new_figure(3.2)
     memory, shares = figure.subplots(2, 1)
     first = table[(table["figure"] == 1) & table["group"].str.endswith("activations")]
-    draw_bars(memory, first.assign(group=first["group"].str.split(" ").str[0]))
+    order = list(dict.fromkeys([*_MODES.values(), *_SAVED.values()]))
+    draw_bars(memory, first.assign(group=first["group"].str.split(" ").str[0]), order=order)
     memory.axhline(80, color="#777777", linewidth=0.8, linestyle="--")
     memory.set_ylabel("activations (GiB)")
-    memory.legend()
-    draw_bars(shares, table[table["figure"] == 7])
+    draw_bars(shares, table[table["figure"] == 7], order=order)
     shares.set_ylabel("% of activations")
-    legend_above(figure, shares, columns=2)
+    legend_above(figure, [memory, shares], columns=3)
     return figure
 
 

@@ -103,8 +103,8 @@ def caption(table: Table) -> str:
         row = measured.iloc[0]
         text += (
             f" Measured with two raylets as hosts on a machine: {row['steps']:.0f} steps of a tiny"
-            f" GPT, with a checkpoint each {row['save_every']:.0f}, of which one host is killed,"
-            f" take {row['lost_s']:.0f} s more than undisturbed ({row['undisturbed_s']:.0f} s), and"
+            f" GPT, with a checkpoint each {row['save_every']:.0f}, while one host is killed, take"
+            f" {row['lost_s']:.0f} s more than undisturbed ({row['undisturbed_s']:.0f} s), and"
             f" {row['steps_again']:.0f} steps run again; parameters differ by"
             f" {row['largest_difference']:.0e} at most."
         )
