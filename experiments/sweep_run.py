@@ -88,6 +88,17 @@ class SweepRun:
         how_to_stop = "Ctrl-C stops; the same command goes on."
         say(f"{len(expected)} cells to compute{up_to_date}. {how_to_stop}")
 
+    def another_runs(self) -> bool:
+        """Return whether another run has locked the results."""
+        if not LOCK.exists():
+            return False
+        with LOCK.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
     def warn(self, line: str) -> None:
         """Print a line, unless the run is one that prints little."""
         if not self._workflow.output_settings.quiet:
@@ -97,7 +108,8 @@ class SweepRun:
         """Unlock the results, and say where they are."""
         self._lock_file.close()
         minutes = (time.monotonic() - self._start) / 60
-        if "paper" in self._workflow.dag_settings.targets:
+        targets = self._workflow.dag_settings.targets
+        if any(target.removeprefix("results/").startswith("paper") for target in targets):
             say(
                 f"Done in {minutes:.1f} min. results/paper has the figures, their rows and captions"
                 " (results/paper-smoke those of the smoke configuration), paper.pdf and index.html."

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.paper.figure_files import hash_of, hash_path
 from experiments.paper.study import PaperFigure, Table, figure_named
 
 
@@ -31,7 +32,7 @@ def main(name: str, part: str, size: str, path: str) -> None:
     if table.empty:
         raise ValueError(f"{name}, part {part}: no rows; expected at least one")
     table.insert(0, "part", part)
-    write_table(table.assign(status="ok", reason=""), Path(path))
+    write_part(table.assign(status="ok", reason=""), Path(path))
 
 
 def _shared_traces(figure: PaperFigure) -> AbstractContextManager[None]:
@@ -41,6 +42,15 @@ def _shared_traces(figure: PaperFigure) -> AbstractContextManager[None]:
     import autopar  # imports JAX, which other figures do without
 
     return autopar.shared_traces()
+
+
+def write_part(table: Table, path: Path) -> None:
+    """Write the rows of a part, and before them their hash, so that they never lack it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".computed")
+    write_table(table, partial)
+    hash_path(path).write_text(hash_of(partial.read_bytes()))
+    os.replace(partial, path)
 
 
 def write_table(table: Table, path: Path) -> None:

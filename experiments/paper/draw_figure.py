@@ -39,7 +39,7 @@ def main(name: str, folder: str, code: str, *parts: str) -> None:
     with paper_style():
         save_figure(figure.module.draw(good), stem)
     stem.with_suffix(".txt").write_text(_caption(figure.module.caption(good), table) + "\n")
-    write_record(Path(folder), figure, code)
+    write_record(Path(folder), name, code)
 
 
 def _caption(text: str, table: Table) -> str:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from experiments import sweep_progress
 from experiments.isolate import check_not_stopped, end_with_run, reason_of, run_script
-from experiments.paper.compute_rows import write_table
+from experiments.paper.compute_rows import write_part
 
 
 def main(name: str, part: str, size: str, path: str) -> None:
@@ -32,7 +32,7 @@ def main(name: str, part: str, size: str, path: str) -> None:
     if status:
         reason = reason_of(status, errors)
         row = {"part": part, "status": "failed", "reason": reason}
-        write_table(pd.DataFrame([row]), Path(path))
+        write_part(pd.DataFrame([row]), Path(path))
         outcome = f"FAILED {reason.splitlines()[0][:200]}"
     progress = sweep_progress.finish(f"paper/{name}/{part}")
     sweep_progress.say(f"{name:<26} {part:<16} {outcome}{progress and f'  ({progress})'}")

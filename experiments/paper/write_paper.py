@@ -1,6 +1,6 @@
 """Writes the summary of all figures, the numbers of the text, the page and the paper.
 
-python -m experiments.paper.write_paper FOLDER TEXT
+python -m experiments.paper.write_paper FOLDER TEXT CODE
 """
 
 import json
@@ -14,6 +14,7 @@ import typst
 from autopar.report import PageTable, table_page
 from experiments.paper.comparison import Agreement, agreement, compared_rows
 from experiments.paper.compute_rows import write_table
+from experiments.paper.figure_files import TEXT, write_record
 from experiments.paper.published_values import Claim, checked_claims
 from experiments.paper.study import FIGURES, PaperFigure, Table
 from experiments.sweep_progress import say
@@ -21,12 +22,13 @@ from experiments.sweep_progress import say
 type Numbers = Mapping[str, Mapping[str, str]]
 
 
-def main(folder: str, text: str) -> None:
+def main(folder: str, text: str, code: str) -> None:
     """Write everything that is made from the rows of all figures.
 
     Args:
         folder: the folder of the results.
         text: the Typst source of the paper.
+        code: the hash of the code that writes them.
     """
     results = Path(folder)
     tables: dict[str, Table] = {
@@ -49,6 +51,7 @@ def main(folder: str, text: str) -> None:
     pdf = typst.compile(Path(text).read_bytes(), root=str(results.resolve()), timestamp=0)  # pyright: ignore[reportArgumentType]
     assert isinstance(pdf, bytes)
     (results / "paper.pdf").write_bytes(pdf)
+    write_record(results, TEXT, code)
     say(f"paper     {results / 'paper.pdf'}")
 
 

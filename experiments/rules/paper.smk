@@ -2,7 +2,7 @@
 # its parts, and one that draws it. Rows of a part are kept, so that a stopped run goes on.
 # `--configfile experiments/config/paper-smoke.yaml` computes every rule at tiny size.
 
-from experiments.paper.figure_files import SUFFIXES, mark_changed, rows_code
+from experiments.paper.figure_files import SUFFIXES, TEXT, TEXT_FILES, mark_changed, rows_code
 from experiments.paper.published_values import check_published
 from experiments.paper.study import FIGURES
 
@@ -11,15 +11,26 @@ FOLDER = {"full": "results/paper", "smoke": "results/paper-smoke"}[SIZE]
 MARKERS = ".snakemake/paper"
 
 check_published()  # raises before any job starts if a published number is missing
-if workflow.is_main_process:  # a job on a cluster would see files while others write them
-    for file in mark_changed(Path(FOLDER), Path(MARKERS) / SIZE):
+# A job on a cluster, or a second run, would see files while others write them.
+if workflow.is_main_process and not run.another_runs():
+    remove = not workflow.output_settings.dryrun
+    for file in mark_changed(Path(FOLDER), Path(MARKERS) / SIZE, remove=remove):
         run.warn(f"{file} is not as it was written; `snakemake paper` writes it again.")
+
+PARTS = {
+    figure.name: [f"{FOLDER}/cells/{figure.name}/{part}.csv" for part in figure.parts_of(SIZE)]
+    for figure in FIGURES
+}
+FIGURE_FILES = [
+    f"{FOLDER}/{figure.name}{suffix}" for figure in FIGURES for suffix in (*SUFFIXES, ".json")
+]
 
 
 rule paper:
     input:
-        f"{FOLDER}/index.html",
-        f"{FOLDER}/paper.pdf",
+        PARTS.values(), # inputs, too, so that one that is removed is computed again
+        FIGURE_FILES,
+        [f"{FOLDER}/{file}" for file in TEXT_FILES],
 
 
 for figure in FIGURES:
@@ -50,7 +61,7 @@ for figure in FIGURES:
             f"paper_figure_{figure.name}"
         input:
             marker=f"{MARKERS}/{SIZE}/{figure.name}",
-            parts=[f"{FOLDER}/cells/{figure.name}/{part}.csv" for part in figure.parts_of(SIZE)],
+            parts=PARTS[figure.name],
         output:
             [f"{FOLDER}/{figure.name}{suffix}" for suffix in (*SUFFIXES, ".json")],
         localrule: True # takes seconds, less than a queue
@@ -69,13 +80,11 @@ for figure in FIGURES:
 
 rule paper_text:
     input:
-        [f"{FOLDER}/{figure.name}{suffix}" for figure in FIGURES for suffix in (*SUFFIXES, ".json")],
+        FIGURE_FILES,
+        marker=f"{MARKERS}/{SIZE}/{TEXT}",
         text=ROOT / "experiments/paper/paper.typ",
     output:
-        f"{FOLDER}/summary.csv",
-        f"{FOLDER}/numbers.json",
-        f"{FOLDER}/index.html",
-        f"{FOLDER}/paper.pdf",
+        [f"{FOLDER}/{file}" for file in (*TEXT_FILES, f"{TEXT}.json")],
     localrule: True
     params:
         code=code_hash("experiments/paper"),
@@ -84,4 +93,4 @@ rule paper_text:
     message:
         "paper"
     shell:
-        "{PYTHON} experiments.paper.write_paper {FOLDER} {input.text:q} 2> {log}"
+        "{PYTHON} experiments.paper.write_paper {FOLDER} {input.text:q} {params.code} 2> {log}"

@@ -1,5 +1,6 @@
 """The paper's figures, comparisons, published numbers and text."""
 
+import json
 import math
 import re
 import sys
@@ -17,7 +18,17 @@ import pytest
 from experiments.models.wide_resnet import BLOCKS
 from experiments.paper import draw_figure, paper_cell, published_values, wide_resnet_steps
 from experiments.paper.comparison import agreement
-from experiments.paper.figure_files import SUFFIXES, TRACKED, changed_files, mark_changed, paths_of
+from experiments.paper.compute_rows import write_part
+from experiments.paper.figure_files import (
+    SUFFIXES,
+    TEXT,
+    TEXT_FILES,
+    TRACKED,
+    changed_files,
+    mark_changed,
+    paths_of,
+    write_record,
+)
 from experiments.paper.figures import (
     alpa_inter_operator,
     alpa_resharding,
@@ -34,6 +45,7 @@ from experiments.paper.paper_style import (
 )
 from experiments.paper.published_values import Claim, check_published, checked_claims, claims_of
 from experiments.paper.study import FIGURES, PaperFigure, figure_named
+from experiments.paper.write_paper import text_numbers
 from experiments.sources import ROOT
 from simulator import Program, Recv, Send
 from simulator.work import Collective
@@ -173,8 +185,8 @@ def test_a_figure_goes_from_its_cell_to_its_files(
     with mpl.rc_context():
         draw_figure.main(figure.name, ".", "code", "a.csv", "b.csv")
     assert Path("korthikanti_memory.txt").read_text().strip().endswith("Parts that failed: odd.")
-    assert all(path.exists() for path in paths_of(Path(), figure))
-    assert changed_files(Path(), figure) == []
+    assert all(path.exists() for path in paths_of(Path(), figure.name))
+    assert changed_files(Path(), figure.name) == []
 
     again = {suffix: Path(f"{figure.name}{suffix}").read_bytes() for suffix in SUFFIXES}
     draw_figure.main(figure.name, ".", "code", "a.csv", "b.csv")
@@ -189,6 +201,33 @@ def test_a_figure_goes_from_its_cell_to_its_files(
     assert marker.read_text() != ""
     Path(f"{figure.name}.json").write_text("[]")
     assert mark_changed(Path(), Path("markers"), [figure]) == [Path(f"{figure.name}.json")]
+
+
+def test_rows_that_failed_or_were_changed_by_hand_are_computed_again(tmp_path: Path) -> None:
+    figure = figure_named("korthikanti_memory")
+    folder, markers = tmp_path / "cells" / figure.name, tmp_path / "markers"
+    rows = pd.DataFrame([{"part": "all", "ours": 1.5, "status": "ok", "reason": ""}])
+    good, changed, failed = (folder / f"{name}.csv" for name in ("good", "changed", "failed"))
+    for part in (good, changed):
+        write_part(rows, part)
+    assert mark_changed(tmp_path, markers, [figure]) == []
+    assert (markers / figure.name).read_text() == ""
+    write_part(rows.assign(status="failed", reason="a, b"), failed)
+    changed.write_text(changed.read_text().replace("1.5", "2.5"))
+    assert mark_changed(tmp_path, markers, [figure], remove=False) == [changed]
+    assert (markers / figure.name).read_text() != ""
+    assert failed.exists()
+    assert mark_changed(tmp_path, markers, [figure]) == [changed]
+    assert list(folder.glob("*.csv")) == [good]
+
+
+def test_a_file_made_from_all_figures_that_was_changed_by_hand_is_found(tmp_path: Path) -> None:
+    for name in TEXT_FILES:
+        (tmp_path / name).write_text("as written")
+    write_record(tmp_path, TEXT, "code")
+    assert mark_changed(tmp_path, tmp_path / "markers", []) == []
+    (tmp_path / "summary.csv").write_text("by hand")
+    assert mark_changed(tmp_path, tmp_path / "markers", []) == [tmp_path / "summary.csv"]
 
 
 def test_drawings_have_a_columns_width_and_embedded_fonts(tmp_path: Path) -> None:
@@ -211,7 +250,20 @@ def test_drawings_have_a_columns_width_and_embedded_fonts(tmp_path: Path) -> Non
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
 def test_tracked_files_are_as_they_were_written(figure: PaperFigure) -> None:
     assert all((RESULTS / f"{figure.name}{suffix}").exists() for suffix in TRACKED)
-    assert [path for path in changed_files(RESULTS, figure) if path.suffix in TRACKED] == []
+    assert [path for path in changed_files(RESULTS, figure.name) if path.suffix in TRACKED] == []
+
+
+def test_the_tracked_summary_and_numbers_are_those_of_the_tracked_rows() -> None:
+    tables = {figure.name: pd.read_csv(RESULTS / f"{figure.name}.csv") for figure in FIGURES}
+    claims = {figure.name: checked_claims(figure, tables[figure.name]) for figure in FIGURES}
+    agreements = [agreement(name, table, claims[name]) for name, table in tables.items()]
+    summary = pd.DataFrame(one.as_row() for one in agreements)
+    pd.testing.assert_frame_equal(
+        summary, pd.read_csv(RESULTS / "summary.csv"), check_dtype=False, rtol=1e-4
+    )
+    good = {name: table[table["status"] == "ok"] for name, table in tables.items()}
+    numbers = json.loads((RESULTS / "numbers.json").read_text())
+    assert text_numbers(agreements, good, claims) == numbers
 
 
 def test_no_number_of_the_text_is_typed_by_hand() -> None:
