@@ -50,6 +50,9 @@ class EquationSeconds:
         self._mesh = costs.mesh
         self._launch = costs.model.kernel(Kernel("", "memory", 0.0, 0.0))  # of an empty kernel
         self._memo: dict[Any, np.ndarray] = costs.memo.setdefault("costs", {})
+        self._resharding: dict[Any, tuple[np.ndarray, np.ndarray]] = costs.memo.setdefault(
+            "resharding", {}
+        )
 
     def computing(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, candidates: Candidates
@@ -135,17 +138,34 @@ class EquationSeconds:
             matrix = scattered if matrix is None else matrix + scattered
         if matrix is None:
             return None
-        matrix = matrix / alike
         if number is None or eqn is None:
-            return matrix
-        if eqn.primitive is control_flow.loop_slice_p:
-            # Of equal costs, each slice is resharded rather than the whole before the loop.
-            matrix = matrix * (1 + 1e-6)
+            return self._scaled(matrix, alike)
+        # Of equal costs, each slice is resharded rather than the whole before the loop.
+        weight = 1 + 1e-6 if eqn.primitive is control_flow.loop_slice_p else 1.0
+        readers = 1
         factors = self._flow.factors[number]
         if atom not in self._flow.per_example and factors and factors.decides:
             # The compiler makes one copy for all equations that need the same spec.
-            matrix = matrix / self._flow.readers[atom]
-        return matrix * self.repeats[number]
+            readers = self._flow.readers[atom]
+        return self._scaled(matrix, alike, weight, readers, self.repeats[number])
+
+    def _scaled(
+        self, matrix: np.ndarray, alike: int, weight: float = 1.0, readers: int = 1, runs: float = 1
+    ) -> np.ndarray:
+        """Return the seconds in a step of resharding an operand: one array for all that are alike.
+
+        Args:
+            matrix: seconds of resharding all operands that are resharded together.
+            alike: their number.
+            weight: factor by which one is preferred to others of equal cost.
+            readers: number of equations that share the copy.
+            runs: how often the equation runs in a step.
+        """
+        key = id(matrix), alike, weight, readers, runs
+        if key not in self._resharding:
+            # With its result, the matrix is kept, so that no other one gets its id.
+            self._resharding[key] = matrix, matrix / alike * weight / readers * runs
+        return self._resharding[key][1]
 
     def _scattering(self, atom: Var, specs: Specs, required: Specs) -> np.ndarray:
         """Return the seconds, in one iteration, to add up parts of a value.
