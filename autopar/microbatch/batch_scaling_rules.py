@@ -97,7 +97,8 @@ class NotSeparable(Exception):
         " return the sums that it is made of, with has_aux=True, and divide after"
         " autopar.value_and_grad: (total, weights), gradients = autopar.value_and_grad(sums,"
         " has_aux=True)(params), then gradients / weights; or, in a loop over layers, return the"
-        " means of each layer from the loop, and combine them after it; or use num_micro_batches=1"
+        " means of each layer from the loop, and combine them after it, or for what is not made of"
+        " means, such as a maximum, write the loop in Python; or use num_micro_batches=1"
     )
 
 
