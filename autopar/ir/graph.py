@@ -202,6 +202,13 @@ def renamed(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
     return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
 
+def rewired(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
+    """Return an equation that reads what `names` has for its operands; itself if it has none."""
+    if names.keys().isdisjoint(variables(eqn.invars)):
+        return eqn
+    return eqn.replace(invars=renamed(eqn.invars, names))
+
+
 def possible_weights(jaxpr: Jaxpr, batch: Collection[int]) -> list[Var]:
     """Return the inputs that may be weights or states of a model: float arrays but the batch.
 

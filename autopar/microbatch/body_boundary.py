@@ -19,7 +19,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, aval_of, is_backward, needed, renamed, source_line, variables
+from autopar.ir.graph import (
+    Atom,
+    aval_of,
+    is_backward,
+    needed,
+    renamed,
+    rewired,
+    source_line,
+    variables,
+)
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
@@ -356,11 +365,7 @@ def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:
         effects=frozenset(),
     )
 
-    rest = [
-        eqn.replace(invars=renamed(eqn.invars, totals))
-        for number, eqn in numbered
-        if number not in front
-    ]
+    rest = [rewired(eqn, totals) for number, eqn in numbered if number not in front]
     eqns = [*(jaxpr.eqns[number] for number in sorted(front)), *before, mark, *after, *rest]
     return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, totals))
 

@@ -17,7 +17,15 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import random_bits_p, random_split_p
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
-from autopar.ir.graph import aval_of, needed, possible_weights, renamed, source_line, variables
+from autopar.ir.graph import (
+    aval_of,
+    needed,
+    possible_weights,
+    renamed,
+    rewired,
+    source_line,
+    variables,
+)
 from autopar.ir.keys import is_key
 from autopar.ir.preparation import Preparation, TracedValue
 from autopar.microbatch.batch_scaling import BatchScalings
@@ -63,7 +71,7 @@ def with_prepared(jaxpr: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
         source = jaxpr.eqns[place.number].source_info
         first += equations(partial(_as_traced, place), inputs[-1:], value, source)
 
-    eqns = [*first, *(eqn.replace(invars=renamed(eqn.invars, new)) for eqn in jaxpr.eqns)]
+    eqns = [*first, *(rewired(eqn, new) for eqn in jaxpr.eqns)]
     outvars = renamed(jaxpr.outvars, new)
     return jaxpr.replace(invars=[*jaxpr.invars, *inputs], eqns=eqns, outvars=outvars)
 

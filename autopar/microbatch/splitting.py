@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import div_p
 
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, aval_of, renamed, source_line
+from autopar.ir.graph import Atom, aval_of, renamed, rewired, source_line
 from autopar.ir.step_graph import Combine, MicrobatchError, Microbatching
 from autopar.microbatch.batch_scaling import (
     BatchScalings,
@@ -260,7 +260,7 @@ def _with_dims_of_one(
         return micro
     mark = mark.replace(invars=values, outvars=[Var(aval_of(value)) for value in values])
     totals = dict(zip(mark_of(micro)[1].outvars, mark.outvars, strict=True))
-    rest = [eqn.replace(invars=renamed(eqn.invars, totals)) for eqn in micro.eqns[number + 1 :]]
+    rest = [rewired(eqn, totals) for eqn in micro.eqns[number + 1 :]]
     eqns = [*micro.eqns[:number], *eqns, mark, *rest]
     return micro.replace(eqns=eqns, outvars=renamed(micro.outvars, totals))
 

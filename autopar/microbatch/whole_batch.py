@@ -80,7 +80,7 @@ def join_traces(
         for number, eqn in once:
             if not repeated and aligned:
                 numbers[number] = len(eqns)
-            eqns.append(eqn.replace(invars=graph.renamed(eqn.invars, names)))
+            eqns.append(graph.rewired(eqn, names))
     outvars = graph.renamed(whole.outvars, names)
     return micro.replace(
         eqns=eqns, outvars=outvars, constvars=list(constants), consts=list(constants.values())

@@ -32,6 +32,7 @@ from autopar.ir.graph import (
     is_backward,
     possible_weights,
     renamed,
+    rewired,
     scopes,
     source_line,
     variables,
@@ -172,7 +173,7 @@ class AccumulationLoop:
         totals += (eqn for final, row in rows for eqn in _stacked(loop, row, final))
 
         before, inside, totals, after = (
-            [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in eqns]
+            [rewired(eqn, names) for eqn in eqns]
             for eqns in (jaxpr.eqns[:number], loop.body.eqns, totals, jaxpr.eqns[number + 1 :])
         )
         self.handed_on = [

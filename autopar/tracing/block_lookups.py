@@ -26,7 +26,7 @@ from jax.extend.core.primitives import gather_p, select_n_p
 from autopar.ir.control_flow import SHIFTS
 from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import bind
-from autopar.ir.graph import Atom, aval_of, needed
+from autopar.ir.graph import Atom, aval_of, needed, rewired
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives.index import is_scatter
 from autopar.tracing.row_tables import MOST_ELEMENTS, core, known_literal, known_result
@@ -119,7 +119,7 @@ class _BlockLookups:
 
     def add(self, eqn: JaxprEqn) -> None:
         """Append an equation."""
-        eqn = eqn.replace(invars=[self._read(atom) for atom in eqn.invars])
+        eqn = rewired(eqn, self.same)
         if not (_is_lookup(eqn) and self._add_lookup(eqn)):
             self.eqns.append(eqn)
         if eqn.primitive is select_n_p and (truth := self._truth(eqn.invars[0])) is not None:
@@ -136,9 +136,6 @@ class _BlockLookups:
                 known = self._result(eqn, number)
                 if known is not None and _fits(known.interval(), aval.dtype):
                     self.bounds[var] = known
-
-    def _read(self, atom: Atom) -> Atom:
-        return self.same.get(atom, atom) if isinstance(atom, Var) else atom
 
     # -- what is known
 

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import convert_element_type_p, copy_p
 
 from autopar.ir.flatten import flatten
-from autopar.ir.graph import Atom, aval_of, read, renamed, source_line
+from autopar.ir.graph import Atom, aval_of, read, renamed, rewired, source_line
 from autopar.layering.gradient_scans import additive_carries
 from autopar.layering.piece_writer import scan_operands
 from autopar.microbatch.deferred_division import inlined
@@ -100,7 +100,7 @@ def _flat_body(scan: JaxprEqn) -> Jaxpr:
     names: dict[Var, Atom] = {}
     eqns: list[JaxprEqn] = []
     for eqn in body.eqns:
-        eqn = eqn.replace(invars=renamed(eqn.invars, names))
+        eqn = rewired(eqn, names)
         if is_same_cast(eqn):
             names[eqn.outvars[0]] = eqn.invars[0]
         else:

@@ -28,6 +28,7 @@ from autopar.ir.graph import (
     is_backward,
     needed,
     renamed,
+    rewired,
     scopes,
     source_line,
     variables,
@@ -317,7 +318,7 @@ def _rolled(
     common = {var: literal for var, literal in literals.items() if var not in differing}
     terms = [term for result in results for term in result.terms[0]]
     eqns = [
-        eqn.replace(invars=renamed(eqn.invars, common))
+        rewired(eqn, common)
         for _, eqn in needed(enumerate(jaxpr.eqns), terms, differing.union(equal))
     ]
     read = dict.fromkeys(variables([*(atom for eqn in eqns for atom in eqn.invars), *terms]))
@@ -345,10 +346,7 @@ def _rolled(
     ]
     after = _final_equations(results, loop)
     step = _with_loop(jaxpr, [result.eqn for result in results], [*before, loop, *after])
-    eqns = [
-        eqn if eqn is loop else eqn.replace(invars=renamed(eqn.invars, literals))
-        for eqn in step.eqns
-    ]
+    eqns = [eqn if eqn is loop else rewired(eqn, literals) for eqn in step.eqns]
     return step.replace(eqns=eqns), ChunkLoop(
         loop, body, consts, zeros, arrays, loop.outvars, length, is_reversed=False
     )
