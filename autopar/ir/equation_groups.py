@@ -1,6 +1,6 @@
 """Groups of equations that stay together: a single equation, or a whole loop or switch."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Primitive, Var
@@ -31,23 +31,33 @@ class Unit(NamedTuple):
 
 def units(eqns: Iterable[Numbered]) -> list[Unit]:
     """Return the units that numbered equations consist of, in order."""
-    groups: list[Unit] = []
-    pending: list[Numbered] = []
+    return [_unit(group) for group in _groups(eqns)]
+
+
+def _groups(eqns: Iterable[Numbered]) -> Iterator[Sequence[Numbered]]:
+    """Yield the equations of each unit."""
+    group: list[Numbered] = []
     depth = 0
-    for number, eqn in eqns:
-        pending.append((number, eqn))
-        depth += (eqn.primitive in control_flow.OPENING) - (eqn.primitive is control_flow.end_p)
-        if depth == 0 and len(pending) == 1:
-            reads = dict.fromkeys(variables(eqn.invars))
-            groups.append(Unit(((number, eqn),), tuple(reads), tuple(eqn.outvars)))
-            pending = []
-        elif depth == 0:
-            makes = {var: None for _, member in pending for var in member.outvars}
-            read = variables(atom for _, member in pending for atom in member.invars)
-            reads = {var: None for var in read if var not in makes}
-            groups.append(Unit(tuple(pending), tuple(reads), tuple(makes)))
-            pending = []
-    return groups
+    for numbered in eqns:
+        primitive = numbered[1].primitive
+        depth += (primitive in control_flow.OPENING) - (primitive is control_flow.end_p)
+        if depth == 0 and not group:
+            yield (numbered,)
+            continue
+        group.append(numbered)
+        if depth == 0:
+            yield group
+            group = []
+
+
+def _unit(group: Sequence[Numbered]) -> Unit:
+    if len(group) == 1:
+        _, eqn = group[0]
+        return Unit((group[0],), tuple(dict.fromkeys(variables(eqn.invars))), tuple(eqn.outvars))
+    makes = {var: None for _, eqn in group for var in eqn.outvars}
+    read = variables(atom for _, eqn in group for atom in eqn.invars)
+    reads = {var: None for var in read if var not in makes}
+    return Unit(tuple(group), tuple(reads), tuple(makes))
 
 
 def has_backward(unit: Unit) -> bool:
@@ -61,9 +71,14 @@ def dependents(eqns: Iterable[Numbered], sources: Iterable[Var]) -> set[Var]:
     Every value that a loop or switch computes counts as dependent on every value that it reads.
     """
     reached = set(sources)
-    for unit in units(eqns):
-        if not reached.isdisjoint(unit.reads):
-            reached.update(unit.makes)
+    for group in _groups(eqns):
+        if len(group) == 1:
+            _, eqn = group[0]
+            reads, makes = variables(eqn.invars), eqn.outvars
+        else:
+            _, reads, makes = _unit(group)
+        if not reached.isdisjoint(reads):
+            reached.update(makes)
     return reached
 
 
