@@ -110,7 +110,7 @@ class PieceWriter:
     def identity(self, eqn: JaxprEqn, layer: int) -> None:
         """Write an equation whose result i is operand i, with pieces as operands of their own.
 
-        A barrier becomes one barrier per piece, so that no piece depends on those of other layers.
+        A barrier becomes one barrier per piece, so that no piece depends on pieces of other layers.
         """
         invars: list[Atom] = []
         outvars: list[Var] = []
@@ -236,7 +236,7 @@ class PieceWriter:
             self.pieces[var] = [ys[k][r] for k in pieces]
 
     def _carry(self, kind: Carry, last: Atom, piece: int, eqn: JaxprEqn) -> Atom:
-        """Return the carry with which a piece of a scan begins; `last` is that of the last one."""
+        """Return the carry at the start of a piece of a scan; `last` is the last piece's carry."""
         match kind:
             case "passed on":
                 return last

@@ -22,7 +22,7 @@ def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
         A pytree of NamedShardings with the structure of `args`.
 
     Raises:
-        ValueError: The structure of `specs` is no prefix of that of `args`. Or a spec names an axis
+        ValueError: `specs` is no prefix of the structure of `args`. Or a spec names an axis
             that is not in the mesh, has more entries than its array has dims, or does not divide a
             dim evenly; the message names the array.
         TypeError: `specs` has a leaf that is not a PartitionSpec.

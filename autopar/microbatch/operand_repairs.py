@@ -1,7 +1,8 @@
 """Replacements of operands with which a step is separable (`batch_scaling.Repair`), in its jaxpr.
 
-A statistic of a microbatch is replaced by that of the whole batch, which an earlier loop over the
-microbatches accumulates. Other operands are divided by a power of the number of microbatches.
+A statistic of a microbatch is replaced by the statistic of the whole batch, which an earlier loop
+over the microbatches accumulates. Other operands are divided by a power of the number of
+microbatches.
 """
 
 from collections.abc import Mapping, Sequence

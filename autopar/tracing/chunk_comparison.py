@@ -112,7 +112,7 @@ class ChunkComparison:
         return f"{Where(one)} computes something else"
 
     def _is_given(self, ours: Atom, theirs: Atom, depth: int) -> bool:
-        """Return whether values may correspond of which the first one depends on no weights.
+        """Return whether two values may correspond, where the first one depends on no weights.
 
         They are equal, or of the same type: then they differ, and become slices of the loop.
 

@@ -315,7 +315,7 @@ class StepTraces:
 def _piece_keys(
     keys: Sequence[tuple[Any, ...]], cuts: Sequence[Cut | None]
 ) -> list[tuple[Any, ...]]:
-    """Return the key path of each piece: that of the user's array and the number of the piece."""
+    """Return the key path of each piece: the path of its array, and the number of the piece."""
     paths: list[tuple[Any, ...]] = []
     for key, cut in zip(keys, cuts, strict=True):
         if cut is None:
