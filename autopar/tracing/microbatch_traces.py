@@ -324,7 +324,7 @@ class MicrobatchTraces:
         eqns = needed(enumerate(part.eqns), results)
         forward = [each for each in eqns if not is_backward(each[1])]
         inputs = _last_inputs(second, len(completed))
-        # A statistic is no weight: a product with it, as in a ridge regression, is of the loss.
+        # A product with a statistic, as in a ridge regression, belongs to the loss.
         read = _values(model_layers(forward, second.pairs[-1], second.batch.union(inputs)))
         for value, i in zip(completed, inputs, strict=True):
             makers = completing(self.traces[-2], [value]).eqns
