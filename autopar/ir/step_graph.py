@@ -187,6 +187,8 @@ class StepGraph:
             dims.
         cross_task_values: For a pipeline stage, the values that pass from one of its tasks to
             another.
+        task_ends: For a pipeline stage, the number of the last equation of each task of a
+            microbatch.
         saved_for_backward: For a pipeline stage, the values that are stored from the forward pass
             of a microbatch until its backward pass.
         in_flight: For a pipeline stage, the number of microbatches whose saved values it stores at
@@ -214,6 +216,7 @@ class StepGraph:
     microbatching: Microbatching | None = None
     received_inputs: Mapping[int, frozenset[int]] = field(default_factory=dict)
     cross_task_values: tuple[Var, ...] = ()
+    task_ends: tuple[int, ...] = ()
     saved_for_backward: tuple[Var, ...] = ()
     in_flight: int = 1
     positions: int | None = None

@@ -116,6 +116,7 @@ def stage_graph(partition: Partition, stage: int) -> StageGraph:
         microbatching=stage_eqns.microbatching,
         name=f"{whole.name}, stage {stage}",
         cross_task_values=_passed_between(partition, tasks, stage_eqns),
+        task_ends=stage_eqns.task_ends,
         saved_for_backward=_saved_for_backward(partition, tasks, received),
         retrace=_DividedSteps(partition, stage, tuple(tasks), (*received, *sent)),
         received_inputs={
@@ -157,6 +158,7 @@ class _StageEquations:
         totals: values that the stage accumulates.
         positions: place of each value in the order in which the stage computes values.
         microbatching: how the stage runs in microbatches.
+        task_ends: number of the last equation of each task of a microbatch.
     """
 
     def __init__(self, partition: Partition, tasks: Sequence[Task]) -> None:
@@ -165,7 +167,13 @@ class _StageEquations:
         self.eqns: list[JaxprEqn] = []
         self.totals = [total for task in tasks for total in partition.totals.get(task, ())]
         self._numbers: dict[int, int] = {}  # by the number in the whole step
-        body = self._add(eqn for task in tasks if task.phase != "U" for eqn in partition.eqns[task])
+        body: list[Numbered] = []
+        ends: list[int] = []
+        for task in tasks:
+            if task.phase != "U":
+                body += self._add(partition.eqns[task])
+                ends.append(len(self.eqns) - 1)
+        self.task_ends = tuple(ends)
         positions = _positions(self.eqns)
         totals = sorted(self.totals, key=lambda total: _position(total.part, positions))
         marks = self._accumulate(totals, micro.marks[0][1])
@@ -306,9 +314,11 @@ def _saved_for_backward(
 ) -> tuple[Var, ...]:
     """Return the values of a microbatch's forward pass that its backward pass reads.
 
-    They are results of the stage, and values that it received.
+    They are results of the stage, and values that it received. Where weight gradients are a task of
+    their own (W), they read other values, but hardly more bytes (Qi et al., "Zero Bubble Pipeline
+    Parallelism", arXiv:2401.10241, table 1).
     """
-    forward = [task for task in tasks if task.phase in ("F", "I")]
+    forward = [task for task in tasks if task.phase == "F"]
     available = {var for task in forward for var in partition.results[task]}
     available.update(set(_read_by(partition, forward)).intersection(received))
     backward = [task for task in tasks if task.phase in ("B", "I", "W")]

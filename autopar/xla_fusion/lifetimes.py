@@ -5,6 +5,7 @@ A value that is not written stays in the registers of a fusion. The model is of 
 values that shardings make XLA compute twice.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 
@@ -75,8 +76,7 @@ def lifetimes(
     equation.
 
     Values that a stage of a pipeline receives are live from their first reader on. They, and values
-    that cross its tasks, live until the program that reads them ends: the backward pass, at the end
-    of the body of the microbatch loop.
+    that cross its tasks, live until the program of the last task that reads them ends.
 
     Args:
         step: the step.
@@ -117,12 +117,10 @@ def lifetimes(
                 last[atom] = max(last.get(atom, 0), last.get(var, 0))
     for result, (made, _) in pooling_zeros(step).items():
         first[result] = made
-    if step.microbatching and step.cross_task_values:
-        done = max((number for number, _ in step.microbatching.body), default=0)
-        through = (
-            var for var in (*step.cross_task_values, *received) if first.get(var, done) < done
-        )
-        last.update((var, max(done, last.get(var, 0))) for var in through)
+    if step.cross_task_values:
+        for var in last.keys() & {*step.cross_task_values, *received}:
+            ends = step.task_ends[bisect_left(step.task_ends, last[var]) :]
+            last[var] = ends[0] if ends else last[var]
     return {var: (first[var], last.get(var, first[var])) for var in stored - views}
 
 

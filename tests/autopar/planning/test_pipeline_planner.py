@@ -28,6 +28,7 @@ from autopar.sharding.options import AUTO
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import trace
+from autopar.xla_fusion import lifetimes
 from experiments.models import build_model
 from simulator.costs.cost_model import BandwidthOnly, ClusterCosts
 from simulator.hardware.cluster import Cluster
@@ -35,6 +36,14 @@ from tests.steps import model_step
 
 LAYERS, BATCHES = 4, 8
 CLUSTER = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
+GPT = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "sequence_length": 32,
+    "vocab_size": 128,
+    "batch_size": 32,
+}
 ONE_F_ONE_B = PipelineSchedule(name="1f1b")
 
 
@@ -45,14 +54,7 @@ def mlp() -> StepGraph:
 
 @pytest.fixture(scope="module")
 def gpt() -> StepGraph:
-    sizes = {
-        "num_layers": 4,
-        "hidden_size": 64,
-        "num_heads": 4,
-        "sequence_length": 32,
-        "vocab_size": 128,
-    }
-    return traced("gpt", sizes | {"batch_size": 32, "remat": True}, LAYERS)
+    return traced("gpt", GPT | {"remat": True}, LAYERS)
 
 
 def traced(name: str, sizes: dict, num_layers: int) -> StepGraph:
@@ -571,3 +573,23 @@ def test_stages_that_fit_are_found_where_their_memory_is_estimated_too_large():
     assert plan.predicted_seconds <= 1.001 * given.predicted_seconds
     with pytest.raises(NoStagesError):
         planned(autopar.AutoStageOption(), 0.5 * free.predicted_bytes)
+
+
+def test_weight_gradients_of_their_own_store_what_the_forward_pass_does():
+    """What input gradients alone read is free once they are computed."""
+    gpt = traced("gpt", GPT | {"remat": False}, LAYERS)
+    together, apart = (
+        stage_graphs(partition_step(gpt, [0, 0, 1, 1], split_backward=split))
+        for split in (False, True)
+    )
+    for one, two in zip(together, apart, strict=True):
+        assert set(two.step.saved_for_backward) == set(one.step.saved_for_backward)
+        assert len(one.step.task_ends) == 2
+    _, inputs, weights = two.step.task_ends
+    last = {lifetimes(two.step)[var][1] for var in two.step.cross_task_values}
+    assert {inputs, weights} <= last
+    h1, one_f_one_b = (
+        planned(gpt, UniformStageOption(2), schedule).predicted_bytes
+        for schedule in ("zero_bubble_h1", "1f1b")
+    )
+    assert h1 < 1.1 * one_f_one_b  # H1 fills the bubble in the memory of 1f1b
