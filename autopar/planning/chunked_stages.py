@@ -12,7 +12,6 @@ from autopar.pipeline.pipeline_schedules import schedule_kind
 from autopar.pipeline.schedule_kinds import Pipeline, ScheduleError
 from autopar.pipeline.stage_options import even_bounds, logical_shapes
 from autopar.plan import PipelineSchedule
-from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.stage_costs import ClusterStageCosts
 
 
@@ -33,7 +32,6 @@ def least_chunked_seconds(
     num_devices: int,
     schedule: PipelineSchedule,
     num_micro_batches: int,
-    memory: LayerRanges,
     *,
     solves: bool,
 ) -> float:
@@ -46,19 +44,18 @@ def least_chunked_seconds(
         num_devices: number of devices of the cluster.
         schedule: the schedule, with its number of stages on each submesh.
         num_micro_batches: number of microbatches, at least that of the step.
-        memory: the layers with the backward pass as the schedule has it.
         solves: whether the bound takes rough solves of layers (`StageCosts.least`). If not, it is
             the work of all layers on one device, divided by the number of devices.
 
     Returns:
         Seconds; infinite if no even stages fit in memory.
     """
-    counts = even_mesh_counts(memory.num_layers, num_devices, schedule.num_chunks)
+    counts = even_mesh_counts(costs.ranges.num_layers, num_devices, schedule.num_chunks)
     return min(
         (
             _least_seconds(costs, num_devices // count, num_micro_batches, solves) / count
             for count in counts
-            if _may_fit(costs, num_devices, schedule, num_micro_batches, memory, count)
+            if _may_fit(costs, num_devices, schedule, num_micro_batches, count)
         ),
         default=inf,
     )
@@ -82,7 +79,6 @@ def _may_fit(
     num_devices: int,
     schedule: PipelineSchedule,
     num_micro_batches: int,
-    memory: LayerRanges,
     num_meshes: int,
 ) -> bool:
     """Whether as many stages as a submesh has may fit on the first one.
@@ -95,11 +91,12 @@ def _may_fit(
         held = schedule_kind(schedule.name, pipeline).in_flight(0, pipeline)
     except ScheduleError:
         return False
-    bounds = even_bounds(memory.num_layers, num_meshes * chunks)
+    ranges = costs.ranges
+    bounds = even_bounds(ranges.num_layers, num_meshes * chunks)
     stages = list(pairwise(bounds))
-    state_bytes = min(memory.state_bytes(*stage) for stage in stages)
-    saved_bytes = min(memory.saved_bytes(*stage) for stage in stages)
-    share = memory.partition.step.num_micro_batches / num_micro_batches
+    state_bytes = min(ranges.state_bytes(*stage) for stage in stages)
+    saved_bytes = min(ranges.saved_bytes(*stage) for stage in stages)
+    share = ranges.partition.step.num_micro_batches / num_micro_batches
     num_bytes = chunks * state_bytes + held * share * saved_bytes
     room = max(pool.budget for pool in costs.pools)
     return num_bytes <= num_devices // num_meshes * room

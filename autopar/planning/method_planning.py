@@ -30,13 +30,8 @@ from autopar.plan import Plan, PlanError
 from autopar.planning.follow import follow_with_first_pass
 from autopar.planning.last_results import start_search
 from autopar.planning.offload_planning import plan_offloading
-from autopar.planning.option_search import (
-    OptionSpace,
-    layer_options,
-    micro_batch_counts,
-    schedules,
-    search,
-)
+from autopar.planning.option_search import search
+from autopar.planning.option_space import OptionSpace, layer_options, micro_batch_counts, schedules
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.recompute_planning import least_bytes
 from autopar.planning.stage_construction import submesh_shapes

@@ -42,11 +42,11 @@ from autopar.planning.stage_construction import (
     ConstructedStages,
     find_stages,
     least_seconds,
-    transfer_seconds,
 )
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.stage_problem import NoStagesError
 from autopar.planning.step_planner import coverage_warnings, stage_of
+from autopar.planning.transfer_costs import transfer_seconds
 from autopar.primitives import is_product
 from autopar.progress import progress_part
 from autopar.recompute.offloading import offloaded_inputs
@@ -247,14 +247,12 @@ class PipelinePlanner:
         if not is_auto or effort == "work":
             return self.step.num_micro_batches * self._even_seconds
         is_whole = whole_shape is not None
-        memory = self._layer_ranges(not is_whole and splits_backward(schedule.name))
         if schedule.num_chunks > 1:
             return least_chunked_seconds(
                 self._stage_costs(self.options, PipelineSchedule(name="1f1b")),
                 self.cluster.num_devices,
                 schedule,
                 num_micro_batches,
-                memory,
                 solves=effort == "solves",
             )
         if is_whole:
@@ -268,7 +266,6 @@ class PipelinePlanner:
                 "1f1b" if is_whole else schedule.name,
                 num_micro_batches,
                 solves=effort == "solves",
-                memory=memory,
                 # Other schedules may have fewer bubbles than the objective counts.
                 has_bubbles=is_whole or schedule.name in _SCHEDULES_OF_OBJECTIVE,
                 whole_shape=whole_shape,

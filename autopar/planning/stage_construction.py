@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, product
+from itertools import product
 from math import inf, isfinite, isinf
 
 from autopar.pipeline.pipeline_schedules import has_backward
@@ -34,10 +34,10 @@ from autopar.planning.stage_problem import (
     StageSolution,
     in_flight_of,
 )
+from autopar.planning.transfer_costs import TransferCosts
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
-from simulator.costs.cost_model import CostModel
 from simulator.hardware.heterogeneous import AnyCluster
 
 _MAX_HOSTS = 4
@@ -187,7 +187,7 @@ def stage_problem(
     if option.min_stages > 1 and not option.leave_idle:
         submeshes = tuple(mesh for mesh in submeshes if mesh.num_devices < cluster.num_devices)
     in_flight = in_flight_of(schedule, num_micro_batches)
-    estimator = _StageEstimator(costs, cluster, option, in_flight, measure, ranges)
+    estimator = _StageEstimator(costs, cluster, option, in_flight, measure)
     return StageProblem(
         num_layers=ranges.num_layers,
         pools=pools,
@@ -197,7 +197,7 @@ def stage_problem(
         in_flight=in_flight,
         lower_bound=None if measure else estimator.lower_bound,
         layer_kinds=ranges.kinds,
-        transfer=_TransferCosts(pools, ranges.crossing_bytes, costs.links).seconds,
+        transfer=TransferCosts(pools, ranges.crossing_bytes, costs.links).seconds,
         leave_idle=option.leave_idle,
         min_stages=option.min_stages,
         backward=has_backward(schedule),
@@ -212,7 +212,6 @@ def least_seconds(
     num_micro_batches: int,
     *,
     solves: bool,
-    memory: LayerRanges,
     has_bubbles: bool = True,
     whole_shape: Shape | None = None,
 ) -> float:
@@ -229,8 +228,6 @@ def least_seconds(
         num_micro_batches: number of microbatches, at least that of the step.
         solves: whether the bound of a stage takes rough solves of its layers (`StageCosts.least`).
             If not, it is the stage's work on one device, divided by its number of devices.
-        memory: the layers with the backward pass as the schedule has it; it decides which values
-            are saved.
         has_bubbles: whether the bubbles count that the objective describes. If not, the step takes
             the time of its slowest stage, after the forward passes of a microbatch on the others.
         whole_shape: shape of the logical mesh of all devices if the step is one program on it; None
@@ -245,7 +242,7 @@ def least_seconds(
         problem = replace(problem, submeshes=whole)
     share = problem.num_micro_batches / num_micro_batches
     in_flight = in_flight_of(schedule, num_micro_batches)
-    estimator = _StageEstimator(costs, cluster, option, in_flight, None, memory, whole_shape)
+    estimator = _StageEstimator(costs, cluster, option, in_flight, None, whole_shape)
     crossing_bytes = [share * num_bytes for num_bytes in costs.ranges.crossing_bytes]
 
     # In the objective, all passes of one microbatch count beside those of the slowest stage. With
@@ -259,7 +256,7 @@ def least_seconds(
             costs=partial(bounds, solves),
             in_flight=in_flight,
             lower_bound=partial(bounds, False) if solves else None,
-            transfer=_TransferCosts(problem.pools, crossing_bytes, costs.links).seconds,
+            transfer=TransferCosts(problem.pools, crossing_bytes, costs.links).seconds,
             backward=problem.backward and has_bubbles,
         )
     )
@@ -278,7 +275,6 @@ class _StageEstimator:
         option: logical meshes to choose from, and how much the work of stages may differ.
         in_flight: number of microbatches in flight by position of the stage.
         measure: measures stages; None to predict their time.
-        memory: see `least_seconds`.
         whole_shape: see `least_seconds`.
     """
 
@@ -287,7 +283,6 @@ class _StageEstimator:
     option: AutoStageOption
     in_flight: InFlight
     measure: Measure | None
-    memory: LayerRanges
     whole_shape: Shape | None = None
 
     @property
@@ -386,11 +381,11 @@ class _StageEstimator:
 
     def _even_bytes(self, start: int, stop: int, mesh: Submesh) -> tuple[float, float]:
         """Return a device's share of a stage's state and of the activations of a microbatch."""
-        state_bytes = self.memory.state_bytes(start, stop)
+        state_bytes = self.ranges.state_bytes(start, stop)
         if self.whole_shape is None:
-            saved_bytes = self.memory.saved_bytes(start, stop)
+            saved_bytes = self.ranges.saved_bytes(start, stop)
         else:  # one program computes other values again instead of saving them
-            saved_bytes = self.memory.saved_product_bytes(start, stop)
+            saved_bytes = self.ranges.saved_product_bytes(start, stop)
         return state_bytes / mesh.num_devices, saved_bytes / mesh.num_devices
 
     @cached_property
@@ -414,94 +409,6 @@ class _StageEstimator:
         even_seconds = 1 / sum(pool.num_devices / total for pool, total in pools)
         seconds = sum(self._layer_work[mesh.pool][start:stop]) / mesh.num_devices
         return 1 / (1 + tolerance) <= seconds / even_seconds <= 1 + tolerance
-
-
-class _TransferCosts:
-    """Times of the transfers between neighbouring stages.
-
-    Stages of one pool are taken to follow one another, as `place` places stages of one size. Stages
-    of different pools are taken to be at the start of their pool: the network between pools is the
-    same from everywhere.
-    """
-
-    def __init__(
-        self, pools: Sequence[HostPool], crossing_bytes: Sequence[float], links: CostModel
-    ) -> None:
-        self._pools = pools
-        self._crossing_bytes = crossing_bytes
-        self._links = links
-        self._starts = [0, *accumulate(pool.num_devices for pool in pools)]
-        self._seconds: dict[tuple[int, Submesh, Submesh, int | None], float] = {}
-
-    def seconds(
-        self, boundary: int, source: Submesh, destination: Submesh, before: int | None
-    ) -> float:
-        """Return the seconds that a microbatch takes from `source` to `destination`.
-
-        Args:
-            boundary: the layer that the second stage starts with.
-            source: submesh of the first stage.
-            destination: submesh of the second stage.
-            before: devices of its pool before the second stage; None for the fastest place, which
-                is within one host if both fit.
-        """
-        key = boundary, source, destination, before
-        if key not in self._seconds:
-            self._seconds[key] = self._compute(*key)
-        return self._seconds[key]
-
-    def _compute(
-        self, boundary: int, source: Submesh, destination: Submesh, before: int | None
-    ) -> float:
-        if source.pool != destination.pool:
-            first = self._starts[source.pool]
-            second = self._starts[destination.pool]
-        else:
-            pool = self._pools[source.pool]
-            if before is None:
-                before = _fastest_boundary(pool, source, destination)
-            if before < source.num_devices or before + destination.num_devices > pool.num_devices:
-                return inf
-            second = self._starts[source.pool] + before
-            first = second - source.num_devices
-        return transfer_seconds(
-            self._links,
-            self._crossing_bytes[boundary],
-            range(first, first + source.num_devices),
-            range(second, second + destination.num_devices),
-        )
-
-
-def _fastest_boundary(pool: HostPool, source: Submesh, destination: Submesh) -> int:
-    """Return the devices before the second of two stages where transfers are fastest.
-
-    Both stages are within one host if it has room for them. Otherwise the first one ends with a
-    host.
-    """
-    host = pool.devices_per_host
-    if source.num_devices + destination.num_devices <= host:
-        return source.num_devices
-    return -(-source.num_devices // host) * host
-
-
-def transfer_seconds(
-    costs: CostModel, num_bytes: float, source: Sequence[int], destination: Sequence[int]
-) -> float:
-    """Return the seconds to move bytes from some devices to others.
-
-    Each source device sends its share to one destination device. Gathering within the destination,
-    where it has more devices, is not counted.
-
-    Args:
-        costs: cost of a collective_permute, by numbers of devices in the cluster.
-        num_bytes: bytes of the whole value.
-        source: numbers of the devices that send.
-        destination: numbers of the devices that receive.
-    """
-    if not num_bytes:
-        return 0.0
-    pairs = tuple((a, b) for a, b in zip(source, destination, strict=False))
-    return costs.collective("collective_permute", num_bytes / len(pairs), pairs)
 
 
 def submesh_shapes(mesh: Submesh, space: LogicalSpace) -> tuple[Shape, ...]:

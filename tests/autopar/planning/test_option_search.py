@@ -13,7 +13,7 @@ from autopar.devices import logical_mesh
 from autopar.pipeline.pipeline_schedules import schedule_names
 from autopar.plan import WHOLE_STEP
 from autopar.planning.method_planning import _PipelinePlanning
-from autopar.planning.option_search import CHUNKS, layer_options, micro_batch_counts, schedules
+from autopar.planning.option_space import CHUNKS, layer_options, micro_batch_counts, schedules
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.plan_step import MEMORY_MARGIN
 from autopar.planning.stage_problem import NoStagesError
