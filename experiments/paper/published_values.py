@@ -1,6 +1,7 @@
 """Published numbers and claims that the paper compares with, and checks of their files."""
 
 import csv
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from experiments.sources import ROOT
 
 FOLDER = ROOT / "experiments/paper/published"
 CLAIMS = FOLDER / "claims.csv"
+DIGESTS = "experiments/paper/published/SHA256SUMS"
+"""File with the SHA-256 of each file of published numbers, as `sha256sum` writes it."""
 
 type Factor = Literal[
     "experts_two_hosts",
@@ -105,10 +108,11 @@ def check_published(figures: Iterable[PaperFigure] = FIGURES, root: Path = ROOT)
         root: the root of the project.
 
     Raises:
-        ValueError: a file is missing, does not say its source, lacks a value, or has one that is no
-            number in a column of numbers.
+        ValueError: a file is missing, does not say its source, lacks a value, has one that is no
+            number in a column of numbers, or is not the one whose digest is recorded.
     """
-    for path in {root / file for figure in figures for file in figure.published}:
+    for file in sorted({file for figure in figures for file in figure.published}):
+        path = root / file
         if not path.exists():
             raise ValueError(f"published numbers: no file {path}")
         if path.parent.name != "published":  # results, in which a value may be missing
@@ -118,6 +122,7 @@ def check_published(figures: Iterable[PaperFigure] = FIGURES, root: Path = ROOT)
         _check_values(path)
         if path == FOLDER / "alpa_factors.csv":
             _check_factors(path)
+        _check_digest(file, root)
 
 
 def _check_headings(path: Path) -> None:
@@ -169,4 +174,15 @@ def _check_factors(path: Path) -> None:
     if different := sorted(names ^ set(get_args(Factor.__value__))):
         raise ValueError(
             f"{path}, column name: {different[0]!r}; expected in the file and in `Factor`"
+        )
+
+
+def _check_digest(file: str, root: Path) -> None:
+    """Check that nobody removed a row or changed a value: see `DIGESTS`."""
+    digest = hashlib.sha256((root / file).read_bytes()).hexdigest()
+    line = f"{digest}  {file}"
+    if line not in (root / DIGESTS).read_text().splitlines():
+        raise ValueError(
+            f"{root / file}: its digest is not the one in {DIGESTS}, so that a row or a value"
+            f" differs; restore the file, or, if the change is meant, record it there as {line!r}"
         )

@@ -1,5 +1,6 @@
 """The paper's figures, comparisons, published numbers and text."""
 
+import hashlib
 import json
 import math
 import re
@@ -137,7 +138,26 @@ def test_a_missing_factor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_value_that_the_document_lacks_is_a_dash(tmp_path: Path) -> None:
-    check_published([published_file(tmp_path, HEADINGS + "gpus,seconds\n16,-\n")], tmp_path)
+    figure = published_file(tmp_path, HEADINGS + "gpus,seconds\n16,-\n")
+    record_digests(tmp_path, figure)
+    check_published([figure], tmp_path)
+
+
+def record_digests(root: Path, figure: PaperFigure) -> None:
+    lines = [
+        f"{hashlib.sha256((root / file).read_bytes()).hexdigest()}  {file}\n"
+        for file in figure.published
+    ]
+    (root / published_values.DIGESTS).write_text("".join(lines))
+
+
+def test_a_published_row_that_was_removed_is_noticed(tmp_path: Path) -> None:
+    figure = published_file(tmp_path, HEADINGS + "gpus,seconds\n8,1.5\n16,2.5\n")
+    record_digests(tmp_path, figure)
+    (file,) = figure.published
+    (tmp_path / file).write_text(HEADINGS + "gpus,seconds\n8,1.5\n")
+    with pytest.raises(ValueError, match=r"numbers\.csv: its digest is not .* restore the file"):
+        check_published([figure], tmp_path)
 
 
 def test_a_file_of_published_numbers_says_where_they_are_from(tmp_path: Path) -> None:
