@@ -28,6 +28,9 @@ from simulator.transformer.transformer_sizes import Transformer
 _ROUTER_KERNELS = 6
 """Kernels of a router per pass: product, scores, the choice of experts, counts, and a sort."""
 
+_PADDING_KERNELS = 2
+"""Kernels per pass that pad the rows of experts and remove the padding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -78,6 +81,7 @@ def expert_passes(model: Transformer, execution: Execution, machine: Machine) ->
         _latent(model, execution, machine),
         _router(routing, model, execution, machine),
         _elementwise(routing, model, execution, machine),
+        _padding(routing, model, execution, machine),
         _clamps(routing, model, machine),
     )
     exchange = PassCost(
@@ -196,6 +200,28 @@ def _biases(routing: Routing, model: Transformer, machine: Machine) -> tuple[Pas
         return forward, NO_COST
     moved = 12.0 * outputs + 2.0 * columns
     return forward, PassCost(machine.memory_seconds(moved, 7), 7 * groups)
+
+
+def _padding(
+    routing: Routing, model: Transformer, execution: Execution, machine: Machine
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of copies that pad the rows of each expert for products of few bits.
+
+    Such products need a multiple of 16 or 32 rows. Exchanges that sort rows by expert pad them as
+    well, and so does a capacity; after a plain all_to_all, kernels of their own copy the inputs of
+    experts into padded rows, and the outputs back (`quantization_padding` of `TEGroupedMLP` in
+    github.com/NVIDIA/Megatron-LM, megatron/core/transformer/moe/experts.py). The backward pass
+    copies their gradients in the same way.
+    """
+    padded = execution.dispatch == "all_to_all" and model.experts_section.capacity_factor is None
+    looped = machine.backend.expert_kernels == "looped"
+    if RECIPES[model.precision].dtype is None or not padded or not looped:
+        return NO_COST, NO_COST
+    row = 2.0 * routing.width
+    copied = PassCost(
+        machine.memory_seconds(2 * 2 * routing.rows * row, _PADDING_KERNELS), _PADDING_KERNELS
+    )
+    return copied, copied
 
 
 def _clamps(routing: Routing, model: Transformer, machine: Machine) -> tuple[PassCost, PassCost]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -602,3 +603,29 @@ def test_recomputing_experts_is_between_selective_and_full_in_time_and_memory() 
     assert seconds[0] < seconds[1] < seconds[2]
     activations = [memory_of(MOE, execution).activations for execution in executions]
     assert activations[0] > activations[1] > activations[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "dispatch", "copies"),
+    [
+        ({"precision": "f8"}, "all_to_all", 1),
+        ({"precision": "f8"}, "deduplicated", 0),
+        ({}, "all_to_all", 0),
+        ({"precision": "f8", "experts": {"capacity_factor": 1.0}}, "all_to_all", 0),
+    ],
+)
+def test_rows_of_experts_in_few_bits_are_padded_after_an_all_to_all(
+    changes: dict[str, Any], dispatch: str, copies: int
+) -> None:
+    experts = MOE.experts_section.fields() | changes.get("experts", {})
+    model = Transformer.model_validate(MOE.fields() | changes | {"experts": experts})
+    execution = Execution(expert=4, data=8, global_batch=8, dispatch=dispatch)
+    cluster, kind = Cluster.load("dgx_h100"), model.kinds[0]
+    looped, grouped = (
+        layer_passes(model, execution, Machine(cluster, replace(EAGER, expert_kernels=way)), kind)
+        for way in ("looped", "grouped")
+    )
+    # inputs and outputs, each read and written, in 16 bits; 2048 tokens have 2 experts each
+    padded = copies * h100(8).memory_seconds(2 * 2 * 2.0 * 2 * 2048 * 2048, 2)
+    for one, other in zip(looped[:2], grouped[:2], strict=True):
+        assert one.compute - other.compute == pytest.approx(padded, abs=1e-12)
