@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 ExpertKernels = Literal["looped", "grouped", "fused"]
+CapturedPart = Literal["mixer", "router"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Backend:
         expert_kernels: how the products of a device's experts are launched: one by one ("looped"),
             as one kernel for all experts ("grouped"), or so with casts and activation as its
             prologue and epilogue ("fused"). Only scenarios read it.
+        captured: parts of a layer that are a CUDA graph, which the host launches as one kernel: the
+            mixer with its norm, and the router of experts. Only scenarios read it.
         instruction_us: microseconds of the host for an instruction of a program: the issue of a
             task, a send or a receive.
     """
@@ -49,6 +52,7 @@ class Backend:
     fragmentation: float = 0.0
     tensor_contention: float | None = None
     expert_kernels: ExpertKernels = "grouped"
+    captured: tuple[CapturedPart, ...] = ()
     instruction_us: float = 0.0
 
 

@@ -93,6 +93,17 @@ def _of_parts(mixer: PartPasses, mlp: PartPasses, execution: Execution) -> Layer
 def _mixer(
     model: Transformer, execution: Execution, machine: Machine, kind: LayerKind
 ) -> PartPasses:
+    passes = _mixer_passes(model, execution, machine, kind)
+    if kind.mixer is None or "mixer" not in machine.backend.captured:
+        return passes
+    return passes._replace(
+        forward=passes.forward._replace(kernels=1), backward=passes.backward._replace(kernels=1)
+    )
+
+
+def _mixer_passes(
+    model: Transformer, execution: Execution, machine: Machine, kind: LayerKind
+) -> PartPasses:
     match kind.mixer:
         case "attention" | "window" | "cross":
             return attention_passes(model, execution, machine, kind.mixer)

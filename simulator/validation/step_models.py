@@ -10,6 +10,7 @@ from functools import cache
 from math import gcd
 from typing import Any
 
+from simulator.backend import CapturedPart
 from simulator.hardware.description import validate
 from simulator.transformer import Transformer
 from simulator.transformer.scenario_files import EXAMPLES, Scenario
@@ -327,6 +328,19 @@ yarn_rotary_pos_embedding.py)."""
 _RECOMPUTES_EXPERTS = re.compile(r"nano\S* h100|super\S* gb200 (bf16|mxfp8)")
 """Those with "moe" among recompute_modules, without which they would not fit."""
 
+_SUPER_CAPTURED = r"super\S* (gb[23]00|b300|b200 (bf16|nvfp4))"
+_MIXERS_CAPTURED = re.compile(
+    r"235b\S* gb[23]00|30b\S* (gb200 (bf16|fp8)|b200)|gpt.?oss\S* g?b300 bf16"
+    r"|deepseek.?v3\S* (gb200|gb300 bf16)|nano|ultra|" + _SUPER_CAPTURED
+)
+_ROUTERS_CAPTURED = re.compile(
+    r"235b\S* gb[23]00|30b\S* (g?b[23]00|h100 bf16)|gpt.?oss\S* g?b300 bf16"
+    r"|deepseek.?v3\S* (gb200|gb300 bf16)|kimi\S* gb200|nano\S* g?b[23]00|ultra|" + _SUPER_CAPTURED
+)
+"""Models, GPUs and precisions whose recipes have cuda_graph_impl transformer_engine, with "attn"
+and "mamba", or "moe_router", in cuda_graph_scope (github.com/NVIDIA-NeMo/Megatron-Bridge,
+scripts/performance/configs, before container 26.06)."""
+
 _FUSED = re.compile(r"(deepseek.?v3|qwen3)\S* g?b[23]00 mxfp8|deepseek.?v4.?pro\S* gb300 mxfp8")
 """Those with MEGATRON_GRAPHS since container 26.06. Recipes of DeepSeek-V3 name its options; steps
 of Qwen3 became a third faster with that container; those of DeepSeek-V4-Pro have it by the notes of
@@ -350,6 +364,18 @@ def has_fused_experts(row: StepRow) -> bool:
         and container >= _FUSED_SINCE
         and _FUSED.search(recipe_name(row)) is not None
     )
+
+
+def captured_parts(row: StepRow) -> tuple[CapturedPart, ...]:
+    """Return the parts of a layer that are a CUDA graph in the recipe of a row."""
+    if not row.framework.lower().startswith("megatron-bridge") or _family(row) is None:
+        return ()
+    recipe = recipe_name(row)
+    parts: tuple[tuple[CapturedPart, re.Pattern[str]], ...] = (
+        ("mixer", _MIXERS_CAPTURED),
+        ("router", _ROUTERS_CAPTURED),
+    )
+    return tuple(part for part, recipes in parts if recipes.search(recipe))
 
 
 def _expert_degree(row: StepRow) -> int:

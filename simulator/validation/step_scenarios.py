@@ -25,6 +25,7 @@ from simulator.transformer import (
 )
 from simulator.transformer.precision import RECIPES
 from simulator.validation.step_models import (
+    captured_parts,
     expert_execution,
     expert_model,
     has_experts,
@@ -364,8 +365,9 @@ def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
     if gpu is None:
         raise StepRowError(f"column gpu: given {row.gpu!r}, expected one of {', '.join(_CLUSTERS)}")
     backend = software.backend
-    if backend is MEGATRON_CORE and has_fused_experts(row):
-        backend = MEGATRON_GRAPHS
+    if backend is MEGATRON_CORE:
+        captured = replace(MEGATRON_CORE, captured=captured_parts(row))
+        backend = MEGATRON_GRAPHS if has_fused_experts(row) else captured
     machine = _cached_machine(
         software.clusters.get(gpu, _CLUSTERS[gpu]), row.gpus, notes.nics, notes.nic_gbit, backend
     )

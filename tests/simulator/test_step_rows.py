@@ -324,6 +324,15 @@ def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
     assert scenario("qwen3-30b-a3b", "mxfp8", **qwen).model.attention == "cudnn_f8"
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.attention == "cudnn"
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.head_norms
+    super_ = {"model": "Nemotron_3_Super", "precision": "mxfp8", "gpu": "GB200"}
+    for given, parts in (
+        (super_, ("mixer", "router")),
+        ({"model": "qwen3-30b-a3b", "precision": "mxfp8", "ep": 8}, ("router",)),
+        ({"model": "qwen3-30b-a3b", "precision": "fp8", "gpu": "H100", "ep": 8}, ()),
+        ({"model": "gpt-oss-120b", "precision": "bf16", "gpu": "GB200"}, ()),
+        ({"model": "gpt-oss-120b", "precision": "bf16", "framework": "NeMo 25.07"}, ()),
+    ):
+        assert scenario(**given).machine.backend.captured == parts
     nano = {"model": "Nemotron_3_Nano", "precision": "fp8", "gpu": "H100", "ep": 8}
     assert scenario(**nano).execution.recompute == "mlp"
     assert scenario(**nano, recompute="none").execution.recompute == "none"
@@ -571,6 +580,7 @@ def test_rows_to_which_numbers_are_fitted_are_counted(tmp_path: Path) -> None:
     fitted = [row for row in rows if is_fitted(name, row)]
     assert len([row for row in fitted if row.gpu == "GB300" and "llama" in row.model]) == 15
     assert len([row for row in fitted if "Nemotron_3" in row.model]) == 26
+    assert len([row for row in fitted if "llama" not in row.model]) == 69
     # a table of the same name elsewhere has rows of its own
     (tmp_path / f"{name}.csv").write_text((STEPS / f"{name}.csv").read_text())
     cases = step_cases(name, lambda row: "llama3-70b" in row.model, tmp_path)

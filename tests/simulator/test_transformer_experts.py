@@ -564,7 +564,7 @@ def test_the_scan_of_mamba_is_limited_by_the_vector_units() -> None:
     assert half.backward.compute - whole.backward.compute == pytest.approx(2.5 * added)
 
 
-def test_products_launched_one_by_one_cost_the_host_a_launch_per_expert() -> None:
+def test_products_that_a_loop_launches_cost_the_host_half_a_launch_per_expert() -> None:
     cluster = Cluster.load("dgx_h100")
     execution = Execution(expert=4, data=8, global_batch=8)
     kind = MOE.kinds[0]
@@ -573,9 +573,37 @@ def test_products_launched_one_by_one_cost_the_host_a_launch_per_expert() -> Non
         for kernels in ("grouped", "looped")
     )
     experts = 16 // 4
-    assert looped.forward.kernels - grouped.forward.kernels == 2 * (experts - 1)
-    assert looped.backward.kernels - grouped.backward.kernels == 4 * (experts - 1)
+    assert looped.forward.kernels - grouped.forward.kernels == 2 * (experts / 2 - 1)
+    assert looped.backward.kernels - grouped.backward.kernels == 4 * (experts / 2 - 1)
     assert looped.forward.compute == grouped.forward.compute
+
+
+def test_parts_of_a_layer_that_are_a_graph_are_one_launch_and_compute_as_long() -> None:
+    cluster, kind = Cluster.load("dgx_h100"), MOE.kinds[0]
+    execution = Execution(expert=4, data=8, global_batch=8)
+    plain, router, both = (
+        layer_passes(MOE, execution, Machine(cluster, replace(EAGER, captured=parts)), kind)
+        for parts in ((), ("router",), ("mixer", "router"))
+    )
+    mixer = layer_passes(MOE, execution, Machine(cluster, EAGER), LayerKind("attention", None))
+    for one, two, three, attention in zip(plain[:2], router[:2], both[:2], mixer[:2], strict=True):
+        assert one.kernels - two.kernels == 5  # of 6
+        assert two.kernels - three.kernels == attention.kernels - 1
+        assert one._replace(kernels=0) == two._replace(kernels=0) == three._replace(kernels=0)
+    seconds = [
+        predict(MOE, execution, Machine(cluster, replace(EAGER, captured=parts))).seconds
+        for parts in ((), ("router",), ("mixer", "router"))
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_host_needs_30_launches_per_pass_over_experts_beside_their_kernels() -> None:
+    execution = Execution(expert=4, data=8, global_batch=8)
+    passes = layer_passes(MOE, execution, h100(8), MOE.kinds[0])
+    mixer = layer_passes(MOE, execution, h100(8), LayerKind("attention", None))
+    # grouped products, router, exchanges, norm and residual sum, permutations
+    assert passes.forward.kernels - mixer.forward.kernels == 30 + 2 + 6 + 6 + 4 + 4
+    assert passes.backward.kernels - mixer.backward.kernels == 30 + 4 + 6 + 6 + 8 + 4
 
 
 def test_fused_experts_cast_what_arrives_alone_and_have_no_activations_of_their_own() -> None:

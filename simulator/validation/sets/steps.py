@@ -9,6 +9,7 @@ from simulator.engine.prediction import Prediction
 from simulator.hardware.description import ClusterError
 from simulator.transformer import predict
 from simulator.validation.cases import Case, Outcome, PublishedSet, Unpredicted
+from simulator.validation.step_models import has_experts, has_fused_experts
 from simulator.validation.step_rows import (
     COLUMNS,
     BadRow,
@@ -44,7 +45,9 @@ def is_fitted(name: str, row: StepRow) -> bool:
     """Return whether a number of the model is fitted to a row of a shipped table.
 
     Such numbers are the speed of 8-bit products on H100 (NeMo's steps), the throttling of GB300
-    (dense Llamas on 32 or more of them), and the speed of Mamba's scan (Nemotron 3).
+    (dense Llamas on 32 or more of them), the speed of Mamba's scan (Nemotron 3), and the host's
+    launches per pass over experts (models with experts in Megatron-Bridge, if their steps are not
+    one CUDA graph).
 
     Args:
         name: name of the table, without .csv.
@@ -53,7 +56,7 @@ def is_fitted(name: str, row: StepRow) -> bool:
     model = row.model.lower()
     if name == "megatron_bridge_25.09-26.08":
         dense = model.startswith("llama") and row.gpu == "GB300" and row.gpus >= 32
-        return dense or model.startswith("nemotron_3")
+        return dense or (has_experts(row) and not has_fused_experts(row))
     eight_bits = row.precision.lower().startswith("fp8") and row.gpu == "H100"
     return eight_bits and row.framework.startswith("NeMo") and "MLPerf" not in row.framework
 
