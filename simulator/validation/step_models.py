@@ -293,7 +293,7 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
         fields["overlap_dispatch"] = fused or _OVERLAPS.search(recipe_name(row)) is not None
         if _SCALES_POSITIONS.search(recipe_name(row)):
             fields["composed"] = ("rotary",)
-        if not row.recompute and _RECOMPUTES_EXPERTS.search(recipe_name(row)):
+        if not row.recompute and _RECOMPUTES_EXPERTS.search(f"{recipe_name(row)} tp{row.tp}"):
             fields["recompute"] = "mlp"
         fields |= _stages_before_predictions(row, model)
     return fields
@@ -325,8 +325,9 @@ fused kernel lacks (github.com/NVIDIA/Megatron-LM, megatron/core/models/common/e
 apply_rotary_pos_emb in rope_utils.py, _yarn_get_concentration_factor in
 yarn_rotary_pos_embedding.py)."""
 
-_RECOMPUTES_EXPERTS = re.compile(r"nano\S* h100|super\S* gb200 (bf16|mxfp8)")
-"""Those with "moe" among recompute_modules, without which they would not fit."""
+_RECOMPUTES_EXPERTS = re.compile(r"nano\S* h100|super\S* gb200 (bf16|mxfp8) tp1$")
+"""Those with "moe" among recompute_modules, without which they would not fit; that of Nemotron 3
+Super on GB200 needs it no more since attention and Mamba are divided over two GPUs."""
 
 _SUPER_CAPTURED = r"super\S* (gb[23]00|b300|b200 (bf16|nvfp4))"
 _MIXERS_CAPTURED = re.compile(

@@ -325,6 +325,8 @@ def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.attention == "cudnn"
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.head_norms
     super_ = {"model": "Nemotron_3_Super", "precision": "mxfp8", "gpu": "GB200"}
+    assert scenario(**super_).execution.recompute == "mlp"
+    assert scenario(**super_, tp=2).execution.recompute == "none"
     for given, parts in (
         (super_, ("mixer", "router")),
         ({"model": "qwen3-30b-a3b", "precision": "mxfp8", "ep": 8}, ("router",)),
