@@ -38,6 +38,7 @@ class StageSeconds(NamedTuple):
         hidden: communication over the tensor axis that overlaps with computation.
         dispatch: exposed dispatch of tokens to experts.
         hidden_dispatch: dispatch that overlaps with computation.
+        backward_host: the part of `host` in the backward pass and what is recomputed.
     """
 
     forward: float = 0.0
@@ -48,6 +49,18 @@ class StageSeconds(NamedTuple):
     hidden: float = 0.0
     dispatch: float = 0.0
     hidden_dispatch: float = 0.0
+    backward_host: float = 0.0
+
+    @property
+    def windows(self) -> tuple[float, float]:
+        """Seconds of the forward and backward pass that communication of other axes overlaps with.
+
+        It also overlaps with waits for the host.
+        """
+        return (
+            self.forward + self.host - self.backward_host,
+            self.backward + self.recompute + self.backward_host,
+        )
 
     @property
     def seconds(self) -> float:
@@ -109,15 +122,17 @@ def _layer(layer: LayerPasses, execution: Execution, machine: Machine) -> StageS
     passes = (layer.forward, layer.backward, layer.recompute)
     dispatch = sum(cost.dispatch for cost in passes)
     part = exposed_dispatch(layer, execution, machine)
+    waits = [host_wait(cost, machine, part * cost.dispatch) for cost in passes]
     return StageSeconds(
         layer.forward.compute,
         layer.backward.compute,
         layer.recompute.compute,
         sum(cost.communication for cost in passes),
-        sum(host_wait(cost, machine, part * cost.dispatch) for cost in passes),
+        sum(waits),
         sum(cost.hidden for cost in passes),
         part * dispatch,
         (1 - part) * dispatch,
+        sum(waits[1:]),
     )
 
 
@@ -135,11 +150,13 @@ def exposed_dispatch(layer: LayerPasses, execution: Execution, machine: Machine)
 def _end(passes: tuple[PassCost, PassCost], machine: Machine) -> StageSeconds:
     """Return what the embedding or the loss adds to its stage."""
     forward, backward = passes
+    backward_wait = host_wait(backward, machine)
     return StageSeconds(
         forward=forward.compute,
         backward=backward.compute,
         tensor=forward.communication + backward.communication,
-        host=host_wait(forward, machine) + host_wait(backward, machine),
+        host=host_wait(forward, machine) + backward_wait,
+        backward_host=backward_wait,
     )
 
 

@@ -72,7 +72,8 @@ def gradient_synchronization(
     # the last microbatch; parameters of all layers but the first, which are needed first, overlap
     # with the forward pass of the first microbatch.
     part = 1 - 1 / max(2, layers)
-    pairs = ((reduced, stage.backward), (gathered, stage.forward))
+    forward, backward = stage.windows
+    pairs = ((reduced, backward), (gathered, forward))
     exposed = sum(
         moved * (1 - part) + machine.exposed_seconds(moved * part, compute, far)
         for moved, compute in pairs

@@ -436,3 +436,29 @@ def test_a_plan_that_does_not_divide_the_model_or_fit_the_cluster_is_refused() -
 
 def test_the_doctest_of_the_package_passes() -> None:
     assert doctest.testmod(simulator.transformer).failed == 0
+
+
+def test_gradients_overlap_with_waits_for_the_host_so_that_faster_memory_is_never_slower() -> None:
+    model = Transformer(
+        layers=32, hidden=2048, heads=16, ffn=8192, seq=512, vocab=32000, attention="flash2"
+    )
+    execution = Execution(
+        data=16, microbatch=2, global_batch=32, zero=1, overlap_gradients=True, recompute="full"
+    )
+    cluster = Cluster.load("dgx_b200").with_size(2)
+    device = cluster.device
+    seconds, exposed = [], []
+    for factor in (1, 2, 4):
+        bandwidth = factor * device.memory_bandwidth_gb_per_s
+        faster = device.model_copy(update={"memory_bandwidth_gb_per_s": bandwidth})
+        machine = Machine(cluster.model_copy(update={"device": faster}), EAGER)
+        prediction = predict(model, execution, machine)
+        # the host is the slower one
+        assert prediction.host > prediction.forward + prediction.backward
+        seconds.append(prediction.seconds)
+        exposed.append(prediction.exposed["data"])
+    assert seconds == sorted(seconds, reverse=True)
+    # of 32 layers, only the gradients of the first overlap with nothing, and contention is less
+    # than half of the rest
+    total = prediction.communication["data"]
+    assert all(each < total / 2 for each in exposed)
