@@ -39,16 +39,18 @@ from autopar.devices import cluster_of
 from autopar.hosts.arrays import DistributedArray, prefetch
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
 from autopar.ir.joined_array import JoinedArray
-from autopar.layering.layers import (
+from autopar.layering.layer_options import (
     AutoLayerOption,
     FollowLayerOption,
     LayerError,
     ManualLayerOption,
+    mark_pipeline_boundary,
+)
+from autopar.layering.layered_functions import (
     automatic_layer_construction,
     automatic_remat,
     manual_layer_construction,
     manual_remat,
-    mark_pipeline_boundary,
 )
 from autopar.lowering.target import (
     TargetExecutable,

@@ -35,7 +35,7 @@ from autopar.ir.step_graph import (
     StepGraph,
     WhileLoops,
 )
-from autopar.layering.layers import AutoLayerOption, LayerOption, ManualLayerOption
+from autopar.layering.layer_options import AutoLayerOption, LayerOption, ManualLayerOption
 from autopar.pipeline.pipeline_schedules import schedule_kind, schedule_names, splits_backward
 from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption

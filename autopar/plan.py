@@ -25,7 +25,7 @@ from rich.table import Table
 
 from autopar.ir.spec import LogicalMesh, Spec, local_shape, partition_spec
 from autopar.ir.step_graph import BatchStatistics, Exactness, RandomBits, Remat, WhileLoops
-from autopar.layering.layers import LayerOption
+from autopar.layering.layer_options import LayerOption
 from autopar.progress import ranges
 from autopar.sharding.dataflow import InputRole
 from autopar.sharding.options import ShardingOptions

@@ -11,7 +11,7 @@ from autopar.capacity.memory_changes import MemoryChange, memory_changes
 from autopar.checks import BYTES, NONE, checked
 from autopar.ir.step_graph import MicrobatchError
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import LayerError
+from autopar.layering.layer_options import LayerError
 from autopar.methods import PLANNING_METHOD, PlanningMethod
 from autopar.pipeline.stage_options import StageError
 from autopar.plan import Plan

@@ -6,7 +6,7 @@ from typing import Any
 from autopar.capacity.automatic_method import automatic_pipeline, mesh_of_hosts
 from autopar.command_line.user_step import UserStep
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import LayerError
+from autopar.layering.layer_options import LayerError
 from autopar.methods import (
     DataParallel,
     PlanningMethod,

@@ -26,7 +26,7 @@ from autopar.directives.execution import (
 from autopar.directives.placed_model import PlacedItem, PlacedModel, PlacedRegion, PlacedSync
 from autopar.directives.scheduled_model import ModelSchedule
 from autopar.ir.spec import AnyMesh, partition_spec
-from autopar.layering.layers import ManualLayerOption
+from autopar.layering.layer_options import ManualLayerOption
 from autopar.methods import (
     Devices,
     ManualShardParallel,

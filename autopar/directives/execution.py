@@ -34,7 +34,7 @@ from autopar.directives.value_layouts import LayoutError, ValueLayout
 from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of, read
 from autopar.ir.spec import AnyMesh, LogicalMesh, local_shape, partition_spec
-from autopar.layering.layers import mark_pipeline_boundary
+from autopar.layering.layer_options import mark_pipeline_boundary
 
 
 class Executor(Protocol):

@@ -23,7 +23,8 @@ from autopar.layering.layer_clustering import (
     cluster_layers,
     received_bytes,
 )
-from autopar.layering.layers import AutoLayerOption, LayerError, in_layer, layer_of
+from autopar.layering.layer_options import AutoLayerOption, LayerError
+from autopar.layering.layer_scopes import in_layer, layer_of
 from autopar.layering.scan_layers import LAYERS_IN_LOOPS
 from autopar.primitives import is_product, kernel_of
 

@@ -21,13 +21,9 @@ from autopar.ir.graph import Atom, is_backward, source_line, variables
 from autopar.layering.equal_values import EqualValues, equal_carries, runs_again
 from autopar.layering.gradient_layers import forward_pass
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import (
-    Assignments,
-    AutoLayerOption,
-    assigned_layers,
-    in_layer,
-    num_layers,
-)
+from autopar.layering.layer_options import AutoLayerOption
+from autopar.layering.layer_scopes import in_layer, num_layers
+from autopar.layering.layered_functions import Assignments, assigned_layers
 from autopar.layering.piece_writer import Carry, scan_operands
 from autopar.layering.scan_layers import Iterations, seeds_of
 from autopar.layering.stack_cutting import BackwardScans, cut_stacks

@@ -8,7 +8,8 @@ from math import isinf
 from typing import Protocol
 
 from autopar.ir.step_graph import StepGraph
-from autopar.layering.layers import FollowLayerOption, num_layers
+from autopar.layering.layer_options import FollowLayerOption
+from autopar.layering.layer_scopes import num_layers
 from autopar.lowering.cross_mesh_resharding import Resharding, reshard
 from autopar.lowering.instructions import Crossing, PipelineProgram, ValueNames, pipeline_program
 from autopar.lowering.stage_values import StageValues

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from autopar.layering.layers import layered_by_context
+from autopar.layering.layered_functions import layered_by_context
 from autopar.primitives import PrimitiveRecord, register
 
 accumulate_p = Primitive("accumulate")

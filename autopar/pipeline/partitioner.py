@@ -3,8 +3,9 @@
 The data dependences of the step decide which stage and phase each equation belongs to, and so which
 values cross between stages:
 
-- Forward and backward equations belong to the stage of their layer (`autopar.layering.layers`).
-  Equations outside of layers belong to the last stage that computes one of their operands.
+- Forward and backward equations belong to the stage of their layer
+  (`autopar.layering.layer_scopes`). Equations outside of layers belong to the last stage that
+  computes one of their operands.
 - Each stage computes for itself what depends only on constants or small inputs, and casts for
   itself a weight that several stages read.
 - A gradient that several stages contribute to (tied weights) is accumulated in each of them; the
@@ -25,7 +26,7 @@ from autopar.ir.equation_groups import Unit, units
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom
 from autopar.ir.step_graph import Combine, StepGraph
-from autopar.layering.layers import layer_of
+from autopar.layering.layer_scopes import layer_of
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Partition, Task, Total
 from autopar.pipeline.update_placement import is_small, update_stages
 from autopar.primitives import record_of

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.ir.spec import partition_spec
 from autopar.ir.step_graph import EXACT, Exactness, StepGraph
-from autopar.layering.layers import FollowLayerOption
+from autopar.layering.layer_options import FollowLayerOption
 from autopar.lowering.planned import PlannedStep, scheduled_partition
 from autopar.lowering.program_memory import MeshMemory
 from autopar.microbatch.exactness import exactness_of

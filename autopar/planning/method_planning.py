@@ -14,13 +14,8 @@ from autopar.devices import Device, logical_mesh
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import (
-    AutoLayerOption,
-    LayerError,
-    LayerOption,
-    has_light_layers,
-    num_layers,
-)
+from autopar.layering.layer_options import AutoLayerOption, LayerError, LayerOption
+from autopar.layering.layer_scopes import has_light_layers, num_layers
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
 from autopar.pipeline.pipeline_schedules import has_backward, splits_backward

@@ -18,7 +18,7 @@ from typing import Protocol
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import LayerError, LayerOption
+from autopar.layering.layer_options import LayerError, LayerOption
 from autopar.pipeline.pipeline_schedules import (
     schedule_kind,
     splits_backward,

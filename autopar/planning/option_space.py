@@ -6,7 +6,7 @@ from itertools import product
 from typing import Literal
 
 from autopar.ir.spec import LogicalMesh
-from autopar.layering.layers import AutoLayerOption, LayerOption, ManualLayerOption
+from autopar.layering.layer_options import AutoLayerOption, LayerOption, ManualLayerOption
 from autopar.pipeline.pipeline_schedules import has_backward, schedule_kind, schedule_names
 
 CHUNKS = (1, 2, 4)

@@ -17,7 +17,7 @@ from autopar.ir.array_sizes import value_bytes
 from autopar.ir.control_flow import OPENING
 from autopar.ir.graph import source_line
 from autopar.ir.step_graph import StepGraph
-from autopar.layering.layers import num_layers
+from autopar.layering.layer_scopes import num_layers
 from autopar.layering.scan_layers import LAYERS_IN_LOOPS
 from autopar.microbatch.exactness import exactness_of
 from autopar.pipeline.partition import Partition

@@ -12,7 +12,7 @@ from autopar.ir.host_memory import is_on_host
 from autopar.ir.keys import is_key
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.step_graph import StepGraph
-from autopar.layering.layers import layer_of
+from autopar.layering.layer_scopes import layer_of
 from autopar.microbatch.gradients import accumulate_p
 from autopar.primitives import record_of
 from autopar.xla_fusion import stored_values

@@ -16,13 +16,8 @@ from autopar.ir.flatten import constrained_lines, flatten
 from autopar.ir.graph import error_line
 from autopar.ir.step_graph import EXACT, Exactness, MicrobatchError
 from autopar.layering.gradient_scans import cut_gradient_scans
-from autopar.layering.layers import (
-    Assignments,
-    AutoLayerOption,
-    LayerOption,
-    layered,
-    layering,
-)
+from autopar.layering.layer_options import AutoLayerOption, LayerOption
+from autopar.layering.layered_functions import Assignments, layered, layering
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
 from autopar.microbatch.gradients import tracing_whole_arrays
 from autopar.microbatch.row_lookups import with_own_rows

@@ -21,11 +21,8 @@ from autopar.ir.step_graph import (
 )
 from autopar.layering.gradient_layers import gradient_layers
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import (
-    AutoLayerOption,
-    LayerOption,
-    num_layers,
-)
+from autopar.layering.layer_options import AutoLayerOption, LayerOption
+from autopar.layering.layer_scopes import num_layers
 from autopar.layering.stack_cutting import cut_stacks
 from autopar.microbatch.row_positions import POSITIONS
 from autopar.microbatch.same_step import DifferentStepsError

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 
 import autopar
 from autopar import checks
-from autopar.layering.layers import FollowLayerOption, LayerError
+from autopar.layering.layer_options import FollowLayerOption, LayerError
 from tests.steps import mlp_args, mlp_step
 
 NAN, INF = float("nan"), float("inf")

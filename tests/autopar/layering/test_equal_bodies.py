@@ -9,7 +9,7 @@ from jax.extend.core.primitives import remat_p
 import autopar
 from autopar.ir.graph import params_text, source_line
 from autopar.ir.scope_renaming import renaming_scope, with_renamed_scopes
-from autopar.layering import layers
+from autopar.layering import layered_functions
 from autopar.layering.equal_bodies import with_shared_bodies
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
@@ -75,7 +75,7 @@ FACTORS = pytest.mark.parametrize("factors", [[2.0] * 4, [2.0, 3.0, 2.0, 3.0], [
 @FACTORS
 def test_steps_are_traced_as_without_sharing(monkeypatch, factors):
     shared = equations(factors)
-    monkeypatch.setattr(layers, "with_shared_bodies", list)
+    monkeypatch.setattr(layered_functions, "with_shared_bodies", list)
     assert equations(factors) == shared
 
 

@@ -15,7 +15,7 @@ from jax.extend.core.primitives import dot_general_p
 
 import autopar
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import layer_of
+from autopar.layering.layer_scopes import layer_of
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
 from tests.tiers import slow

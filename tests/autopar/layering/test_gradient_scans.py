@@ -13,7 +13,7 @@ import autopar
 from autopar.ir.control_flow import repeats
 from autopar.layering.equal_values import EqualValues, equal_carries
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layers import layer_of
+from autopar.layering.layer_scopes import layer_of
 from autopar.pipeline.partitioner import partition_step
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from autopar.devices import submeshes
-from autopar.layering.layers import AutoLayerOption
+from autopar.layering.layer_options import AutoLayerOption
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.stage_options import ManualStageOption
 from autopar.plan import PipelineSchedule

@@ -1,224 +1,41 @@
-"""Layers: the runs of equations of a loss function that make up pipeline stages.
+"""Functions that run in layers, the runs of equations of a loss that make up pipeline stages.
 
-A layer is a named scope. JAX records the scopes around an equation in its name stack, and in the
-name stacks of the equations that differentiation derives from it. So `layer_of` can tell the layer
-of every equation of a traced step, forward or backward, and layers do not change what a function
-computes.
+`layered` traces a function, gives each equation a layer, and evaluates the layers in order, each in
+its named scope (`autopar.layering.layer_scopes`).
 """
 
-import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import jit_p, remat_p
 from jax.extend.source_info_util import user_context
 
-from autopar.checks import FLAG, NONE, check, integer, items, one_of, real, satisfying
-from autopar.ir.control_flow import repeats
 from autopar.ir.evaluate import bind
-from autopar.ir.flatten import flatten
 from autopar.ir.graph import (
     Atom,
     eqns_of_call,
-    is_outer_backward,
     read,
-    scopes,
     source_line,
     variables,
 )
 from autopar.layering.equal_bodies import with_shared_bodies
-from autopar.layering.layer_clustering import (
-    NoLayersError,
-    after_heavy,
-    cluster_layers,
-    received_bytes,
+from autopar.layering.layer_options import (
+    AutoLayerOption,
+    LayerError,
+    LayerOption,
+    ManualLayerOption,
+    boundary_p,
 )
-from autopar.layering.scan_layers import Iterations, recomputed_scans, seeds_of, uncut_loops
+from autopar.layering.layer_scopes import layer_scope
+from autopar.layering.scan_layers import Iterations, recomputed_scans, seeds_of
 from autopar.layering.stack_cutting import cut_stacks
-from autopar.primitives import is_product, kernel_of
-
-boundary_p = Primitive("pipeline_boundary")
-boundary_p.multiple_results = True
-boundary_p.def_impl(lambda: [])
-boundary_p.def_abstract_eval(lambda: [])
-
-_SCOPE = "pipeline_layer_"
-_LAYER = re.compile(rf"{_SCOPE}(\d+)")
-
-
-class LayerError(ValueError):
-    """A function can't be divided into layers as the option says."""
-
-
-def mark_pipeline_boundary() -> None:
-    """End a layer and start the next one.
-
-    For functions under `manual_layer_construction` or a `ManualLayerOption`.
-    """
-    boundary_p.bind()
-
-
-@dataclass(frozen=True, slots=True)
-class ManualLayerOption:
-    """Layers that end where the loss function calls `mark_pipeline_boundary`.
-
-    Attributes:
-        remat_layer: Whether the backward pass recomputes each layer. With "auto", PipeshardParallel
-            takes what it predicts to be faster.
-    """
-
-    remat_layer: bool | Literal["auto"] = False
-
-    def __post_init__(self) -> None:
-        check(self, LayerError, remat_layer=FLAG | one_of("auto"))
-
-    def assign(self, jaxpr: Jaxpr) -> list[int]:
-        """Return the layer of each equation."""
-        layers = []
-        layer = 0
-        for eqn in jaxpr.eqns:
-            layers.append(layer)
-            layer += eqn.primitive is boundary_p
-        return layers
-
-
-@dataclass(frozen=True, slots=True)
-class AutoLayerOption:
-    """Layers of similar work with as little data between them as possible (Alpa, OSDI'22, eq. 6).
-
-    Attributes:
-        layer_num: The number of layers. If it is larger than the number of matrix products and
-            convolutions, some layers have none.
-        remat_layer: Whether the backward pass recomputes each layer. With "auto", PipeshardParallel
-            takes what it predicts to be faster.
-        eps: The work of a layer is at most 1 + eps times the average. By default 0.6, or the
-            smallest number that leaves layers if work is too uneven for it.
-        cost_criteria: The measure of work: "flops", or the "count" of matrix products and
-            convolutions.
-    """
-
-    layer_num: int
-    remat_layer: bool | Literal["auto"] = False
-    eps: float | None = None
-    cost_criteria: Literal["flops", "count"] = "flops"
-
-    def __post_init__(self) -> None:
-        check(
-            self,
-            LayerError,
-            layer_num=integer(),
-            remat_layer=FLAG | one_of("auto"),
-            eps=NONE | real(),
-            cost_criteria=one_of("flops", "count"),
-        )
-
-    def assign(self, iterations: Iterations) -> list[int]:
-        """Return the layer of each equation, and of each iteration of a scan over layers.
-
-        Raises:
-            NoLayersError: There are too few heavy equations, or their work is too uneven.
-        """
-        jaxpr = iterations.jaxpr
-        debug_info = jaxpr.debug_info.with_unknown_names()
-        flops = np.array(iterations.spread([_flops(eqn, debug_info) for eqn in jaxpr.eqns]))
-        work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
-        values = iterations.values()
-        received = received_bytes(iterations.total, values)
-        light = after_heavy(flops > 0, values)
-        numbers = np.repeat(np.arange(len(jaxpr.eqns)), iterations.counts)
-        try:
-            layers = cluster_layers(
-                work,
-                received,
-                self.layer_num,
-                self.eps,
-                light=light,
-                line_of=lambda position: source_line(jaxpr.eqns[numbers[position]]),
-            )
-        except NoLayersError as error:
-            raise NoLayersError(f"{error}{uncut_loops(jaxpr, iterations.scans)}") from None
-        return np.searchsorted(layers.stops, np.arange(iterations.total), side="right").tolist()
-
-
-@dataclass(frozen=True, slots=True)
-class FollowLayerOption:
-    """Layers of a step without gradients that follow the layers of its parameters.
-
-    An equation belongs to the last layer of the parameters that it depends on.
-
-    Attributes:
-        inputs: The layer of each array among the arguments; None for arrays without one, which the
-            first layer that needs them reads.
-        num_layers: The number of layers; some may be empty.
-        remat_layer: Always False, because there is no backward pass.
-    """
-
-    inputs: tuple[int | None, ...]
-    num_layers: int
-    remat_layer: Literal[False] = False
-
-    def __post_init__(self) -> None:
-        layers = items(integer(0) | NONE, "a sequence of layers, or None, for each input")
-        check(
-            self,
-            LayerError,
-            inputs=layers,
-            num_layers=integer(),
-            remat_layer=satisfying("False", lambda value: value is False),
-        )
-
-    @property
-    def layer_of_input(self) -> dict[int, int]:
-        """The layer of each input that has one."""
-        return {i: layer for i, layer in enumerate(self.inputs) if layer is not None}
-
-    def assign(self, jaxpr: Jaxpr) -> list[int]:
-        """Return the layer of each equation.
-
-        Raises:
-            LayerError: The step has another number of inputs.
-        """
-        if len(jaxpr.invars) != len(self.inputs):
-            raise LayerError(
-                f"{len(self.inputs)} layers of inputs for a step with {len(jaxpr.invars)} of them;"
-                " one each"
-            )
-        layer_of_var = {
-            var: layer
-            for var, layer in zip(jaxpr.invars, self.inputs, strict=True)
-            if layer is not None
-        }
-        layers: list[int | None] = []
-        for eqn in jaxpr.eqns:
-            operands = variables(eqn.invars)
-            operand_layers = [layer_of_var[var] for var in operands if var in layer_of_var]
-            layers.append(max(operand_layers, default=None))
-            if operand_layers:
-                layer_of_var.update(dict.fromkeys(eqn.outvars, max(operand_layers)))
-        # Equations that depend on no parameter run in the first layer that uses their results.
-        first_use: dict[Var, int] = {}
-        for k, eqn in reversed(list(enumerate(jaxpr.eqns))):
-            layer = layers[k]
-            if layer is None:
-                uses = (first_use[var] for var in eqn.outvars if var in first_use)
-                layer = min(uses, default=0)
-                layers[k] = layer
-            for atom in eqn.invars:
-                if isinstance(atom, Var):
-                    first_use[atom] = min(layer, first_use.get(atom, layer))
-        return [layer or 0 for layer in layers]
-
-
-LayerOption = AutoLayerOption | ManualLayerOption | FollowLayerOption
 
 type Assignments = dict[Hashable, list[int]]
 """The layers of functions that have been divided, by their equations."""
@@ -321,14 +138,8 @@ def layered(
         jaxpr, layers = _divided(inlined, option, weights)
         if is_step_divided:
             jaxpr = jaxpr.replace(eqns=with_shared_bodies(jaxpr.eqns))
-        env: dict[Var, Any] = dict(zip(jaxpr.invars, tracers, strict=True))
-        env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-        for layer, (eqns, results) in _layers(jaxpr, layers).items():
-            with jax.named_scope(f"{_SCOPE}{layer}") if layer >= 0 else nullcontext():
-                _run(eqns, results, env, remat and layer >= 0)
-        return jax.tree.unflatten(
-            jax.tree.structure(shapes), [read(atom, env) for atom in jaxpr.outvars]
-        )
+        results = _evaluated(jaxpr, layers, tracers, remat)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     in_layers.layer_option = option  # pyright: ignore[reportAttributeAccessIssue]
     return in_layers
@@ -380,18 +191,6 @@ def automatic_remat(
 ) -> Any:
     """Recompute the layers of `automatic_layer_construction` in the backward pass; a decorator."""
     return automatic_layer_construction(fun, layer_num=layer_num, eps=eps, remat_layer=True)
-
-
-def layer_of(eqn: JaxprEqn) -> tuple[int, bool] | None:
-    """Return the layer of an equation, if any, and whether it is in the backward pass."""
-    match = _LAYER.search(scopes(eqn))
-    return (int(match[1]), is_outer_backward(eqn)) if match else None
-
-
-def in_layer(eqn: JaxprEqn, layer: int) -> JaxprEqn:
-    """Return an equation without a layer as one of that layer."""
-    scopes = eqn.source_info.name_stack.extend(f"{_SCOPE}{layer}")
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=scopes))
 
 
 def _inline_calls(jaxpr: Jaxpr, calls: Collection[Primitive]) -> Jaxpr:
@@ -490,6 +289,23 @@ def _is_weight(
     return path[0].idx == 0 and path[1].idx in [i % num_args for i in argnums]
 
 
+def _evaluated(jaxpr: Jaxpr, layers: Sequence[int], args: Sequence[Any], remat: bool) -> list[Any]:
+    """Evaluate a function layer by layer, each in its scope, and return its results.
+
+    Args:
+        jaxpr: The function.
+        layers: The layer of each equation; -1 for equations before all layers.
+        args: The arguments.
+        remat: Whether the backward pass recomputes each layer.
+    """
+    env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
+    env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+    for layer, (eqns, results) in _layers(jaxpr, layers).items():
+        with layer_scope(layer) if layer >= 0 else nullcontext():
+            _run(eqns, results, env, remat and layer >= 0)
+    return [read(atom, env) for atom in jaxpr.outvars]
+
+
 def _layers(jaxpr: Jaxpr, layers: Sequence[int]) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
     """Map each layer, in order, to its equations and to their results that later layers use.
 
@@ -540,25 +356,3 @@ def _run(
 
     values = (jax.checkpoint(layer) if remat else layer)(*(env[var] for var in inputs))
     env.update(zip(results, values, strict=True))
-
-
-def _flops(eqn: JaxprEqn, debug_info: Any) -> float:
-    """Return the FLOP of all matrix products and convolutions in an equation and its calls."""
-    invars = list(dict.fromkeys(variables(eqn.invars)))
-    flat = flatten(Jaxpr([], invars, eqn.outvars, [eqn], debug_info=debug_info))
-    counted = zip(flat.eqns, repeats(flat.eqns), strict=True)
-    return sum(times * kernel_of(inner).flops for inner, times in counted if is_product(inner))
-
-
-def num_layers(jaxpr: Jaxpr) -> int:
-    """Return the number of layers that a traced step has; 0 if it has none."""
-    layers = (layer_of(eqn) for eqn in jaxpr.eqns)
-    return max((layer[0] for layer in layers if layer is not None), default=-1) + 1
-
-
-def has_light_layers(jaxpr: Jaxpr) -> bool:
-    """Return whether a layer of a traced step has no matrix product or convolution."""
-    heavy = {
-        layer[0] for eqn in jaxpr.eqns if (layer := layer_of(eqn)) is not None if is_product(eqn)
-    }
-    return len(heavy) < num_layers(jaxpr)

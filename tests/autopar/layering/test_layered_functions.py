@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.layering.layers import layer_of
+from autopar.layering.layer_scopes import layer_of
 
 WEIGHTS = [np.full((4, 4), 0.1 * (i + 1), np.float32) for i in range(2)]
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
