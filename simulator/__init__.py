@@ -32,8 +32,10 @@ from simulator.engine.prediction import Prediction
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
 from simulator.engine.trace_reading import load_timeline
-from simulator.hardware.cluster import Cluster, Device, Link, cluster_files, cluster_names
+from simulator.hardware.cluster import Cluster, Link
+from simulator.hardware.cluster_paths import cluster_files, cluster_names
 from simulator.hardware.description import ClusterError
+from simulator.hardware.device import Device
 from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
 from simulator.kernel_costs import KernelCost, register_kernel_cost
 from simulator.memory import Footprint, MemoryUse

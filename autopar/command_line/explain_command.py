@@ -22,7 +22,7 @@ from autopar.report import PlannedStep, decisions
 from autopar.report.decisions import costs_on
 from simulator.cli.common_options import Json, print_json, print_table, shipped_clusters
 from simulator.cli.error_lines import usage_errors
-from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
+from simulator.hardware.cluster_paths import cluster_names, heterogeneous_cluster_names
 from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster
 from simulator.transformer.scenario_files import load_for_program
 

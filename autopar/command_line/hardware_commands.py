@@ -11,7 +11,8 @@ from simulator.cli.common_options import Json, print_json, print_table, print_wr
 from simulator.cli.error_lines import usage_errors
 from simulator.cli.progress_bars import progress_bar
 from simulator.files import check_writable
-from simulator.hardware.cluster import Cluster, cluster_names, heterogeneous_cluster_names
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.cluster_paths import cluster_names, heterogeneous_cluster_names
 from simulator.hardware.heterogeneous import load_cluster
 
 

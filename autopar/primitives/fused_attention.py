@@ -19,8 +19,8 @@ from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
 from autopar.primitives.registry import PrimitiveRecord
 from autopar.primitives.rule_helpers import shape_of
 from simulator.attention_flops import attention_flops
-from simulator.hardware.cluster import Device
 from simulator.hardware.description import ClusterError
+from simulator.hardware.device import Device
 from simulator.work import Kernel
 
 _FORWARD = "dot_product_attention_fwd_wrapper"

@@ -15,9 +15,10 @@ from simulator.calibration.fit_collectives import MeasuredCollectives, fit_curve
 from simulator.calibration.fit_products import is_held_out
 from simulator.costs.gemm import width_of
 from simulator.costs.kernel_model import KernelModel
-from simulator.hardware.cluster import Cluster, Device, Link, Provenance
+from simulator.hardware.cluster import Cluster, Link, Provenance
 from simulator.hardware.collective_profile import CollectiveProfile, MeasuredLink
 from simulator.hardware.description import validate
+from simulator.hardware.device import Device
 from simulator.work import CollectiveKind, Gemm, Kernel
 
 _OUTLIER = 0.1

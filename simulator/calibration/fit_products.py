@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from simulator.costs.gemm import GemmModel
-from simulator.hardware.cluster import Device
+from simulator.hardware.device import Device
 from simulator.hardware.kernel_profile import KernelProfile
 
 _PARAMETERS = {

@@ -18,9 +18,9 @@ from simulator.calibration.measured_samples import (
 )
 from simulator.files import write_text
 from simulator.hardware import collective_profile, kernel_profile
-from simulator.hardware.cluster import shipped_device
 from simulator.hardware.collective_profile import CollectiveProfile
 from simulator.hardware.description import Description, read, validate
+from simulator.hardware.device import shipped_device
 
 
 def fit_profiles() -> Iterator[tuple[Path, Description]]:

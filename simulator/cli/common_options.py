@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
-from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
+from simulator.hardware.cluster_paths import cluster_names, heterogeneous_cluster_names
 
 
 def shipped_clusters() -> list[str]:

@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from simulator.hardware.cluster import Device
+from simulator.hardware.device import Device
 
 _TILES = tuple(
     (rows, columns)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from simulator.costs.gemm import GemmModel, overlap_norm
-from simulator.hardware.cluster import Device
+from simulator.hardware.device import Device
 from simulator.work import Kernel
 
 

@@ -10,7 +10,7 @@ from simulator.costs.cost_model import CostModel
 from simulator.engine.prediction import Prediction
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
-from simulator.hardware.cluster import Device
+from simulator.hardware.device import Device
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import Footprint
 from simulator.program import Phase, Program, Run, parse_instruction

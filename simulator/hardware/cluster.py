@@ -1,18 +1,17 @@
 """Clusters: devices, links and how many of each, read from YAML files.
 
-The shipped files are in `simulator/hardware/clusters` and `simulator/hardware/devices`; a user's
-own file works the same way. Clusters with several kinds of hosts are in
-`simulator.hardware.heterogeneous`.
+The shipped files are in `simulator/hardware/clusters`; a user's own file works the same way.
+Clusters with several kinds of hosts are in `simulator.hardware.heterogeneous`.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from simulator.files import brief
+from simulator.hardware.cluster_paths import cluster_path
 from simulator.hardware.collective_profile import PROFILES as COLLECTIVES
 from simulator.hardware.collective_profile import CollectiveProfile, MeasuredLink, SizeCurve
 from simulator.hardware.description import (
@@ -22,142 +21,17 @@ from simulator.hardware.description import (
     resolve_reference,
     validate,
 )
-from simulator.hardware.dtypes import check_dtypes
-from simulator.hardware.kernel_profile import PROFILES as KERNELS
-from simulator.hardware.kernel_profile import KernelProfile
-
-_CLUSTERS = Path(__file__).parent / "clusters"
-_HETEROGENEOUS = _CLUSTERS / "heterogeneous"
-_DEVICES = Path(__file__).parent / "devices"
+from simulator.hardware.device import Device, load_device, with_kernels
 
 _MEASURED_FIELDS = {
     "collective_launch_us": ("collective_launch_us", "launch_us"),
     "latency_us": ("intra_host.latency_us", "hop_us"),
     "half_size_mb": ("intra_host.half_size_mb", "half_size_mb"),
 }
-"""Fields that measured collectives determine: by field of `MeasuredLink`, that of a cluster and
-that of a curve."""
+"""Fields that measured collectives determine.
 
-
-_STATIC_POWER = 0.2
-"""Part of a board's power that does not depend on the clock: leakage, memory, links."""
-
-
-class Device(Description):
-    """A kind of accelerator: its memory and its peaks.
-
-    Attributes:
-        name: name of the device; that of its file, if it is shipped.
-        kind: `gpu` or `cpu`.
-        source: where the numbers come from.
-        memory_gb: size of the memory, in units of 10^9 bytes.
-        reserve_gb: memory that no step may use: driver context, library workspaces, communication
-            buffers.
-        cores: streaming multiprocessors of a GPU, cores of a CPU.
-        peak_tflop_per_s: peak of matrix products by HLO dtype ("f32", "bf16", ...). Products of
-            other types run at `vector_tflop_per_s`.
-        vector_tflop_per_s: peak of elementwise arithmetic in f32.
-        memory_bandwidth_gb_per_s: bandwidth of the memory.
-        host_bandwidth_gb_per_s: bandwidth between the memories of a device and of its host, in one
-            direction; by default that of PCIe 3.0.
-        kernel_launch_us: gap between a kernel and the next one of the same executable.
-        power_limit_w: limit of the board's power; by default that of its kernel profile. Products
-            on a GPU that throttles run at a clock that falls with it.
-        kernels: how close to these peaks kernels come; in a file, a few numbers, the name of a
-            measured profile in `simulator/hardware/profiles/kernels`, or the path of another.
-        xla_target: XLA's GpuTargetConfig, with which programs compile for the device where there is
-            none; None for a CPU.
-    """
-
-    name: str
-    kind: Literal["gpu", "cpu"]
-    source: str
-    memory_gb: PositiveFloat
-    reserve_gb: NonNegativeFloat = 0.0
-    cores: PositiveInt
-    peak_tflop_per_s: dict[str, PositiveFloat]
-    vector_tflop_per_s: PositiveFloat
-    memory_bandwidth_gb_per_s: PositiveFloat
-    host_bandwidth_gb_per_s: PositiveFloat = 12.0
-    kernel_launch_us: NonNegativeFloat
-    power_limit_w: PositiveFloat | None = None
-    kernels: KernelProfile
-    xla_target: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _dtypes_are_names_of_hlo(self) -> Self:
-        check_dtypes(self.peak_tflop_per_s, "peak_tflop_per_s")
-        return self
-
-    @model_validator(mode="after")
-    def _reserve_is_less_than_memory(self) -> Self:
-        if self.reserve_gb >= self.memory_gb:
-            raise ValueError(
-                f"reserve_gb: given {self.reserve_gb}, expected less than memory_gb, which is "
-                f"{self.memory_gb}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _power_limit_is_comparable(self) -> Self:
-        if self.power_limit_w is None:
-            return self
-        full = self.kernels.power_limit_w
-        if full is None:
-            raise ValueError(
-                f"power_limit_w: given {self.power_limit_w:g}, but the kernel profile has none to "
-                "compare it with; expected kernels.power_limit_w, or no limit"
-            )
-        if not _STATIC_POWER * full < self.power_limit_w <= full:
-            raise ValueError(
-                f"power_limit_w: given {self.power_limit_w:g}, expected more than "
-                f"{_STATIC_POWER * full:g} and at most {full:g}, the limit of the kernel profile"
-            )
-        return self
-
-    @property
-    def throttling(self) -> float:
-        """Relative slowdown of a product once the device is hot, at its power limit.
-
-        A board draws static power, which does not depend on the clock, and dynamic power, which
-        grows with its third power, as the voltage grows with the clock.
-        """
-        full, limit = self.kernels.power_limit_w, self.power_limit_w
-        if full is None or limit is None or limit == full:
-            return self.kernels.throttling
-        static = _STATIC_POWER * full
-        clock = ((limit - static) / (full - static)) ** (1 / 3)
-        return (1 + self.kernels.throttling) / clock - 1
-
-    @property
-    def memory_bytes(self) -> int:
-        """Size of the memory in bytes."""
-        return round(self.memory_gb * 1e9)
-
-    @property
-    def usable_bytes(self) -> int:
-        """Bytes that a step may use."""
-        return round((self.memory_gb - self.reserve_gb) * 1e9)
-
-    @property
-    def compute_capability(self) -> tuple[int, int] | None:
-        """Major and minor number of a GPU's compute capability; None if `xla_target` lacks it."""
-        info = (self.xla_target or {}).get("gpu_device_info", {})
-        numbers = info.get("cuda_compute_capability")
-        return numbers and (numbers.get("major", 0), numbers.get("minor", 0))
-
-    def xla_target_config(self) -> str:
-        """Return `xla_target` as the text proto that XLA's deviceless compilation takes.
-
-        Raises:
-            ClusterError: the device has no `xla_target`.
-        """
-        if self.xla_target is None:
-            raise ClusterError(
-                f"device {self.name!r} has no xla_target: XLA can't compile for it without the "
-                "device"
-            )
-        return _text_proto(self.xla_target)
+Maps each field of `MeasuredLink` to the field of a cluster and to the field of a curve.
+"""
 
 
 class Link(Description):
@@ -479,7 +353,7 @@ class Cluster(Description):
             case str(name):
                 fields["device"] = load_device(name, path)
             case Mapping() as device:
-                fields["device"] = _with_kernels(device, path)
+                fields["device"] = with_kernels(device, path)
         return validate(cls, fields, f"{path}{place}")
 
     def with_size(self, hosts: int | None = None, devices_per_host: int | None = None) -> "Cluster":
@@ -529,91 +403,6 @@ class Cluster(Description):
         return self.with_size(count // self.devices_per_host)
 
 
-def cluster_names() -> tuple[str, ...]:
-    """Return the names of the shipped clusters of equal hosts."""
-    return tuple(sorted(path.stem for path in _CLUSTERS.glob("*.yaml")))
-
-
-def heterogeneous_cluster_names() -> tuple[str, ...]:
-    """Return the names of the shipped heterogeneous clusters."""
-    return tuple(sorted(path.stem for path in _HETEROGENEOUS.glob("*.yaml")))
-
-
-def cluster_path(name_or_path: str | Path, beside: Path | None = None) -> Path:
-    """Return the file of a cluster.
-
-    Args:
-        name_or_path: the name of a shipped cluster, or the path of a YAML file.
-        beside: a file to whose folder the path is relative; the working folder by default.
-
-    Raises:
-        ClusterError: it is neither a shipped cluster nor a path of a YAML file.
-    """
-    for names, folder in (
-        (cluster_names(), _CLUSTERS),
-        (heterogeneous_cluster_names(), _HETEROGENEOUS),
-    ):
-        if str(name_or_path) in names:
-            return folder / f"{name_or_path}.yaml"
-    path = Path(name_or_path)
-    if path.suffix not in (".yaml", ".yml"):
-        raise ClusterError(
-            f"unknown cluster {brief(str(name_or_path))}; expected one of "
-            f"{', '.join(cluster_names() + heterogeneous_cluster_names())}, or a path to a .yaml "
-            "file"
-        )
-    return path if beside is None else beside.parent / path
-
-
-def cluster_files(name_or_path: str | Path) -> tuple[Path, ...]:
-    """Return the files that describe a cluster of equal hosts: its own, and that of its device.
-
-    Args:
-        name_or_path: a shipped cluster or the path of another. A cluster that describes its device
-            itself has one file.
-
-    Raises:
-        ClusterError: there is no such cluster, or its file can't be read.
-    """
-    path = cluster_path(name_or_path)
-    device = read(path).get("device")
-    return (path, _device_path(device, path)) if isinstance(device, str) else (path,)
-
-
-def device_names() -> tuple[str, ...]:
-    """Return the names of the shipped devices."""
-    return tuple(sorted(path.stem for path in _DEVICES.glob("*.yaml")))
-
-
-def shipped_device(name: str) -> Device:
-    """Return the shipped device of a name; a `ClusterError` lists them if there is none."""
-    return load_device(name, _DEVICES)
-
-
-def _device_path(name: str, cluster_path: Path) -> Path:
-    """Return the file of a shipped device, or of one in a file beside its cluster's."""
-    return _DEVICES / f"{name}.yaml" if name in device_names() else cluster_path.parent / name
-
-
-def load_device(name: str, cluster_path: Path) -> Device:
-    """Return a device.
-
-    Args:
-        name: the name of a shipped device, or the path of a YAML file.
-        cluster_path: the file that refers to the device; the path is relative to its folder.
-
-    Raises:
-        ClusterError: there is no such device, or its fields are wrong.
-    """
-    path = _device_path(name, cluster_path)
-    if path.suffix not in (".yaml", ".yml"):
-        raise ClusterError(
-            f"{cluster_path}: device: unknown device {brief(name)}; expected one of "
-            f"{', '.join(device_names())}, a path to a .yaml file, or the fields themselves"
-        )
-    return validate(Device, _with_kernels(read(path), path), path)
-
-
 def _with_link(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a cluster, with defaults of its link from its measured collectives."""
     collectives = fields["collectives"]
@@ -624,34 +413,3 @@ def _with_link(fields: dict[str, Any]) -> dict[str, Any]:
     launch = {name: value for name, value in link.items() if name == "collective_launch_us"}
     defaults = {name: value for name, value in link.items() if name not in launch}
     return {**launch, **fields, "intra_host": {**defaults, **intra}}
-
-
-def _with_kernels(fields: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Return the fields of a device, with the fields of the kernel profile that they refer to."""
-    if "kernels" not in fields:
-        return fields
-    return {**fields, "kernels": resolve_reference(fields["kernels"], KERNELS, path, "kernels")}
-
-
-_ENUM_FIELDS = {"feature_extension"}
-"""Fields whose values are names of an enumeration, which have no quotes."""
-
-
-def _text_proto(message: Mapping[str, Any], indent: str = "") -> str:
-    """Return a message as a text proto; a list is a repeated field."""
-    lines = []
-    for key, values in message.items():
-        for value in values if isinstance(values, list) else [values]:
-            match value:
-                case dict():
-                    lines.append(f"{indent}{key} {{\n{_text_proto(value, indent + '  ')}{indent}}}")
-                case bool():
-                    lines.append(f"{indent}{key}: {str(value).lower()}")
-                case str() if key not in _ENUM_FIELDS:
-                    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-                    lines.append(f'{indent}{key}: "{escaped}"')
-                case float() if value.is_integer():
-                    lines.append(f"{indent}{key}: {int(value)}")
-                case _:
-                    lines.append(f"{indent}{key}: {value}")
-    return "\n".join(lines) + "\n" if lines else ""

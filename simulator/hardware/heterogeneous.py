@@ -19,7 +19,8 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from simulator.files import brief
-from simulator.hardware.cluster import Cluster, cluster_path
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.cluster_paths import cluster_path
 from simulator.hardware.description import ClusterError, Description, read, validate
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from simulator.hardware.cluster import Cluster, Device, Link, Processes
+from simulator.hardware.cluster import Cluster, Link, Processes
 from simulator.hardware.collective_profile import (
     CollectiveProfile,
     MeasuredLink,
@@ -15,6 +15,7 @@ from simulator.hardware.collective_profile import (
     SwitchCurve,
 )
 from simulator.hardware.description import Description
+from simulator.hardware.device import Device
 from simulator.hardware.dtypes import DTYPES
 from simulator.hardware.kernel_profile import KernelProfile
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Self
 
 from simulator.backend import backend_named
-from simulator.hardware.cluster import Cluster, load_device
+from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError, Description, read, validate
+from simulator.hardware.device import load_device
 from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution

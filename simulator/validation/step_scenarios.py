@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from simulator.hardware.cluster import Cluster, Device
+from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import validate
+from simulator.hardware.device import Device
 from simulator.transformer import (
     EAGER,
     JITTED,

@@ -20,7 +20,7 @@ from autopar.command_line.planning_progress import planning_progress
 from autopar.command_line.user_step import load_function, load_step
 from autopar.progress import log_progress, progress_listener
 from simulator.cli.progress_bars import estimated_seconds, progress_bar
-from simulator.hardware.cluster import cluster_names, heterogeneous_cluster_names
+from simulator.hardware.cluster_paths import cluster_names, heterogeneous_cluster_names
 from simulator.hardware.schema import SCHEMAS
 
 MODULE = """

@@ -18,9 +18,9 @@ from experiments.sweep import make_sweep
 from simulator import Cluster, load_cluster, load_program, predict
 from simulator.calibration import fit_collective_profile
 from simulator.files import read_table, read_text, read_yaml
-from simulator.hardware.cluster import load_device
 from simulator.hardware.collective_profile import CollectiveProfile
 from simulator.hardware.description import read, validate
+from simulator.hardware.device import load_device
 from simulator.hardware.kernel_profile import KernelProfile
 from simulator.hlo import memory_roles_at_peak, parse_hlo
 from simulator.program import Program, Run

@@ -2,34 +2,18 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from simulator.costs.collective_model import CollectiveModel
-from simulator.hardware.cluster import (
-    Cluster,
-    Device,
-    cluster_files,
-    cluster_names,
-    device_names,
-)
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.cluster_paths import cluster_files, cluster_names
 from simulator.hardware.collective_profile import SizeCurve
 from simulator.hardware.description import ClusterError
+from simulator.hardware.device import device_names
+from tests.simulator.toy_clusters import DEVICE
 
-DEVICE: dict[str, Any] = {
-    "name": "toy",
-    "kind": "gpu",
-    "source": "made up",
-    "memory_gb": 16,
-    "cores": 10,
-    "peak_tflop_per_s": {"f32": 10},
-    "vector_tflop_per_s": 10,
-    "memory_bandwidth_gb_per_s": 1000,
-    "kernel_launch_us": 0,
-    "kernels": {"efficiency": 1.0, "memory_efficiency": 1.0},
-}
 CLUSTER = {
     "name": "toy",
     "description": "two hosts of four",
@@ -100,12 +84,6 @@ def test_the_clusters_of_the_sweep_are_shipped() -> None:
         1,
         8,
     ]
-
-
-def test_usable_memory_is_that_of_the_driver_minus_a_reserve() -> None:
-    device = Cluster.load("p3.16xlarge").device
-    assert device.memory_bytes == 16_935_682_048  # 16 GiB without ECC and the driver
-    assert device.usable_bytes == device.memory_bytes - 1_000_000_000
 
 
 def test_a_device_is_given_by_name_by_file_or_inline(tmp_path: Path) -> None:
@@ -314,57 +292,6 @@ def test_a_file_without_fields_is_refused(tmp_path: Path, text: str | None, expe
 def test_a_cluster_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Cluster.load("h200").hosts = 2  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_the_xla_target_prints_as_a_text_proto() -> None:
-    target = {
-        "gpu_device_info": {
-            "core_count": 80,
-            "clock_rate_ghz": 1.53,
-            "ecc_enabled": True,
-            "rate": [{"key": 1}, {"key": 2}],
-        },
-        "version": {"feature_extension": "NONE"},
-        "platform_name": "CUDA",
-    }
-    expected = """\
-gpu_device_info {
-  core_count: 80
-  clock_rate_ghz: 1.53
-  ecc_enabled: true
-  rate {
-    key: 1
-  }
-  rate {
-    key: 2
-  }
-}
-version {
-  feature_extension: NONE
-}
-platform_name: "CUDA"
-"""
-    assert Device(**DEVICE, xla_target=target).xla_target_config() == expected
-    with pytest.raises(ClusterError, match="device 'toy' has no xla_target"):
-        Device(**DEVICE).xla_target_config()
-
-
-@pytest.mark.parametrize(
-    ("name", "facts"),
-    [
-        ("p3.16xlarge", ("core_count: 80", "major: 7", "device_memory_size: 16935682048")),
-        ("dgx_a100_80", ("core_count: 108", "major: 8", "device_memory_size: 85100068864")),
-        ("dgx_h100", ("core_count: 132", "major: 9", "device_memory_size: 84942979072")),
-        ("h200", ("core_count: 132", "major: 9", "device_memory_size: 151397597184")),
-    ],
-)
-def test_the_xla_target_describes_the_device(name: str, facts: tuple[str, ...]) -> None:
-    device = Cluster.load(name).device
-    text = device.xla_target_config()
-    assert all(fact in text for fact in facts)
-    assert f"core_count: {device.cores}" in text
-    assert f"device_memory_size: {device.memory_bytes}" in text
-    assert f'device_description_str: "{device.name}"' in text
 
 
 @pytest.mark.parametrize("name", cluster_names())

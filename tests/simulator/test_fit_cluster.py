@@ -15,8 +15,9 @@ from simulator.calibration.fit_cluster import (
 from simulator.calibration.fit_collectives import MeasuredCollectives
 from simulator.calibration.shipped_profiles import write_profile
 from simulator.costs.kernel_model import KernelModel
-from simulator.hardware.cluster import Cluster, Device, Provenance
+from simulator.hardware.cluster import Cluster, Provenance
 from simulator.hardware.collective_profile import SizeCurve
+from simulator.hardware.device import Device
 from simulator.work import Gemm, Kernel
 
 H100, CPU = Cluster.load("dgx_h100"), Cluster.load("cpu-virtual")

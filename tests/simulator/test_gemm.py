@@ -12,8 +12,9 @@ from simulator.calibration.measured_samples import measured_gemms
 from simulator.costs.cost_model import ClusterCosts
 from simulator.costs.gemm import GemmModel
 from simulator.costs.kernel_model import KernelModel
-from simulator.hardware.cluster import Cluster, Device, device_names, shipped_device
+from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError, validate
+from simulator.hardware.device import Device, device_names, shipped_device
 from simulator.hardware.kernel_profile import KernelProfile
 from simulator.work import Gemm, Kernel
 

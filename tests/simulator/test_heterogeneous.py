@@ -13,7 +13,8 @@ from simulator.engine.breakdown import predict
 from simulator.engine.clock import Clock
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
-from simulator.hardware.cluster import Cluster, Link, cluster_names, heterogeneous_cluster_names
+from simulator.hardware.cluster import Cluster, Link
+from simulator.hardware.cluster_paths import cluster_names, heterogeneous_cluster_names
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import HeterogeneousCluster, load_cluster
 from simulator.memory import MemoryUse

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.costs.kernel_model import KernelModel
-from simulator.hardware.cluster import Cluster, Device, cluster_names
+from simulator.hardware.cluster import Cluster
+from simulator.hardware.cluster_paths import cluster_names
+from simulator.hardware.device import Device
 from simulator.hardware.kernel_profile import FusedAttention, KernelProfile, Passes
 from simulator.work import Gemm, Kernel
 

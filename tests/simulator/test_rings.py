@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.costs.cost_model import ClusterCosts
-from simulator.hardware.cluster import Cluster, Link, cluster_names
+from simulator.hardware.cluster import Cluster, Link
+from simulator.hardware.cluster_paths import cluster_names
 from simulator.hardware.collective_profile import CollectiveProfile, SizeCurve, sent_fraction
 from simulator.hardware.topology import Flows, Ring, find_routes
 from simulator.work import CollectiveKind, Groups

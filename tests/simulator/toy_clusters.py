@@ -1,8 +1,24 @@
-"""Clusters of few devices, whose collectives have seconds that follow by hand."""
+"""A toy device, and clusters of few devices whose collectives have seconds that follow by hand."""
+
+from typing import Any
 
 from simulator.hardware.cluster import Cluster, Link
 
 BASE = Cluster.load("dgx_h100")
+
+DEVICE: dict[str, Any] = {
+    "name": "toy",
+    "kind": "gpu",
+    "source": "made up",
+    "memory_gb": 16,
+    "cores": 10,
+    "peak_tflop_per_s": {"f32": 10},
+    "vector_tflop_per_s": 10,
+    "memory_bandwidth_gb_per_s": 1000,
+    "kernel_launch_us": 0,
+    "kernels": {"efficiency": 1.0, "memory_efficiency": 1.0},
+}
+"""Fields of a device."""
 
 
 def toy_cluster(**changes: object) -> Cluster:

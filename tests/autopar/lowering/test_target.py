@@ -18,7 +18,8 @@ import autopar
 from autopar import _plugins
 from autopar.lowering.target import TargetExecutable, compile_for, target_devices, target_mesh
 from experiments.models import MLP
-from simulator.hardware.cluster import Cluster, ClusterError, cluster_names
+from simulator.hardware.cluster import Cluster, ClusterError
+from simulator.hardware.cluster_paths import cluster_names
 from simulator.hlo import parse_hlo
 from simulator.work import Kernel, Loop, Work, work_of
 from tests.tiers import tiers
