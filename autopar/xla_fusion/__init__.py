@@ -8,9 +8,10 @@ programs, and has to run again when jaxlib changes.
 """
 
 from autopar.xla_fusion.epilogues import epilogues
-from autopar.xla_fusion.fusion import Moved, Traffic, takes_two_kernels, traffic
+from autopar.xla_fusion.fusion import Moved, Traffic, traffic
 from autopar.xla_fusion.lifetimes import lifetimes, pooling_zeros, readings, stored_values
 from autopar.xla_fusion.padding import Groups, padded_dims, padding_factor
+from autopar.xla_fusion.reductions import takes_two_kernels
 from autopar.xla_fusion.views import is_relaid, is_view
 
 __all__ = [
