@@ -69,10 +69,10 @@ from autopar.methods import (
     ShardParallel,
     Zero2Parallel,
     Zero3Parallel,
-    get_3d_parallel_method,
 )
 from autopar.microbatch.gradients import grad, value_and_grad
 from autopar.microbatch.splitting import MicrobatchError
+from autopar.parallel_degrees import get_3d_parallel_method
 from autopar.pipeline.pipeline_schedules import register_schedule
 from autopar.pipeline.stage_options import (
     AutoStageOption,

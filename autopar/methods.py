@@ -5,27 +5,24 @@ plan that exists, `FollowParallel` and `CreateStateParallel` derive one from ano
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args, override
 
-import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from autopar.checks import (
     BYTES,
-    FLAG,
     NONE,
     PATH,
     OptionError,
     check,
-    checked,
     instance,
     integer,
     one_of,
     satisfying,
 )
-from autopar.devices import DEVICES, Devices, device_mesh, requested_mesh
+from autopar.devices import DEVICES, Devices
 from autopar.ir.host_memory import Offload
 from autopar.ir.step_graph import (
     BatchStatistics,
@@ -110,15 +107,16 @@ class PlanningMethod:
             what `jax.checkpoint` says, "none" recomputes nothing. With "auto" the planner chooses,
             value by value, so that the step fits into memory in least time. In loops,
             `jax.checkpoint` stays as it is. Pipelines allow "keep" only.
-        offload: what is in the memory of the hosts while the devices don't need it. Copies pass
-            the link that the cluster file describes. With "optimizer" it is all state that only the
-            update reads, such as the moments of Adam; each array is moved to the devices for the
-            update and back. With "activations" it is values of the forward pass until the backward
-            pass reads them, as many as let the step fit into memory in least time; with
-            remat="auto" the planner chooses, value by value, between keeping, recomputing and
-            offloading. With "auto" it is as little as lets the step fit: state, activations or
-            both, whatever is fastest. Pipelines offload all state or none, and all activations that
-            one layer alone reads or none. With "none" everything stays on the devices.
+        offload: arrays that are in the memory of the hosts while the devices don't need them.
+            Copies pass the link that the cluster file describes. With "optimizer" it is all state
+            that only the update reads, such as the moments of Adam; each array is moved to the
+            devices for the update and back. With "activations" it is values of the forward pass
+            until the backward pass reads them, as many as let the step fit into memory in least
+            time; with remat="auto" the planner chooses, value by value, between keeping,
+            recomputing and offloading. With "auto" it is as little as lets the step fit: state,
+            activations or both, whatever is fastest. Pipelines offload all state or none, and all
+            activations that one layer alone reads or none. With "none" everything stays on the
+            devices.
     """
 
     devices: Devices = None
@@ -410,100 +408,6 @@ class PipeshardParallel(PlanningMethod):
         return 'ShardParallel with remat="auto"', whole
 
 
-def get_3d_parallel_method(
-    num_micro_batches: int,
-    data_parallel: int = -1,
-    operator_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    devices: Devices = None,
-    allow_degenerate_into_shard_parallel: bool = True,
-    **options: Any,
-) -> PlanningMethod:
-    """Return a method with given degrees of data, operator and pipeline parallelism.
-
-    This is the configuration of Megatron-LM: dp x tp x pp. The stages are uniform; within a stage,
-    the planner still chooses the sharding of each value on a (data_parallel, operator_parallel)
-    mesh.
-
-    Args:
-        num_micro_batches: number of microbatches.
-        data_parallel: degree of data parallelism within a stage; -1 for the number of devices
-            divided by the other two degrees.
-        operator_parallel: degree of operator (tensor) parallelism within a stage.
-        pipeline_parallel: number of stages.
-        devices: a number or a list of devices; all by default.
-        allow_degenerate_into_shard_parallel: return a `ShardParallel`, which shards the step as a
-            whole, if `pipeline_parallel` is 1.
-        options: further options of `PipeshardParallel`. By default layers come from decorators, or
-            are found automatically, one for each stage.
-
-    Returns:
-        A `PipeshardParallel` or a `ShardParallel`.
-
-    Raises:
-        OptionError: the product of the degrees is not the number of devices, or an option has a
-            type or a value that is not allowed. An `OptionError` is a `ValueError`.
-
-    Example:
-        >>> autopar.get_3d_parallel_method(8, data_parallel=2, operator_parallel=2,
-        ...                                pipeline_parallel=2, devices=8)
-    """
-    operator_parallel = checked("operator_parallel", operator_parallel, integer())
-    pipeline_parallel = checked("pipeline_parallel", pipeline_parallel, integer())
-    data_parallel = checked("data_parallel", data_parallel, integer(-1))
-    degenerates = checked(
-        "allow_degenerate_into_shard_parallel", allow_degenerate_into_shard_parallel, FLAG
-    )
-    devices = checked("devices", devices, DEVICES)
-    count = device_count(devices)
-    if data_parallel == -1:
-        data_parallel = max(1, count // (operator_parallel * pipeline_parallel))
-    if data_parallel * operator_parallel * pipeline_parallel != count:
-        raise OptionError(
-            f"data_parallel={data_parallel} x operator_parallel={operator_parallel}"
-            f" x pipeline_parallel={pipeline_parallel} is not the number of devices, {count}"
-        )
-    shape = (data_parallel, operator_parallel)
-    sharding = ShardingOptions(batch_axis="x") if data_parallel > 1 else AUTO
-    options = {
-        "layer_option": AutoLayerOption(pipeline_parallel),
-        "stage_option": UniformStageOption(
-            pipeline_parallel, (1, data_parallel * operator_parallel), shape
-        ),
-        **options,
-    }
-    method = PipeshardParallel(
-        devices, num_micro_batches, default_auto_sharding_option=sharding, **options
-    )
-    if pipeline_parallel > 1 or not degenerates:
-        return method
-    mesh = reshaped(devices, shape)
-    return ShardParallel(
-        mesh,
-        num_micro_batches,
-        method.cluster,
-        method.memory_budget,
-        sharding,
-        **asdict(method.exactness),
-    )
-
-
-def reshaped(devices: Devices, shape: tuple[int, ...]) -> Devices:
-    """Return the same devices as a mesh of another shape, with the default axis names."""
-    match devices:
-        case Mesh():
-            return device_mesh(list(devices.devices.flat), shape)
-        case [jax.Device(), *_]:
-            return device_mesh(devices, shape)
-        case _:
-            return shape
-
-
-def device_count(devices: Devices) -> int:
-    """Return the number of devices that `devices` stands for."""
-    return len(jax.devices()) if devices is None else requested_mesh(devices, 0).num_devices
-
-
 PLAN = instance("an autopar.Plan, such as plan_step returns", Plan)
 PLANNING_METHOD = instance(
     "one of autopar.methods that make a plan, e.g. autopar.ShardParallel()", PlanningMethod
@@ -532,7 +436,7 @@ class PlanMethod:
 
     runs_step: ClassVar[bool] = True
     cluster: ClassVar[None] = None
-    """The hardware is that of the devices."""
+    """None: the hardware that the devices are."""
 
     @property
     def random_bits(self) -> RandomBits:

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -13,7 +13,6 @@ from autopar.hosts.errors import (
     HostLostError,
     HostsError,
     HostTimeoutError,
-    PortTakenError,
     StepFailedError,
 )
 from autopar.hosts.health import (
@@ -24,6 +23,7 @@ from autopar.hosts.health import (
     culprit,
     silence_seconds,
 )
+from autopar.hosts.process_groups import start_process_groups
 from autopar.hosts.reservation import Reservation
 from autopar.hosts.worker import InstructionError, ProcessGroup
 from autopar.progress import log_progress
@@ -39,66 +39,8 @@ _SLOW = frozenset({"environment", "start", "meet", "load", "restore", "program_t
 _ANSWER_SECONDS = 5.0
 """Seconds that a worker has to report its activity."""
 
-_PORTS = 5
-"""Number of ports to try for a coordinator, if other programs take them before JAX does."""
-
 _POLL_SECONDS = 1.0
 """Seconds between two looks of a waiting driver at the health of the workers."""
-
-
-class GroupStarter(Protocol):
-    """Workers on which JAX can be started; `Workers` is one."""
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """For each host its address."""
-        ...
-
-    def free_port(self, host: int) -> int:
-        """Return a port of a host that is free."""
-        ...
-
-    def start_jax(self, groups: Sequence[ProcessGroup | None]) -> list[str]:
-        """Start JAX on every worker, in its process group, and return their transfer addresses.
-
-        Raises:
-            PortTakenError: another program listens on a coordinator's port.
-        """
-        ...
-
-    def restart(self) -> None:
-        """Replace the worker processes by new ones."""
-        ...
-
-
-def start_process_groups(
-    workers: GroupStarter, groups: Iterable[tuple[int, ...]], ports: int = _PORTS
-) -> list[str]:
-    """Start JAX on all workers; each group of workers forms one distributed JAX.
-
-    Args:
-        workers: workers on which JAX has not been started.
-        groups: the hosts of each group. A host in no group runs JAX by itself.
-        ports: number of ports to try for the coordinators.
-
-    Returns:
-        For each worker the address of its transfer server.
-
-    Raises:
-        PortTakenError: all the ports that were tried are taken.
-    """
-    group_of: dict[int, ProcessGroup] = {}
-    for members in groups:
-        address = f"{workers.addresses[members[0]]}:{workers.free_port(members[0])}"
-        group_of.update(dict.fromkeys(members, ProcessGroup(members, address)))
-    try:
-        return workers.start_jax([group_of.get(host) for host in range(len(workers.addresses))])
-    except PortTakenError:
-        if ports == 1:
-            raise
-    # The other members of the group already wait for a coordinator that does not start.
-    workers.restart()
-    return start_process_groups(workers, groups, ports - 1)
 
 
 class Workers:
@@ -213,7 +155,7 @@ class Workers:
         self._groups = groups
 
     def start_jax(self, groups: Sequence[ProcessGroup | None]) -> list[str]:
-        """Start JAX on every worker; see `GroupStarter`."""
+        """Start JAX on every worker; see `autopar.hosts.process_groups.GroupStarter`."""
         return self.ask_all("start", [(group,) for group in groups])
 
     def free_port(self, host: int) -> int:

@@ -16,17 +16,17 @@ values cross between stages:
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Literal, Var
 
 from autopar.ir.equation_groups import Unit, units
-from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom
 from autopar.ir.step_graph import Combine, StepGraph
 from autopar.layering.layer_scopes import layer_of
+from autopar.pipeline.backward_split import split_backward_tasks
 from autopar.pipeline.partition import WHOLE_STEP_TASK, Partition, Task, Total
 from autopar.pipeline.update_placement import is_small, update_stages
 from autopar.primitives import record_of
@@ -68,7 +68,7 @@ class LayerStages:
         builder.place_totals()
         builder.place_tail()
         partition = builder.partition()
-        return _split_backward(partition) if self.split_backward else partition
+        return split_backward_tasks(partition) if self.split_backward else partition
 
 
 def whole_step_partition(step: StepGraph) -> Partition:
@@ -417,33 +417,3 @@ class _PartitionBuilder:
                 needed[unit.number] = unit
                 pending.extend(unit.reads)
         return needed
-
-
-def _split_backward(partition: Partition) -> Partition:
-    """Split each B into I, which other stages depend on, and W, the rest."""
-    eqns: dict[Task, tuple[Numbered, ...]] = {}
-    totals = {task: sums for task, sums in partition.totals.items() if task.phase != "B"}
-    for task, task_eqns in partition.eqns.items():
-        if task.phase != "B":
-            eqns[task] = task_eqns
-            continue
-        needed = {
-            var
-            for other, reads in partition.reads.items()
-            if other.phase == "B" and other != task
-            for var in reads
-        }.intersection(partition.results[task])
-        task_units = units(task_eqns)
-        early: set[int] = set()
-        for unit in reversed(task_units):
-            if not needed.isdisjoint(unit.makes):
-                early.add(unit.number)
-                needed.update(unit.reads)
-        eqns[Task(task.stage, "I")] = _eqns_of(u for u in task_units if u.number in early)
-        eqns[Task(task.stage, "W")] = _eqns_of(u for u in task_units if u.number not in early)
-        totals[Task(task.stage, "W")] = partition.totals.get(task, ())
-    return replace(partition, eqns=eqns, totals=totals)
-
-
-def _eqns_of(task_units: Iterable[Unit]) -> tuple[Numbered, ...]:
-    return tuple(eqn for unit in task_units for eqn in unit.eqns)

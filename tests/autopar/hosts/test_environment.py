@@ -4,7 +4,7 @@ import importlib
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -21,7 +21,6 @@ from autopar.hosts.environment import (
 )
 from autopar.hosts.errors import HostsError, PortTakenError
 from autopar.hosts.worker import ProcessGroup, Worker
-from autopar.hosts.worker_processes import start_process_groups
 
 DRIVER_VERSIONS = {
     "Python": "3.12",
@@ -111,28 +110,6 @@ def test_a_port_in_use_is_refused_before_jax_starts(port_in_use):
         Worker(0, [range(4), range(4, 8)], "127.0.0.1").start(
             ProcessGroup((0, 1), f"127.0.0.1:{port_in_use}")
         )
-
-
-def test_ports_that_are_always_in_use_are_an_error_after_three_attempts():
-    class WorkersWithoutFreePort:
-        """Workers on whose hosts another process takes every port before JAX does."""
-
-        addresses = ("127.0.0.1",) * 2
-        restarts = 0
-
-        def free_port(self, host: int) -> int:
-            return 1
-
-        def start_jax(self, groups: Sequence[ProcessGroup | None]) -> list[str]:
-            raise PortTakenError("host 0: port 1")
-
-        def restart(self) -> None:
-            self.restarts += 1
-
-    stub = WorkersWithoutFreePort()
-    with pytest.raises(PortTakenError, match="host 0: port 1"):
-        start_process_groups(stub, {(0, 1)}, ports=3)
-    assert stub.restarts == 2
 
 
 def test_the_driver_leaves_gpus_to_the_workers(monkeypatch):
