@@ -294,14 +294,14 @@ class Plan(_Model):
         while_loops: the while loops in microbatches (`autopar.PlanningMethod`).
         remat: what the backward pass computes again (`autopar.PlanningMethod`).
         recomputed: with remat="auto", the numbers of the equations that the backward pass repeats.
-            They are those of the step without recomputation; constraints have the numbers of the
-            step with it.
+            They count equations of the step without recomputation; constraints have the numbers of
+            the step with it.
         offloaded: with offload, the numbers of the inputs that stay in host memory between steps.
         offloaded_results: with offload, the numbers of the equations whose results the backward
-            pass fetches from host memory, counted as those of `recomputed`.
+            pass fetches from host memory, counted as in `recomputed`.
         first_pass: the plan of the pass over the microbatches that runs before the step itself and
             completes what the step needs of the whole batch; None if there is no such pass. The
-            predicted seconds and bytes are those of both.
+            predicted seconds and bytes include both.
         warnings: notes for a reader, e.g. primitives that every device computes whole because no
             rule splits them.
 
@@ -432,9 +432,9 @@ class Plan(_Model):
     def table(self) -> Table:
         """Return a `rich` table of the inputs, constrained values and outputs.
 
-        Values whose names differ in numbers alone, as those of repeated layers do, share a row if
+        Values whose names differ in numbers alone, as in repeated layers, share a row if
         they also have the same role, shape, dtype and spec. Such a row has `*` for the numbers, and
-        the count of values. The bytes are those of one value on one device.
+        the count of values. The bytes are for one value on one device.
         """
         mesh = ", ".join(
             " x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages

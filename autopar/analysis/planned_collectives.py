@@ -21,12 +21,13 @@ from autopar.sharding.reshard_hoisting import moved_bytes
 class EquationCollectives:
     """The collectives of one run of an equation, each as (kind, bytes, mesh axes).
 
-    Bytes count as in `simulator.Collective`. A collective in a loop has those of all iterations.
+    Bytes count as in `simulator.Collective`. A collective in a loop has the bytes of all
+    iterations.
 
     Attributes:
-        reshardings: those that reshard operands; for the last equation also the outputs of the
-            step.
-        completions: those that complete results.
+        reshardings: collectives that reshard operands; for the last equation also the outputs of
+            the step.
+        completions: collectives that complete partial results.
     """
 
     reshardings: tuple[Step, ...]
@@ -36,7 +37,7 @@ class EquationCollectives:
 def planned_collectives(planned: Planned) -> Iterator[Step]:
     """Yield every collective of a plan without pipeline stages, as (kind, bytes, mesh axes).
 
-    They are those of one microbatch, and those after the last one. A collective in a loop counts
+    These run in one microbatch or after the last one. A collective in a loop counts
     the bytes of all iterations, unless XLA:GPU moves it behind the loop: an all_reduce of what the
     loop only adds up. A value that several equations read with the same sharding is resharded once,
     before a conversion to a wider dtype.

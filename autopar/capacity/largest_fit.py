@@ -21,7 +21,7 @@ from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster
 
 _MULTIPLE_OF = {"sequence": 128, "layers": 1}
-"""Default multiples; that of the batch depends on the devices and microbatches."""
+"""Default multiples; the multiple of the batch depends on the devices and microbatches."""
 
 _MEANING: dict[Largest, str] = {
     "batch": "number of examples in the batch",

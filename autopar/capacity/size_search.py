@@ -9,8 +9,7 @@ def boundary(
     """Return the last number that has a property, on the way from `start` to `stop`, and the next.
 
     The rungs are tried from `start` until the property is lost; bisection finds where. The property
-    need not be monotone: what is returned are neighbours, of which the first has it and the second
-    has not.
+    need not be monotone: the two numbers are neighbours, and only the first one has it.
 
     Args:
         holds: the property; it holds at `start`.

@@ -37,7 +37,7 @@ def rebuilt(
         step: The step.
         eqns: The equations in order.
         outvars: The outputs.
-        invars: The inputs; None: those of `step`.
+        invars: The inputs; by default the inputs of `step`.
     """
     jaxpr = Jaxpr(
         constvars=step.jaxpr.constvars,

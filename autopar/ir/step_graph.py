@@ -109,8 +109,8 @@ class Microbatching:
         loops: The body and the marks, split into loops over all microbatches that run one after
             another. Earlier loops accumulate statistics of the batch that later ones read, such as
             the sum of a mask that divides a loss.
-        own_statistics: The lines of code where each microbatch uses statistics of its own in place
-            of those of the batch, as "FILE:LINE".
+        own_statistics: The lines of code where each microbatch uses its own statistics instead of
+            the statistics of the batch, as "FILE:LINE".
         own_loops: The lines of code where each microbatch runs a while loop until the last of its
             own examples is done.
     """
@@ -169,7 +169,7 @@ class StepGraph:
 
     Attributes:
         jaxpr: A flat jaxpr, with an input per array leaf of the arguments and an output per leaf of
-            the result. With microbatches it is that of one microbatch.
+            the result. With microbatches it is the jaxpr of one microbatch.
         in_paths: The user's name of each input, e.g. `0/params/Dense_0/kernel`.
         out_paths: The user's name of each output.
         batch: The numbers of the inputs whose first dim is the batch.

@@ -45,7 +45,7 @@ def _renaming(elements: Sequence[Any], others: Sequence[Any]) -> dict[str, str] 
 
     Args:
         elements: elements of the name stacks of a body.
-        others: those of an equal body.
+        others: elements of the name stacks of an equal body, in the same order.
     """
     names: dict[str, str] = {}
     for element, other in zip(elements, others, strict=True):

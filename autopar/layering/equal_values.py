@@ -70,10 +70,11 @@ def runs_again(values: EqualValues, scan: JaxprEqn, forward: JaxprEqn) -> bool:
 
 
 def equal_carries(values: EqualValues, scan: JaxprEqn, forward: JaxprEqn) -> tuple[int, ...] | None:
-    """Return the carries of an earlier scan that those of a scan are equal to in each iteration.
+    """Match the carries of a scan with equal carries of an earlier scan.
 
-    The carries are equal if they begin with equal values, and both bodies compute them from equal
-    operands by equal equations. An operand may also be a slice of what the earlier scan stacks.
+    Carries are equal in each iteration if they begin with equal values, and both bodies compute
+    them from equal operands by equal equations. An operand may also be a slice of what the earlier
+    scan stacks.
 
     Args:
         values: The values before the scan.
@@ -81,7 +82,8 @@ def equal_carries(values: EqualValues, scan: JaxprEqn, forward: JaxprEqn) -> tup
         forward: The earlier scan, of the same length and order.
 
     Returns:
-        The position of each carry among those of the earlier scan; None if one may differ.
+        For each carry, the position of its equal among the carries of the earlier scan; None if
+        some carry may differ.
     """
     pairs = _equal_results(values, scan, forward)
     if pairs is None:

@@ -47,7 +47,7 @@ class PieceWriter:
     Attributes:
         cuts: The cut of each original value that is cut.
         eqns: The new equations.
-        layers: The layer of each of them, which is at least that of its operands.
+        layers: The layer of each new equation, which is no earlier than the layers of its operands.
         values: New values in place of original ones.
         pieces: The pieces of original values.
     """

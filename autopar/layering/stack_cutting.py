@@ -91,7 +91,7 @@ def cut_stacks(
         in_pieces: Inputs that the new jaxpr has as pieces if they are cut; it cuts the others
             itself.
         out_pieces: Outputs that the new jaxpr returns in pieces if they are cut.
-        layers: The layer of each equation, which no equation may have before that of an operand.
+        layers: The layer of each equation, which may not be earlier than the layer of an operand.
         scans: Numbers of `scan`s that become one shorter scan per piece, with the cut of their
             iterations.
         backward: The scans of a backward pass, which are cut where they slice or stack pieces.
@@ -126,7 +126,7 @@ class _StackCutter:
     Attributes:
         cuts: The cut of each value that is cut.
         equation_cuts: The cuts of equations, by number.
-        identities: Numbers of equations whose result i is operand i, some of which are cut.
+        identities: Numbers of equations that return their operands unchanged, some of them cut.
         joins: Numbers of concatenations of pieces.
         splits: Numbers of equations that split a value into its pieces.
     """

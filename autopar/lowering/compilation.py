@@ -69,8 +69,8 @@ def compile_planned(
     """Compile the tasks of a plan for `cluster`.
 
     Each stage is compiled for the devices of its pool. Tasks that are the same program for the same
-    devices, as those of identical layers are, are compiled once, also for several plans in one
-    `shared_traces`.
+    devices, such as the tasks of identical layers, are compiled once, also for several plans in
+    one `shared_traces`.
 
     Args:
         planned: the step with its plan.

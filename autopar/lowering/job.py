@@ -57,7 +57,7 @@ class Place:
     Attributes:
         mesh: its mesh.
         spec: its spec.
-        memory_kind: JAX's name of the memory; None for that of the devices.
+        memory_kind: JAX's name of the memory; None for device memory.
     """
 
     mesh: StageMesh
@@ -127,7 +127,7 @@ class Array:
             mesh: its mesh.
             spec: its spec.
             keys_as_data: whether random keys are stored as key data, as between processes.
-            memory_kind: JAX's name of its memory; None for that of the devices.
+            memory_kind: JAX's name of its memory; None for device memory.
         """
         if is_key(aval.dtype) and not keys_as_data:
             return cls(name, aval.shape, aval.dtype, Place(mesh, spec))

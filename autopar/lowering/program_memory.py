@@ -52,7 +52,7 @@ class MeshMemory:
         """Return the memory of each mesh at its peak.
 
         Inputs of the step are arguments, and everything else is temporary. For a step that is one
-        program, the memory is that of the program.
+        program, this is the memory of that program.
         """
         if self.planned.partition.is_whole_step:
             return (self._whole_step(),)

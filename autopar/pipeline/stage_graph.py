@@ -286,7 +286,7 @@ def _outputs(partition: Partition, stage: int, positions: Mapping[Var, int]) -> 
     number_of = {var: i for i, var in enumerate(partition.step.jaxpr.invars)}
 
     def stage_of(atom: graph.Atom) -> int:
-        """Return the stage of an output: that of its producer, or the home of an input.
+        """Return the stage of an output: the stage of its producer, or the home of an input.
 
         A constant belongs to the first stage.
         """
@@ -340,7 +340,7 @@ class _DividedSteps:
     _steps: dict[int, StepGraph] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, count: int) -> StepGraph:
-        """Return the stage's step for `count` microbatches in place of those of the partition.
+        """Return the stage's step with another number of microbatches, `count`.
 
         Raises:
             MicrobatchError: the tasks would exchange other values, or values that cannot be put

@@ -22,7 +22,7 @@ _NEGLIGIBLE = 0.005
 """Share of the bytes of all candidates that the smallest ones may have which are always kept."""
 
 _LEAST_SECONDS = 1e-8
-"""Seconds of a value whose copy adds no time, so that of equal choices the smaller one is taken."""
+"""Seconds of a value whose copy adds no time, so that ties go to the choice with fewer copies."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +225,7 @@ def _fetched(found: Passes, nodes: Mapping[Var, int]) -> dict[int, list[Var]]:
 
 
 def _recipes(found: Passes, nodes: Mapping[Var, int]) -> dict[int, Recipe]:
-    """Return the recipe of each unit that can be repeated; that of a product has its epilogues."""
+    """Return the recipe of each unit that can be repeated; a product's recipe has its epilogues."""
     recipes: dict[int, Recipe] = {}
     added: dict[int, list[int]] = {}
     for u, unit in enumerate(found.units):

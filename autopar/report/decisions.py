@@ -31,15 +31,15 @@ def decisions(
     Args:
         planned: an executable, or a `PlannedStep`.
         stage: number of the stage of a pipeline.
-        costs: the cost model that the plan was made with; by default that of the shipped cluster
-            with the name in the plan.
+        costs: the cost model that the plan was made with; by default the cost model of the shipped
+            cluster with the name in the plan.
         options: the limits that the plan was made with; by default those in the plan.
         runners_up: maximum number of other candidates per decision; None for all.
 
     Returns:
         A row for each input and equation, with the fields of `Reason` as columns: specs as text,
-        `runners_up` as tuples of `RunnerUp`. Seconds add up to the plan's predicted time; those of
-        equations that follow a decision are NaN.
+        `runners_up` as tuples of `RunnerUp`. Seconds add up to the plan's predicted time;
+        equations that follow a decision have NaN.
 
     Raises:
         PlanError: the plan is for another step, or was made with other options.
@@ -80,8 +80,8 @@ def costs_on(cluster: AnyCluster, plan: Plan) -> CostModel:
     """Return the cost model of a plan that has a single stage.
 
     Args:
-        cluster: the cluster that the plan was made for. If it has pools, the costs are those of the
-            pool of the stage; if it is smaller than the plan's mesh, it is extended by whole hosts.
+        cluster: the cluster that the plan was made for. If it has pools, the pool of the stage
+            counts. If it is smaller than the plan's mesh, it is extended by whole hosts.
         plan: the plan.
     """
     (stage,) = plan.stages

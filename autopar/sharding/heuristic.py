@@ -44,7 +44,7 @@ def input_placed(
 def largest_dims(shape: Sequence[int], mesh: LogicalMesh) -> Spec:
     """Return the spec in which each mesh axis in turn shards the largest dim that it divides.
 
-    The size of a dim is that of its shard. Of equal dims the first counts as the largest.
+    A dim counts with the size of its shard so far. Of equal dims the first counts as the largest.
     """
     local, spec = list(shape), list(replicated(len(shape)))
     for axis in mesh.axis_names:

@@ -148,9 +148,9 @@ class _IntegerProgram:
 
 
 def _distinct(*matrices: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the class of each row, that of each column, and the matrices over pairs of classes.
+    """Return the classes of the rows and of the columns, and the matrices over pairs of classes.
 
-    Rows are of one class if they are equal in all matrices; columns likewise.
+    Rows that are equal in all matrices form a class; so do columns.
     """
     _, rows, class_of_row = np.unique(
         np.hstack(matrices), axis=0, return_index=True, return_inverse=True

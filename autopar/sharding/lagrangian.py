@@ -194,7 +194,7 @@ class PricedProblem:
     def _repeated_seconds(self) -> SelectionProblem:
         """Seconds of the choice that every microbatch takes, however small.
 
-        They are those of the kernels that read no examples, as accumulation does, and of resharding
+        They count the kernels that read no examples, such as accumulation, and the resharding of
         values without a batch dim, such as weights.
         """
         batch_dims = analyze(self.step).batch_dims

@@ -44,7 +44,7 @@ def input_specs(
     Args:
         role: role of the input.
         path: path of the input.
-        shape: its shape; of a batch input that of one microbatch.
+        shape: its shape; for a batch input the shape in one microbatch.
         mesh: the logical mesh.
         options: what a sharding may do.
         num_micro_batches: number of microbatches.
@@ -173,7 +173,7 @@ def _shapes(step: StepGraph) -> dict[str, tuple[int, ...]]:
 
 
 def _matching(pattern: str, names: Collection[str]) -> list[str]:
-    """Return the names that a pattern matches; that of an array matches all of its pieces."""
+    """Return the names that a pattern matches; the name of an array matches all of its pieces."""
     if pattern in names:
         return [pattern]
     return [name for name in names if fnmatchcase(path_of_array(name), pattern)]

@@ -54,7 +54,7 @@ _SWEEPS = 3
 """Forward and backward sweeps between reductions."""
 
 _SWEEPING = 0.6
-"""Share of sweeps in the progress of a solve; the rest is that of HiGHS."""
+"""Share of sweeps in the progress of a solve; HiGHS has the rest."""
 
 
 type Allowed = Callable[[Sequence[int]], bool]
@@ -359,10 +359,10 @@ class _SelectionSearch:
         self.bound = max(self.bound, min(self.best, bound))
 
     def part(self, problem: SelectionProblem, core: list[int]) -> "_SelectionSearch":
-        """Return a search for a better choice of the decisions `core`, which are left.
+        """Return a search for a better choice of the decisions `core`; all others are fixed.
 
         Args:
-            problem: costs of these decisions, with that of all others.
+            problem: costs of these decisions, with the cost of all others added.
             core: their numbers in `work`.
         """
         return _SelectionSearch(

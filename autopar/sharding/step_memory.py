@@ -51,8 +51,8 @@ class StepMemory:
     def reserved_bytes(self, choice: Sequence[int]) -> float:
         """Return the bytes that the compiler reserves on one device under a choice.
 
-        They are those of inputs and outputs, and those of the heap into which it packs all other
-        values; the heap may have gaps. At least this much memory is live at the peak.
+        These are the bytes of inputs and outputs, and of the heap into which it packs all other
+        values; the heap may have gaps. They are no less than the live bytes at the peak.
         """
         return _reserved([*self._ranges(choice)], self.num_points)
 
@@ -67,7 +67,7 @@ class StepMemory:
         return chain(values, self._copies(choice))
 
     def _in_parts(self, choice: Sequence[int]) -> set[Atom]:
-        """Return the fused values of which each device computes only the part that it reads."""
+        """Return the fused values that each device computes only as far as it reads them."""
         return {
             var
             for var, uses in self._resharded.divisible.items()
@@ -112,7 +112,7 @@ class StepMemory:
     def _live_ranges(
         self, choice: Sequence[int], without: Collection[Var] = ()
     ) -> Iterator[LiveRange]:
-        """Yield all memory under a choice, except that of the values `without`."""
+        """Yield the live ranges of all values under a choice, except the values `without`."""
         roles = ValueRoles(self.step, self.decisions.roles)
         skipped = self._in_parts(choice).union(without)
         for life, start, end in with_delays(self.lifetimes, self._delayed, choice):
@@ -232,7 +232,7 @@ def _within(
 
 
 def _with_gaps(level: Mapping[Role, float], gaps: float) -> dict[Role, float]:
-    """Return the bytes by role, with those of gaps among temporaries."""
+    """Return the bytes by role; gaps of the heap count as temporaries."""
     if gaps <= 0:
         return dict(level)
     return {**level, "temporaries": level.get("temporaries", 0.0) + gaps}

@@ -1,4 +1,4 @@
-"""A model of how XLA:GPU fuses a step into kernels, and of which values it then stores.
+"""A model of XLA:GPU: how it fuses a step into kernels, and which values it then stores.
 
 This is the only interface to the model. `traffic` returns what each equation adds to the reads and
 writes of its kernel, `stored_values` the values that are written to device memory, `lifetimes`,

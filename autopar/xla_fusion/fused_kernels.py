@@ -63,11 +63,12 @@ class FusedKernels:
         scattered: results of scatters that are only added to another value.
         onto: values that scatters write onto.
         written: values that are written to memory.
-        wanted: values that are read from memory by what is no fused kernel.
+        wanted: values that something other than a fused kernel reads from memory.
         kernels: for each root, its kernel.
         inside: for each equation, the roots of the kernels that compute it.
         region: for each equation, the region that it runs in.
-        carried: final values of loop carries, each of which is updated in place by itself.
+        carried: final values of loop carries, which are updated in place; no kernel that writes
+            one is joined with a kernel that writes another.
     """
 
     def __init__(self, step: StepGraph, row_padding: float) -> None:

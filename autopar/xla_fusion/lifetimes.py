@@ -1,8 +1,8 @@
 """Liveness: which values of a step are written to device memory, and from when to when they live.
 
-A value that is not written stays in the registers of a fusion. The model is of XLA:GPU;
-`experiments.validation.fidelity` compares it with XLA's buffer assignment. It leaves out
-values that shardings make XLA compute twice.
+A value that is not written stays in the registers of a fusion. The model describes
+XLA:GPU; `experiments.validation.fidelity` compares it with XLA's buffer assignment. It leaves out
+values that XLA computes twice because of shardings.
 """
 
 from bisect import bisect_left

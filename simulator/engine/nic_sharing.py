@@ -57,7 +57,7 @@ class NicSharing:
     """The NICs of a cluster, and the messages on their way over them until `time`."""
 
     time: float = 0.0
-    # The messages of each mesh, of which the first has started.
+    # The messages of each mesh; the first one has started.
     _queues: defaultdict[int, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
     # The messages on each NIC.
     _carried: defaultdict[Hashable, list[Message]] = field(

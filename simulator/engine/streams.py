@@ -273,12 +273,12 @@ class RecordedStreams(MeshStreams[float]):
         pattern: list[Span],
         started: list[Transfer[float]],
     ) -> None:
-        """Add `count` iterations, in each of which the streams advance by `steps`.
+        """Add `count` iterations; in each one the streams advance by `steps`.
 
         Args:
-            count: how many.
+            count: number of iterations.
             steps: seconds by which an iteration advances each stream.
-            pattern: spans of one iteration; those of one category become one long span.
+            pattern: spans of one iteration; spans of one category become one long span.
             started: transfers that an iteration starts and doesn't wait for.
         """
         if not count:

@@ -90,8 +90,8 @@ def temporary_memory(text: str) -> TemporaryMemory:
 
     Returns:
         The bytes by the name of the instruction, in the order of the schedule. Instructions of
-        loops, calls and branches are among them, with the bytes that are live around them. Bytes of
-        an instruction that launches a computation are those of its peak.
+        loops, calls and branches are among them, with the bytes that are live around them. An
+        instruction that launches a computation has the bytes at the peak of the computation.
 
     Raises:
         HloError: the text is no module.
@@ -108,7 +108,7 @@ def op_temporaries(ops: OpList, memory: TemporaryMemory) -> list[Mapping[Role, f
         memory: its memory by instruction, as `temporary_memory` returns it.
 
     Returns:
-        The bytes of each op; for a loop, those of its fullest op.
+        The bytes of each op; for a loop, the bytes of its fullest op.
     """
     levels: list[Mapping[Role, float]] = []
     level: Mapping[Role, float] = {}

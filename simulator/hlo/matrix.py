@@ -31,7 +31,7 @@ def is_conv_call(target: str) -> bool:
 
 
 def gemm_call(computation: Computation, call: Instruction) -> Kernel:
-    """Return the kernel of a cuBLAS call; the third operand is that of `beta` or of a bias."""
+    """Return the kernel of a cuBLAS call; a third operand is scaled by `beta`, or is a bias."""
     lhs, rhs = (operand.array for operand in computation.operands(call, least=2)[:2])
     dims = [_json_numbers(call, key + "ensions") for key in (*_CONTRACTED, *_BATCHED)]
     gemm = _gemm_of(call, lhs, rhs, *dims)

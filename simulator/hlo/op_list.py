@@ -49,7 +49,7 @@ _FLOP_PER_BYTE = 50
 def parse_hlo(text: str, *, endless_once: bool = False) -> OpList:
     """Return the kernels, collectives and loops that a device launches for scheduled HLO, in order.
 
-    FLOP are those of matrix products, convolutions and fused attention; memory bounds all other
+    FLOP are counted for matrix products, convolutions and fused attention; memory bounds all other
     kernels. Bytes are what each kernel reads and writes in device memory. A conditional counts as
     its longest branch. `Kernel.unmodelled` names kernels without a cost model.
 

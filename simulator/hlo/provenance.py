@@ -10,7 +10,7 @@ from simulator.work import TrainingPhase
 def pass_of(name: str) -> Pass:
     """Return the pass of an operation with a name.
 
-    `jvp(...)` is forward, `transpose(jvp(...))` backward, other names are of the update.
+    `jvp(...)` is forward, `transpose(jvp(...))` backward; other names belong to the update.
     """
     return "backward" if "transpose(" in name else "forward" if "jvp(" in name else "other"
 
@@ -32,7 +32,7 @@ def name_of(instruction: Instruction) -> str | None:
 def instruction_pass(module: Module, instruction: Instruction) -> Pass | None:
     """Return the pass of an instruction, None if it has no name.
 
-    The pass of a loop is that of the instructions in it.
+    A loop has the pass of the instructions in it.
     """
     if instruction.opcode == "while":
         passes = {

@@ -1,6 +1,6 @@
 """Read HLO text into computations of instructions: names, shapes, operands and attributes.
 
-The text is that of `compiled.as_text()` of JAX 0.11 (grammar: openxla.org/xla, "HLO text", and
+The text is what `compiled.as_text()` returns in JAX 0.11 (grammar: openxla.org/xla, "HLO text", and
 xla/hlo/parser/hlo_parser.cc).
 """
 
@@ -161,7 +161,7 @@ class Module:
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _LINE = re.compile(r"(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\((.*)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*S\(5\)\})?")
-"""An array; XLA's memory space 5 is that of the host."""
+"""An array; XLA's memory space 5 is host memory."""
 
 _PARENTHESIS = re.compile(r"[()]")
 _NAME = re.compile(r"%([\w.\-]+)")

@@ -98,7 +98,7 @@ def _needs(
 
 
 def _update_in_place(fused: Computation, result: Instruction) -> Instruction | None:
-    """Return the update of which a result is the array, if that is a parameter of the fusion."""
+    """Return the update that makes a result, if the updated array is a parameter of the fusion."""
     update = _origin(fused, result)
     if update.opcode not in ("dynamic-update-slice", "scatter"):
         return None
@@ -107,7 +107,7 @@ def _update_in_place(fused: Computation, result: Instruction) -> Instruction | N
 
 
 def _origin(fused: Computation, instruction: Instruction) -> Instruction:
-    """Return the instruction of which another is an alias."""
+    """Return the instruction that another one is an alias for."""
     while instruction.opcode in _ALIASES:
         instruction = fused.operands(instruction, least=1)[0]
     return instruction
