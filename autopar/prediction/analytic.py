@@ -176,7 +176,7 @@ class _StageModel:
         """
         task_values = {
             *self._step.jaxpr.invars,
-            *self._step.jaxpr.outvars,
+            *variables(self._step.jaxpr.outvars),
             *self._step.cross_task_values,
         }
         for _, mark in self._step.microbatching.marks if self._step.microbatching else ():

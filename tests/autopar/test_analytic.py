@@ -13,6 +13,7 @@ from experiments.models import GPT
 from simulator import Cluster, load_program, prediction_of, save_program, simulate
 from simulator.engine.timeline import Timeline
 from simulator.hardware.description import ClusterError
+from tests.steps import mlp_args, mlp_step
 from tests.tiers import tiers
 
 MODEL = GPT(
@@ -204,3 +205,16 @@ def test_unknown_fidelities_manual_plans_and_small_clusters_are_refused():
     for name in ("shard", "1f1b"):
         with pytest.raises(ClusterError, match="it has 4"):
             autopar.simulate(step, args, plan(name), A100.first_devices(4), fidelity="analytic")
+
+
+def test_a_pipeline_that_returns_a_number_beside_its_state_is_predicted():
+    def numbered_step(state: Any, batch: Any) -> Any:
+        return *mlp_step(state, batch), 3.0
+
+    def seconds(fun: Any) -> float:
+        args = jax.eval_shape(mlp_args)
+        method = pipeline("1f1b")
+        planned = autopar.plan_step(fun, args, method=method, cluster=A100, mesh_shape=(2,))
+        return autopar.predict(fun, args, planned, A100, fidelity="analytic").seconds
+
+    assert seconds(numbered_step) == pytest.approx(seconds(mlp_step))
