@@ -93,7 +93,7 @@ class SizeAttempts:
         assert isinstance(plans[1], Plan)
         growth = plans[1].predicted_bytes - plans[0].predicted_bytes
         room = self._step(0).budget - plans[0].predicted_bytes
-        return min(last, int(room / growth)) if growth > 0 else last
+        return int(min(last, room / growth)) if growth > 0 else last
 
     def never_fits(self, index: int) -> NeverFitsError:
         """Return the error of a step that fits at no size.

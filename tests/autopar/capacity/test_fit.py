@@ -143,6 +143,19 @@ def test_layers_are_fitted_and_limits_hold():
     assert "nothing beyond it was allowed" in str(limited)
 
 
+def test_without_a_limit_on_memory_the_largest_allowed_size_fits():
+    found = autopar.fit(
+        of_batch,
+        CLUSTER,
+        largest="batch",
+        method=METHOD,
+        memory_budget=float("inf"),
+        confirm=False,
+        at_most=60,
+    )
+    assert (found.size, found.refused) == (60, None)
+
+
 def test_the_batch_is_a_multiple_of_devices_and_microbatches():
     method = autopar.DataParallel((2,), 3, memory_budget=WORKSPACE + 3e6)
     found = autopar.fit(
