@@ -317,7 +317,7 @@ class Plan(_Model):
     method: str
     options: ShardingOptions
     cluster: str
-    num_micro_batches: int = 1
+    num_micro_batches: PositiveInt = 1
     stages: tuple[Stage, ...]
     schedule: PipelineSchedule = WHOLE_STEP
     predicted_seconds: float

@@ -96,6 +96,13 @@ def test_the_error_of_a_damaged_plan_names_the_field(plan):
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize("number", [-1, 0])
+def test_a_plan_has_at_least_one_microbatch(plan, number):
+    data = json.loads(plan.to_json()) | {"num_micro_batches": number}
+    with pytest.raises(PlanError, match="num_micro_batches: Input should be greater than 0"):
+        Plan.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("spec", [["x", "x"], [["x", "x"], []], [["x"], ["x"]], [["x"]]])
 def test_a_spec_that_cannot_shard_its_array_is_refused(plan, spec):
     data = json.loads(plan.to_json())
