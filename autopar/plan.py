@@ -58,13 +58,13 @@ class _Array(_Model):
     Attributes:
         shape: its global shape.
         dtype: its dtype by name, e.g. "float32".
-        itemsize: bytes of an element.
+        itemsize: bytes of an element; 0 for float0, the dtype of gradients of integers.
         spec: for each dim the mesh axes that shard it.
     """
 
     shape: tuple[NonNegativeInt, ...]
     dtype: str
-    itemsize: PositiveInt
+    itemsize: NonNegativeInt
     spec: Spec
 
     def device_bytes(self, mesh: LogicalMesh) -> int:

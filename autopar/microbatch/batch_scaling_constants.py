@@ -214,8 +214,13 @@ def power_of_constant(small: Any, large: Any, count: int) -> int | OneOf["none"]
 
 
 def _numbers(value: Any) -> np.ndarray:
-    """Return a constant as an array of float64 or complex128; random keys as their data."""
+    """Return a constant as an array of float64 or complex128.
+
+    Random keys become their data, and gradients of integers (float0) zeros.
+    """
     array = constant(value)
+    if array.dtype == jax.dtypes.float0:
+        return np.zeros(array.shape)
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 

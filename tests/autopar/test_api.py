@@ -419,6 +419,29 @@ def test_a_state_may_carry_a_random_key_and_steps_may_print(capfd):
     assert capfd.readouterr().out.count("step") >= 2
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.Zero3Parallel((2,)),
+        autopar.ShardParallel((2,), num_micro_batches=2),
+        autopar.PipeshardParallel(2, num_micro_batches=2, layer_option=autopar.AutoLayerOption(2)),
+    ],
+)
+def test_gradients_of_integers_are_returned(method):
+    def step(params, batch):
+        def loss(params):
+            return jnp.mean((jnp.tanh(batch @ params["in"]) @ params["out"]) ** 2)
+
+        return autopar.grad(loss, allow_int=True)(params)
+
+    params = {"in": jnp.ones((8, 16)), "out": jnp.ones((16, 8)), "seen": jnp.arange(4)}
+    batch = np.ones((16, 8), np.float32)
+    gradients = autopar.parallelize(step, method=method, donate_argnums=())(params, batch)
+    expected = step(params, batch)
+    assert gradients.pop("seen").dtype == expected.pop("seen").dtype == jax.dtypes.float0
+    assert_allclose(gradients, expected, rtol=1e-6)
+
+
 def test_equations_that_every_device_computes_whole_are_warnings():
     def step(key, batch):
         return jax.lax.rng_bit_generator(key, (8,))[1] + batch
