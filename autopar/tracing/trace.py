@@ -330,7 +330,7 @@ class _StepTracer:
         paths: dict[int, str] = {}
         for i in sorted(self.traces.batch):
             paths.setdefault(self.traces.avals[i].shape[0], path_name(self.traces.in_keys[i]))
-        if len(paths) == 1:
+        if len(paths) < 2:
             return ""
         sizes = ", ".join(f"{path} has {rows} rows" for rows, path in paths.items())
         return (

@@ -930,6 +930,11 @@ def test_a_pipeline_of_a_step_without_gradient_is_refused():
         trace(mean_loss, (PARAMS, BATCH), (1,), num_micro_batches=2, marked=True)
 
 
+def test_a_batch_without_arrays_is_said_to_have_no_gradient_and_nothing_else():
+    with pytest.raises(autopar.MicrobatchError, match=r"for an evaluation$"):
+        trace(lambda scale, count: scale * count, (1.0, 2), (1,), marked=True)
+
+
 def test_a_batch_that_cannot_be_cut_is_refused():
     with pytest.raises(autopar.MicrobatchError, match=r"1/mask has shape \(8,\).* 3 microbatches"):
         trace(step_of(mean_loss), (PARAMS, BATCH), (1,), num_micro_batches=3)
