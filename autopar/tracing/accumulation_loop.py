@@ -278,7 +278,9 @@ class AccumulationLoop:
         made = {var for n in self.prepared for var in self.eqns[n].outvars}.union(self.slices)
         for n in self.inside:
             eqn = self.eqns[n]
-            if eqn.primitive not in (reshape_p, squeeze_p) or eqn.invars[0] not in made:
+            if eqn.primitive not in (reshape_p, squeeze_p) or made.isdisjoint(
+                variables(eqn.invars)
+            ):
                 continue
             if aval_of(eqn.invars[0]).shape[:1] == (1,):
                 self.prepared.add(n)
