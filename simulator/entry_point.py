@@ -15,6 +15,8 @@ def main() -> None:
         if error.name is None or error.name.startswith(("autopar", "simulator")):
             raise
         sys.exit(_missing(error.name.partition(".")[0]))
+    except KeyboardInterrupt:
+        sys.exit(130)
     application()
 
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import simulator
+from simulator import entry_point
 from simulator.report.figure_style import pyplot
 from simulator.transformer import predict
 from simulator.transformer.scenario_files import Scenario, load_machine
@@ -167,6 +168,16 @@ def test_the_command_without_jax_says_in_a_line_what_to_install(tmp_path):
     assert re.fullmatch(
         r"autopar: jax is not installed; run `pip install autopar`.*\n", done.stderr
     )
+
+
+def test_an_interrupt_while_the_command_is_imported_ends_it_without_a_traceback(monkeypatch):
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry_point, "import_module", interrupted)
+    with pytest.raises(SystemExit) as end:
+        entry_point.main()
+    assert end.value.code == 130
 
 
 # The wheel

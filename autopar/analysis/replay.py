@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, replicated
 from autopar.lowering.planned import Planned
+from autopar.lowering.stage_values import check_stage
 from autopar.microbatch.gradients import accumulate_p
 from autopar.primitives.factors import Assignment, OpFactors, assignment_of
 from autopar.sharding.dataflow import analyze
@@ -97,6 +98,7 @@ def replay(planned: Planned) -> Replay:
     step, plan = planned.step, planned.plan
     plan.check(step.fingerprint)
     (stage,) = plan.stages
+    check_stage(step, stage)
     pins = {(c.eqn, c.side, c.index): c.spec for c in stage.constraints}
     values = {var: value.spec for var, value in zip(step.jaxpr.invars, stage.inputs, strict=True)}
     values.update((var, replicated(len(aval_of(var).shape))) for var in step.jaxpr.constvars)

@@ -6,6 +6,7 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import aval_of
 from autopar.ir.host_memory import is_on_host
 from autopar.ir.spec import Spec, local_shape, replicated
+from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.batch_rows import rows_dim
 from autopar.pipeline.partition import Total
 from autopar.pipeline.stage_graph import StageGraph
@@ -36,7 +37,7 @@ class StageValues:
         Raises:
             PlanError: the plan is for a stage with other values.
         """
-        _check(stage_graph, stage)
+        check_stage(stage_graph.step, stage, stage_graph.stage)
         self.mesh = stage.mesh
         self.deferred = stage.deferred
         self.ways = self.mesh.ways(stage.deferred)
@@ -101,18 +102,23 @@ def _without(spec: Spec, axes: tuple[str, ...]) -> Spec:
     return tuple(tuple(axis for axis in of_dim if axis not in axes) for of_dim in spec)
 
 
-def _check(graph: StageGraph, stage: Stage) -> None:
+def check_stage(step: StepGraph, stage: Stage, number: int = 0) -> None:
     """Check that a plan has the inputs and outputs of a stage, and constrains values of it.
+
+    Args:
+        step: the stage as a step.
+        stage: the stage of the plan.
+        number: its number, for the error.
 
     Raises:
         PlanError: it does not.
     """
-    jaxpr = graph.step.jaxpr
+    jaxpr = step.jaxpr
     sides = (("inputs", jaxpr.invars, stage.inputs), ("outputs", jaxpr.outvars, stage.outputs))
     for side, atoms, values in sides:
         if len(atoms) != len(values):
             raise PlanError(
-                f"stage {graph.stage} of the plan has {len(values)} {side}, expected the"
+                f"stage {number} of the plan has {len(values)} {side}, expected the"
                 f" {len(atoms)} of the step; plan the step again"
             )
     eqns = jaxpr.eqns
@@ -126,5 +132,5 @@ def _check(graph: StageGraph, stage: Stage) -> None:
             raise PlanError(
                 f"constraint {constraint.name!r} is of value {constraint.index} on the"
                 f" {constraint.side!r} side of equation {constraint.eqn}, which stage"
-                f" {graph.stage} does not have ({len(eqns)} equations); plan the step again"
+                f" {number} does not have ({len(eqns)} equations); plan the step again"
             )

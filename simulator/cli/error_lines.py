@@ -74,6 +74,11 @@ class OneLineErrors(TyperGroup):
             sys.exit(getattr(error, "exit_code", BAD_INPUT))
         except typer.Abort:
             sys.exit(130)
+        except OSError as error:
+            if is_debug:
+                traceback.print_exception(error)
+            _print_error(f"{self.name}: {one_line(error)}")
+            sys.exit(BAD_INPUT)
         except Exception as error:
             traceback.print_exception(error)
             _print_error(

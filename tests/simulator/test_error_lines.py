@@ -1,5 +1,7 @@
 """Errors of a command line are one line with an exit code; warnings follow the output."""
 
+import errno
+import os
 import warnings
 
 import pytest
@@ -30,6 +32,12 @@ def refuse(count: int = 0) -> None:
 def fail() -> None:
     """Raise an error that no input should cause."""
     raise KeyError("a defect")
+
+
+@app.command()
+def fill() -> None:
+    """Write to a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @app.command()
@@ -99,6 +107,10 @@ def test_a_defect_is_reported_with_its_traceback_and_exit_code_3() -> None:
     lines = run("fail", code=3).stderr.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-1].startswith("'a defect'. This is a defect of autopar")
+
+
+def test_an_error_of_the_operating_system_is_one_line() -> None:
+    assert run("fill", code=2).stderr == "toy: [Errno 28] No space left on device\n"
 
 
 def test_exit_codes_of_answers_interrupts_and_help() -> None:

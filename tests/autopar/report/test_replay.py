@@ -72,3 +72,12 @@ def test_an_axis_scattered_onto_a_dim_leaves_a_free_operand_its_own():
     factors = OpFactors((16, 8), ("parallel", "sum"), ((rows, inner), (inner,)), ((rows,),), True)
     found = assignment_of(factors, [None, (("x",),)], [(("y", "x"),)])
     assert found == (("y",), ("x",))
+
+
+def test_a_plan_with_an_input_fewer_is_refused():
+    each = planned("mlp")
+    (stage,) = each.plan.stages
+    stage = stage.model_copy(update={"inputs": stage.inputs[1:]})
+    plan = each.plan.model_copy(update={"stages": (stage,)})
+    with pytest.raises(PlanError, match=r"has \d+ inputs, expected the \d+ of the step"):
+        replay(PlannedStep(each.step, plan))
