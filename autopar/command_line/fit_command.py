@@ -78,6 +78,11 @@ def fit(
     The answer has a plan that fits; the next size does not, and what would make it fit is printed.
     The exit code is 1 if no size fits.
     """
+    if fewest is not None and hosts is not None:
+        raise typer.BadParameter(
+            f"--hosts {hosts} is given, but --fewest searches the number of hosts; leave it out, or"
+            " limit the search by --at-least and --at-most"
+        )
     with usage_errors():
         if output is not None:
             check_writable(output)

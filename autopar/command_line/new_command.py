@@ -1,5 +1,6 @@
 """The subcommand `new`, which writes a step to start from."""
 
+from importlib.util import find_spec
 from os.path import exists
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,11 @@ def new(
     """Write a training step that plans as it is, as a template for your own."""
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise typer.BadParameter(f"{path}: expected the name of a Python module, e.g. my_step.py")
+    if find_spec(path.stem) is not None and not exists(path):
+        raise typer.BadParameter(
+            f"{path} would hide the installed module {path.stem}; choose another name, e.g."
+            " my_step.py"
+        )
     if exists(path) and not force:
         raise typer.BadParameter(f"{path} exists; choose another name, or replace it with --force")
     with usage_errors():

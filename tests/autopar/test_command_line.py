@@ -639,6 +639,11 @@ PLAN = ("plan", "--cluster", "dgx_h100")
         (("calibrate", "mine.yaml", "--budget", "0"), "Invalid value for '--budget'"),
         (("new", "plan.json"), "expected the name of a Python module"),
         (("new", "broken.py"), "broken.py exists"),
+        (("new", "jax.py"), "jax.py would hide the installed module jax"),
+        (
+            ("fit", STEP, "--cluster", "h200", "--fewest", "gpus", "--hosts", "3"),
+            "--hosts 3 is given, but --fewest searches the number of hosts",
+        ),
         (("plan", STEP, "--cluster", "dgx_h1000"), "unknown cluster 'dgx_h1000'; expected one of"),
         (("plan", STEP, "--cluster", "nowhere.yaml"), "nowhere.yaml: can't be read"),
         (("plan", STEP), "Missing option '--cluster'"),
