@@ -82,6 +82,10 @@ class StatisticRules:
     never_completed: Set[Var] = frozenset()
 
 
+_LARGEST_POWER = 2
+"""Largest power to which the carry of a loop is raised, so that no loop raises it forever."""
+
+
 class BatchScalings:
     """The batch scalings of all values of a step.
 
@@ -172,7 +176,7 @@ class BatchScalings:
                 starts.append(number)
             results = self._results_of(number, eqn, wholes[number])
             self.kinds.update(zip(eqn.outvars, results, strict=True))
-            if eqn.primitive is control_flow.loop_result_p and self._changes_carry(eqn):
+            if eqn.primitive is control_flow.loop_result_p and self._changes_carry(number, eqn):
                 changed.add(control_flow.token_of(eqn))
             number += 1
             if eqn.primitive is control_flow.end_p:
@@ -182,17 +186,42 @@ class BatchScalings:
                     self._forget(var for each in eqns[start:number] for var in each.outvars)
                     number = start
 
-    def _changes_carry(self, eqn: JaxprEqn) -> bool:
+    def _changes_carry(self, number: int, eqn: JaxprEqn) -> bool:
         """Return whether a loop changes the scaling of its carry, and note the new one."""
         carry = eqn.invars[0]
         assert isinstance(carry, Var)
         if control_flow.token_of(eqn) in self._over_rows:
             return False
         result = self.kinds[eqn.outvars[0]]
+        if isinstance(result, NotSeparable) and self._is_repairable(number):
+            result = self._raised(eqn) or result
         if result == self.kinds[carry] or isinstance(self.kinds[carry], NotSeparable):
             return False
         self.carries[carry] = result
         return True
+
+    def _raised(self, eqn: JaxprEqn) -> BatchScaling | None:
+        """Return the scaling of the next value of a carry if it is of a larger power; None if not.
+
+        An iteration that clips a cotangent of a mean computes its value in the whole batch. Then
+        the carry starts with the value in the whole batch, too.
+
+        Args:
+            eqn: the `loop_result` of the carry.
+        """
+        kinds = [self.kinds[atom] for atom in eqn.invars[:2] if isinstance(atom, Var)]
+        carry, following = kinds if len(kinds) == 2 else (None, None)
+        if not (isinstance(carry, BatchScaling) and isinstance(following, BatchScaling)):
+            return None
+        if carry.power is None or following.power is None or is_exact(eqn.outvars[0]):
+            return None
+        raised = replace(carry, power=following.power)
+        alike = raised == following or (carry.form == "same" and carry.per == following.per)
+        return following if alike and carry.power < following.power <= _LARGEST_POWER else None
+
+    def _is_repairable(self, number: int) -> bool:
+        """Return whether the operands of an equation may be replaced."""
+        return number in self._rules.repaired and number not in self._unrepaired
 
     def _forget(self, made: Iterable[Var]) -> None:
         """Forget what was noted of values."""
@@ -207,7 +236,7 @@ class BatchScalings:
         """Return the scalings of the results of an equation, or why they are not separable."""
         try:
             if eqn.primitive in control_flow.MARKERS:
-                return self._of_marker(eqn, whole)
+                return self._of_marker(number, eqn, whole)
             check_parameters(eqn, whole)
             return self._of_equation(number, eqn, whole)
         except ConstantDiffers as unfit:
@@ -227,8 +256,7 @@ class BatchScalings:
                 self._own_tests.update(eqn.outvars)
                 return [BatchScaling("same")]
         try:
-            repairable = number in self._rules.repaired and number not in self._unrepaired
-            repaired = self._repaired(eqn, whole) if repairable else None
+            repaired = self._repaired(eqn, whole) if self._is_repairable(number) else None
             results = repaired or self._results(eqn, whole)
         except NotSeparable:
             if number not in self._rules.own:
@@ -282,7 +310,9 @@ class BatchScalings:
         self.own.update(dict.fromkeys(eqn.outvars, eqn))
         return results
 
-    def _of_marker(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling | NotSeparable]:
+    def _of_marker(
+        self, number: int, eqn: JaxprEqn, whole: JaxprEqn
+    ) -> list[BatchScaling | NotSeparable]:
         """Return the scalings of the results of a marker of a loop or branch.
 
         What a loop computes is not separable if its token is not: if it runs for another number of
@@ -304,10 +334,7 @@ class BatchScalings:
                 row_loops.check_carry(eqn, self._loops)
                 return [self._operand(eqn.invars[0], whole.invars[0])]
             case control_flow.loop_carry_p:
-                return [
-                    self.carries.get(eqn.outvars[0])
-                    or self._operand(eqn.invars[0], whole.invars[0])
-                ]
+                return [self._of_carry(number, eqn, whole)]
             case control_flow.loop_result_p if control_flow.token_of(eqn) in self._over_rows:
                 return [self._summed(eqn, whole)]
             case control_flow.loop_result_p:
@@ -338,6 +365,22 @@ class BatchScalings:
             case control_flow.loop_test_p:
                 self._check_condition(eqn, whole)
         return []
+
+    def _of_carry(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling | NotSeparable:
+        """Return the scaling of the carry of a loop that is not over examples.
+
+        Its initial value is divided if what the iterations compute is of a larger power.
+        """
+        start = self._operand(eqn.invars[0], whole.invars[0])
+        carry = self.carries.get(eqn.outvars[0], start)
+        if isinstance(carry, NotSeparable) or carry.power == start.power:
+            return carry
+        if carry.power is None or start.power is None:
+            return carry
+        if not self._is_repairable(number):
+            return start
+        self.repairs[eqn.outvars[0]] = Repair((), {0: carry.power - start.power})
+        return carry
 
     def _check_condition(self, eqn: JaxprEqn, whole: JaxprEqn) -> None:
         """Mark a while loop as not separable if microbatches run it for different times.
@@ -580,19 +623,21 @@ class BatchScalings:
     def _scaled(self, eqn: JaxprEqn, kinds: list[BatchScaling]) -> dict[int, int]:
         """Return the powers of `count` by which to divide operands; update `kinds`.
 
-        The summands of a sum get the same power. The operands of a nonlinear equation get the
-        values that they have in the whole batch.
+        The summands of a sum get the same power, and so do values that are compared. The operands
+        of a nonlinear equation get the values that they have in the whole batch.
         """
-        if algebra_of(eqn) is None:
+        algebra, data = algebra_of(eqn), data_operands(eqn)
+        if algebra is None:
             grown = {k: -kind.power for k, kind in enumerate(kinds) if kind.power}
             if any(is_exact(eqn.invars[k]) for k in grown):
                 return {}
             for k in grown:
                 kinds[k] = replace(kinds[k], power=0)
             return grown
-        if not adds(eqn) or is_exact(eqn.outvars[0]):
+        is_alike = adds(eqn) or algebra in ("homogeneous", "invariant")
+        if not is_alike or any(is_exact(eqn.invars[k]) for k in data):
             return {}
-        known = {k: power for k in data_operands(eqn) if (power := kinds[k].power) is not None}
+        known = {k: power for k in data if (power := kinds[k].power) is not None}
         largest = max(known.values(), default=0)
         found = {k: largest - power for k, power in known.items() if power < largest}
         for k in found:

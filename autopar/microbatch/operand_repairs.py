@@ -11,7 +11,9 @@ from functools import partial
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from autopar.ir.control_flow import OPENING, loop_carry_p, token_of
 from autopar.ir.evaluate import Numbered
+from autopar.ir.graph import Atom
 from autopar.ir.step_graph import Combine
 from autopar.microbatch.batch_scaling import BatchScalings, Repair
 from autopar.microbatch.deferred_division import equations
@@ -62,22 +64,34 @@ def with_repairs(
             if power := kind.divisor_power:
                 divisors[var] = found.count**power
     repair_at = {numbers[number]: repair for number, repair in repairs.items()}
+    openings: dict[Var, int] = {}
+    before: dict[int, list[int]] = {}
+    for number, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive in OPENING:
+            openings[token_of(eqn)] = number
+        if number in repair_at:
+            # What a loop starts with is computed before it.
+            place = openings[token_of(eqn)] if eqn.primitive is loop_carry_p else number
+            before.setdefault(place, []).append(number)
+    operands: dict[int, list[Atom]] = {}
     eqns: list[JaxprEqn] = []
     later: list[int] = []
     for number, eqn in enumerate(jaxpr.eqns):
-        if number in repair_at:
-            operands = list(eqn.invars)
-            for k in repair_at[number].totals:
-                var = operands[k]
+        for repaired in before.get(number, ()):
+            reader = jaxpr.eqns[repaired]
+            operands[repaired] = list(reader.invars)
+            for k in repair_at[repaired].totals:
+                var = reader.invars[k]
                 assert isinstance(var, Var)
-                operands[k] = totals[var]
-            for k, power in repair_at[number].scaled.items():
-                scaled = Var(operands[k].aval)
-                eqns += equations(
-                    partial(_divided, found.count**power), [operands[k]], scaled, eqn.source_info
-                )
-                operands[k] = scaled
-            eqn = eqn.replace(invars=operands)
+                operands[repaired][k] = totals[var]
+            for k, power in repair_at[repaired].scaled.items():
+                operand = operands[repaired][k]
+                scaled = Var(operand.aval)
+                by = partial(_divided, found.count**power)
+                eqns += equations(by, [operand], scaled, reader.source_info)
+                operands[repaired][k] = scaled
+        if number in operands:
+            eqn = eqn.replace(invars=operands[number])
         later.append(len(eqns))
         eqns.append(eqn)
         for var in eqn.outvars:

@@ -286,6 +286,15 @@ def limited(x):
 limited.defvjp(lambda x: (x, None), lambda _, gradient: (jnp.tanh(20 * gradient),))
 
 
+@jax.custom_vjp
+def clipped(x):
+    """Return `x`. Its gradient is the gradient of the result between two bounds."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, gradient: (jnp.clip(gradient, -0.02, 0.02),))
+
+
 def preferences(scores, size):
     """Return the loss of preferring the first of `size` neighbouring examples to the second."""
     groups = scores.reshape(-1, size)
@@ -1025,6 +1034,28 @@ def test_loops_over_layers_and_time_keep_what_they_carry():
     w = jax.random.normal(jax.random.key(2), (4, 4))
     planned = autopar.parallelize(step, method=autopar.DataParallel(devices=2, num_micro_batches=2))
     autopar.testing.assert_allclose(planned(w, x), jax.jit(step)(w, x), rtol=1e-5, atol=1e-6)
+
+
+def recurrent_loss(params, batch):
+    """Clip the gradient of the state of a recurrent network at each step."""
+
+    def cell(state, scale):
+        state = jnp.tanh(clipped(state) @ params["w"][:3] + scale * outputs(params, batch))
+        return state, None
+
+    state, _ = jax.lax.scan(cell, jnp.zeros((len(batch["x"]), 3)), jnp.arange(1.0, 4.0))
+    return ((state - 1) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda p, b: ((clipped(outputs(p, b)) - 1) ** 2).mean(), recurrent_loss]
+)
+def test_gradients_of_examples_are_clipped_at_their_value_in_the_whole_batch(loss):
+    """They are divided by the size of the batch, also those that a loop starts with."""
+    step = step_of(loss)
+    planned = autopar.parallelize(step, method=autopar.DataParallel(2, 4))
+    assert planned.get_executable(PARAMS, BATCH).plan.num_passes == 1
+    assert_allclose(planned(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-5, atol=1e-6)
 
 
 def test_a_branch_on_the_batch_is_taken_alike_in_all_microbatches():
