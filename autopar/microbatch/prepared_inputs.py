@@ -9,6 +9,7 @@ it is, so the results stay those of the whole batch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from fractions import Fraction
 from functools import partial
 
 import jax
@@ -158,19 +159,24 @@ class PreparableValues:
     def inseparable(self) -> list[Var]:
         """Return the values that are not separable, where what can't be prepared reads them."""
         bad = {var for var in self._candidates if isinstance(self.kinds[var], NotSeparable)}
-        chosen: dict[Var, None] = {}
 
-        def choose(var: Var) -> bool:
+        def choice(var: Var) -> list[Var] | None:
             if self.fits(var):
-                chosen[var] = None
-                return True
-            reads = [other for other in self.unit_of[var].reads if other in bad]
-            return bool(reads) and all([choose(other) for other in reads])
+                return [var]
+            sources = [choice(other) for other in self.unit_of[var].reads if other in bad]
+            chosen = [source for source in sources if source is not None]
+            if chosen and len(chosen) == len(sources):
+                return [other for source in chosen for other in source]
+            return [var] if self._has_several_rows(var) else None
 
+        values: dict[Var, None] = {}
         for var in self._read_by_model(lambda var: isinstance(self.kinds[var], NotSeparable)):
-            if var in bad and not choose(var):
-                return []
-        return list(chosen)
+            if var in bad:
+                chosen = choice(var)
+                if chosen is None:
+                    return []
+                values.update(dict.fromkeys(chosen))
+        return list(values)
 
     def statistics(self) -> list[Var]:
         """Return the sums, means and functions of them that the model or its loss reads."""
@@ -265,6 +271,32 @@ class PreparableValues:
         return len({shape[1:] for shape in shapes}) == 1 and all(
             shape and rows == {shape[0]} for shape, rows in zip(shapes, batches, strict=True)
         )
+
+    def _has_several_rows(self, var: Var) -> bool:
+        """Return whether a value has neighbouring rows of each example in its first dim, no keys.
+
+        Where this is not known, the step may be refused with the value as an input.
+        """
+        shapes = self._shapes(var)
+        if is_key(aval_of(var).dtype) or len({shape[1:] for shape in shapes}) != 1:
+            return False
+        pending, seen = [var], {var}
+        while pending:
+            for other in self.unit_of[pending.pop()].reads:
+                kind = self.kinds[other]
+                if other in seen or aval_of(other).shape[:1] != aval_of(var).shape[:1]:
+                    continue
+                seen.add(other)
+                if isinstance(kind, NotSeparable):
+                    pending += [other] if other in self.unit_of else []
+                elif kind.blocks not in (1, None):
+                    return False
+        counts = {
+            Fraction(shape[0], aval_of(trace.invars[i]).shape[0])
+            for trace, shape in zip(self.traces, shapes, strict=True)
+            for i in self.examples
+        }
+        return len(counts) == 1 and counts.pop().denominator == 1
 
     def _shapes(self, var: Var) -> list[tuple[int, ...]]:
         """Return the shape of a value in each trace; empty if it is in none of them."""

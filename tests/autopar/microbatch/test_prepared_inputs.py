@@ -167,6 +167,22 @@ def test_each_of_them_equals_one_device_in_a_pipeline(loss):
     run(step_of(loss), PIPELINE)
 
 
+def test_several_rows_of_each_example_are_looked_up_before_the_first_microbatch():
+    def step(params, batch, _):
+        def loss(params):
+            logits = logits_of(params, batch["x"][batch["next"].reshape(-1)])
+            return losses(logits, jnp.repeat(batch["label"], 3)).mean()
+
+        return jax.value_and_grad(loss)(params)
+
+    batch = BATCH | {"next": RNG.integers(0, ROWS, (ROWS, 3)).astype(np.int32)}
+    planned = autopar.parallelize(step, method=METHODS["shards"], batch_argnums=(1,))
+    plan = planned.get_executable(PARAMS, batch, KEY).plan
+    assert plan.num_passes == 1
+    expected = jax.jit(step)(PARAMS, batch, KEY)
+    assert_allclose(planned(PARAMS, batch, KEY), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_value_has_rows_if_its_shape_grows_with_the_batch():
     """In a microbatch of one example, a value of the whole batch may look like a row."""
 
