@@ -345,8 +345,11 @@ class _Unsorting:
         """Note that a result counts the rows of each group: of each key, or at each index."""
         keys = _keys_of(table)
         group = keys if indices is None or table.is_column(table.domain) else indices
-        shape = ShapedArray((prod(table.rows),), aval_of(group).dtype)
-        column = self._compute(eqn, lambda x: x.reshape(-1), self._read(group), shape)
+        column = self._read(group)
+        if len(aval_of(column).shape) != 1:
+            shape = ShapedArray((prod(table.rows),), aval_of(column).dtype)
+            column = self._compute(eqn, lambda x: x.reshape(-1), column, shape)
+        assert isinstance(column, Var)
         self.sizes[eqn.outvars[0]] = _GroupSizes(keys, column)
 
     def _add_plain(self, eqn: JaxprEqn) -> None:

@@ -71,6 +71,26 @@ def test_a_mixture_of_experts_equals_one_device(method):
     assert not any("computed whole" in warning for warning in warnings)
 
 
+def test_tokens_of_a_single_expert_each_equal_one_device():
+    """The groups of the rows are the keys of the sort, as they are."""
+
+    def expert(params, tokens):
+        scores = jax.nn.softmax(tokens @ params["router"])
+        chosen = scores.argmax(-1)
+        order = jnp.argsort(chosen)
+        sizes = jnp.bincount(chosen, length=NUM_EXPERTS).astype(jnp.int32)
+        rows = lax.ragged_dot(tokens[order], params["in"], sizes)
+        return rows[jnp.argsort(order)].sum(-1) * scores.max(-1)
+
+    def step(params, batch):
+        value, grads = jax.value_and_grad(lambda p: (expert(p, batch) ** 2).mean())(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    args = arguments()
+    planned = autopar.parallelize(step, method=autopar.ShardParallel((2, 4), num_micro_batches=2))
+    assert_allclose(planned(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5)
+
+
 def test_experts_that_are_larger_than_the_tokens_stay_where_they_are():
     """To gather experts of 4096 by 8192 takes longer than to gather 256 tokens."""
     shapes = {"router": (4096, 8), "in": (8, 4096, 8192), "out": (8, 8192, 4096)}
