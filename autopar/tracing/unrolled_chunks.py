@@ -275,7 +275,7 @@ def _sums(jaxpr: Jaxpr, of_model: set[Var], gradients: set[Var]) -> list[_Result
         terms = terms_of(var) if var not in inner else []
         for chosen in (gradients, of_model):
             own = tuple(term for term in variables(terms) if term in chosen)
-            if len(own) > 1:
+            if len(set(own)) > 1:
                 others = tuple(t for t in terms if not isinstance(t, Var) or t not in chosen)
                 if len({aval_of(term).shape for term in own}) == 1:
                     found.append(_Result(eqn, tuple((term,) for term in own), others))
@@ -284,12 +284,15 @@ def _sums(jaxpr: Jaxpr, of_model: set[Var], gradients: set[Var]) -> list[_Result
 
 
 def _stacks(jaxpr: Jaxpr, of_model: set[Var]) -> list[_Result]:
-    """Return the stacks, and concatenations of the first dim, of values that depend on weights."""
+    """Return the stacks, and concatenations of the first dim, of values that depend on weights.
+
+    A value that is only repeated is no result of chunks.
+    """
     return [
         _Result(eqn, tuple((var,) for var in variables(eqn.invars)))
         for eqn in jaxpr.eqns
         if _is_stack(eqn) and not is_backward(eqn)
-        if of_model.issuperset(variables(eqn.invars))
+        if len(set(variables(eqn.invars))) > 1 and of_model.issuperset(variables(eqn.invars))
         if len({aval_of(atom).shape for atom in eqn.invars}) == 1
     ]
 

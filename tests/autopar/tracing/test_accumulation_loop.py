@@ -403,6 +403,19 @@ def test_the_chunks_of_a_loop_are_microbatches(step, method):
     assert executable.plan.num_micro_batches == CHUNKS
 
 
+def test_a_gradient_that_is_repeated_is_none_of_chunks():
+    def step(params, batch):
+        def update(_, params):
+            return updated(params, jax.grad(loss)(params, batch))
+
+        gradient = jax.grad(loss)(params, batch)[0]["b"]
+        params = jax.lax.fori_loop(0, 2, update, params)
+        return params, jnp.concatenate([gradient, gradient])
+
+    with pytest.raises(MicrobatchError, match="is not linear in a gradient of the batch"):
+        assert_equals_one_device(step, pipeline())
+
+
 def test_the_examples_of_indexed_chunks_are_sharded():
     plan = assert_equals_one_device(indexed_chunks, autopar.Zero3Parallel(4, CHUNKS)).plan
     prepared = [each for each in plan.stages[0].inputs if each.path.startswith("prepared")]
