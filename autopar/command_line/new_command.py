@@ -1,6 +1,7 @@
 """The subcommand `new`, which writes a step to start from."""
 
-from importlib.util import find_spec
+import sys
+from importlib.metadata import packages_distributions
 from os.path import exists
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ def new(
     """Write a training step that plans as it is, as a template for your own."""
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise typer.BadParameter(f"{path}: expected the name of a Python module, e.g. my_step.py")
-    if find_spec(path.stem) is not None and not exists(path):
+    if path.stem in sys.stdlib_module_names or path.stem in packages_distributions():
         raise typer.BadParameter(
             f"{path} would hide the installed module {path.stem}; choose another name, e.g."
             " my_step.py"
