@@ -201,7 +201,7 @@ class BatchScalings:
         return True
 
     def _raised(self, eqn: JaxprEqn) -> BatchScaling | None:
-        """Return the scaling of the next value of a carry if it is of a larger power; None if not.
+        """Return the scaling of the next value of a carry if its power is larger; None if not.
 
         An iteration that clips a cotangent of a mean computes its value in the whole batch. Then
         the carry starts with the value in the whole batch, too.
@@ -369,7 +369,7 @@ class BatchScalings:
     def _of_carry(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling | NotSeparable:
         """Return the scaling of the carry of a loop that is not over examples.
 
-        Its initial value is divided if what the iterations compute is of a larger power.
+        Its initial value is divided if the iterations compute a value with a larger power.
         """
         start = self._operand(eqn.invars[0], whole.invars[0])
         carry = self.carries.get(eqn.outvars[0], start)

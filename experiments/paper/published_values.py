@@ -178,7 +178,11 @@ def _check_factors(path: Path) -> None:
 
 
 def _check_digest(file: str, root: Path) -> None:
-    """Check that nobody removed a row or changed a value: see `DIGESTS`."""
+    """Check that no row was removed and no value changed.
+
+    Raises:
+        ValueError: the digest of the file is not the one in `DIGESTS`.
+    """
     digest = hashlib.sha256((root / file).read_bytes()).hexdigest()
     line = f"{digest}  {file}"
     if line not in (root / DIGESTS).read_text().splitlines():

@@ -47,7 +47,7 @@ def cluster_path(name_or_path: str | Path, beside: Path | None = None) -> Path:
 
 
 def cluster_files(name_or_path: str | Path) -> tuple[Path, ...]:
-    """Return the files that describe a cluster of equal hosts: its own, and that of its device.
+    """Return the files that describe a cluster of equal hosts: its own, and its device's.
 
     Args:
         name_or_path: a shipped cluster or the path of another. A cluster that describes its device

@@ -326,8 +326,8 @@ apply_rotary_pos_emb in rope_utils.py, _yarn_get_concentration_factor in
 yarn_rotary_pos_embedding.py)."""
 
 _RECOMPUTES_EXPERTS = re.compile(r"nano\S* h100|super\S* gb200 (bf16|mxfp8) tp1$")
-"""Those with "moe" among recompute_modules, without which they would not fit; that of Nemotron 3
-Super on GB200 needs it no more since attention and Mamba are divided over two GPUs."""
+"""Recipes with "moe" among recompute_modules, without which they would not fit. The recipe of
+Nemotron 3 Super on GB200 needs it no more since attention and Mamba are divided over two GPUs."""
 
 _SUPER_CAPTURED = r"super\S* (gb[23]00|b300|b200 (bf16|nvfp4))"
 _MIXERS_CAPTURED = re.compile(
@@ -391,7 +391,7 @@ def _expert_degree(row: StepRow) -> int:
 def _trains_further_tokens(row: StepRow) -> bool:
     """Return whether a recipe trains further tokens.
 
-    Of those of AutoModel, that of Nemotron 3 Ultra does (github.com/NVIDIA-NeMo/Automodel,
+    AutoModel's recipe of Nemotron 3 Ultra does (github.com/NVIDIA-NeMo/Automodel,
     examples/llm_benchmark/nemotron).
     """
     framework = row.framework.lower()
