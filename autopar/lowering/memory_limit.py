@@ -9,6 +9,9 @@ from autopar.util import memory_of
 
 _SHARE_OF_MEMORY = 0.8
 """Share of a GPU's memory that XLA:GPU lets a program take by default (jaxlib 0.11.2)."""
+_LIMIT = "xla_gpu_memory_limit_slop_factor"
+"""XLA's option for the limit, in percent of what arguments and results leave of that share."""
+_NO_EARLY_COLLECTIVES = {"xla_gpu_enable_latency_hiding_scheduler": False}
 
 
 def memory_for_programs(device_memory: float) -> float:
@@ -24,11 +27,13 @@ def compile_within(
 ) -> jax.stages.Compiled:
     """Compile a program for GPUs so that it needs no more than a budget, if XLA can.
 
-    On Hopper and later GPUs, XLA starts collectives early to hide them, which keeps their operands
-    and results longer. It does so, and computes nothing again, while the program needs less than a
-    limit, by default most of the device's memory. A program that needs more than the budget is
-    compiled a second time with the budget as the limit, and a third time without room for early
-    collectives. It is slower, because more of the collectives is exposed.
+    On Hopper and later GPUs, XLA's latency-hiding scheduler starts collectives early, which keeps
+    their operands and results longer. It does so, and XLA computes nothing again, while the program
+    needs less than a limit, by default most of the device's memory. A program that needs more than
+    the budget is compiled again, each time with less room: with the budget as the limit, with a
+    limit of zero, without that scheduler, and without it and with a limit of zero. It is slower,
+    because more of its collectives is exposed or because XLA recomputes. No one of these needs the
+    least memory in all programs.
 
     Args:
         lowered: the program.
@@ -45,14 +50,15 @@ def compile_within(
     if memory_budget is None:
         return compiled
     used = memory_of(compiled)
-    # the limit is in percent of what arguments and results leave
     kept = used.total - used.temporaries
     rest = available - kept
     share = 100 * (memory_budget - kept) / rest if rest > 0 else 0.0
-    for percent in sorted({0, int(min(95.0, max(0.0, share)))}, reverse=True):
+    percents = sorted({0, int(min(95.0, max(0.0, share)))}, reverse=True)
+    limits = [{_LIMIT: percent} for percent in percents]
+    limits += [_NO_EARLY_COLLECTIVES, _NO_EARLY_COLLECTIVES | {_LIMIT: 0}]
+    for limit in limits:
         if used.total <= memory_budget:
             break
-        limit = {"xla_gpu_memory_limit_slop_factor": percent}
         limited = lowered.compile(compiler_options=options | limit)
         if memory_of(limited).total < used.total:
             compiled, used = limited, memory_of(limited)

@@ -49,9 +49,12 @@ class FakeLowered:
         self.options = []
 
     def compile(self, compiler_options=None):
-        percent = (compiler_options or {}).get("xla_gpu_memory_limit_slop_factor")
-        self.options.append(percent)
-        return FakeCompiled(self.totals[percent])
+        options = compiler_options or {}
+        key = options.get("xla_gpu_memory_limit_slop_factor")
+        if options.get("xla_gpu_enable_latency_hiding_scheduler") is False:
+            key = "none early" if key is None else f"none early, {key}"
+        self.options.append(key)
+        return FakeCompiled(self.totals[key])
 
 
 class FakeCompiled:
@@ -85,7 +88,16 @@ class FakeDevice:
         ({None: 2900}, 2900, [None]),
         ({None: 3500, 20: 3000}, 3000, [None, 20]),
         ({None: 3500, 20: 3200, 0: 2500}, 2500, [None, 20, 0]),
-        ({None: 3500, 20: 3200, 0: 3300}, 3200, [None, 20, 0]),
+        (
+            {None: 3500, 20: 3200, 0: 3300, "none early": 2900},
+            2900,
+            [None, 20, 0, "none early"],
+        ),
+        (
+            {None: 3500, 20: 3200, 0: 3300, "none early": 3250, "none early, 0": 3270},
+            3200,
+            [None, 20, 0, "none early", "none early, 0"],
+        ),
     ],
 )
 def test_the_first_executable_within_the_budget_is_kept(totals, expected, tried):
