@@ -91,19 +91,21 @@ class _ConstraintBuilder:
     def constrain_uses(self) -> None:
         """Constrain operands that are resharded, and the values that deciding equations read.
 
-        A value without a decision of its own is constrained where an equation reshards it, or
-        decides by it. Otherwise the partitioner may compute it resharded, and reshard it back for
-        the other readers.
+        A value without a decision of its own is constrained where an equation or an output of the
+        step reshards it, or an equation decides by it. Otherwise the partitioner may compute it
+        resharded, and reshard its operands, or itself for the other readers.
         """
+        eqns = self.step.jaxpr.eqns
         deciding = {number for number, _ in self.decisions.decided}
         for use in self.decisions.uses:
             present = chosen_spec(use.value, self.choice, 0)
             required = use.required[self.choice[use.decision]]
-            if use.eqn is None or (present == required and use.eqn not in deciding):
+            if present == required and use.eqn not in deciding:
                 continue
-            if present != required:
+            if present != required and use.eqn is not None:
                 self.operands.append(Constraint(use.eqn, "in", use.operand, required))
-            var = self.step.jaxpr.eqns[use.eqn].invars[use.operand]
+            atoms = self.step.jaxpr.outvars if use.eqn is None else eqns[use.eqn].invars
+            var = atoms[use.operand]
             if isinstance(var, Var) and var in self._makers and var not in self.results:
                 self._constrain_result(var, present)
 

@@ -61,6 +61,22 @@ def test_zero2_shards_only_the_optimizer_state(step):
         assert any(spec) or path.endswith("count")
 
 
+def test_values_that_only_an_output_reshards_are_constrained(step):
+    """Otherwise XLA's partitioner may compute them as the output needs them."""
+    plan = plan_shardings(step, LINE, COSTS, ZERO2, with_specs=True)
+    constrained = {
+        step.jaxpr.eqns[constraint.eqn].outvars[constraint.index]: constraint.spec
+        for constraint in plan.constraints
+        if constraint.side == "out"
+    }
+    outputs = zip(step.jaxpr.outvars, plan.outputs, strict=True)
+    resharded = {var for var, spec in outputs if plan.specs.get(var, spec) != spec}
+    assert resharded
+    assert {var: constrained.get(var) for var in resharded} == {
+        var: plan.specs[var] for var in resharded
+    }
+
+
 def test_zero3_shards_parameters(step):
     plan = plan_shardings(step, LINE, COSTS, ZERO3)
     assert all(any(spec) for spec in specs(step, plan, "0/params").values())
