@@ -11,7 +11,12 @@ _SHARE_OF_MEMORY = 0.8
 """Share of a GPU's memory that XLA:GPU lets a program take by default (jaxlib 0.11.2)."""
 _LIMIT = "xla_gpu_memory_limit_slop_factor"
 """XLA's option for the limit, in percent of what arguments and results leave of that share."""
-_NO_EARLY_COLLECTIVES = {"xla_gpu_enable_latency_hiding_scheduler": False}
+_SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+_NO_EARLY_COLLECTIVES = {_SCHEDULER: False, "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
+"""XLA's options with which no collective runs beside other kernels.
+
+Without the scheduler, XLA still starts an asynchronous collective once its operands exist.
+"""
 
 
 def memory_for_programs(device_memory: float) -> float:
@@ -27,13 +32,13 @@ def compile_within(
 ) -> jax.stages.Compiled:
     """Compile a program for GPUs so that it needs no more than a budget, if XLA can.
 
-    On Hopper and later GPUs, XLA's latency-hiding scheduler starts collectives early, which keeps
-    their operands and results longer. It does so, and XLA computes nothing again, while the program
-    needs less than a limit, by default most of the device's memory. A program that needs more than
-    the budget is compiled again, each time with less room: with the budget as the limit, with a
-    limit of zero, without that scheduler, and without it and with a limit of zero. It is slower,
-    because more of its collectives is exposed or because XLA recomputes. No one of these needs the
-    least memory in all programs.
+    XLA's latency-hiding scheduler, which is on for Hopper and later GPUs, starts collectives early
+    and so keeps their operands and results longer. It does so while the program needs less than a
+    limit, by default most of the device's memory. Above the limit, it places kernels so that they
+    need little memory, and XLA recomputes. A program that needs more than the budget is compiled
+    again: with the budget as the limit, by that scheduler with a limit of zero, without early
+    collectives, and so with a limit of zero. None of these needs the least memory for all programs.
+    All are slower, because more of the collectives is exposed or because XLA recomputes.
 
     Args:
         lowered: the program.
@@ -53,9 +58,10 @@ def compile_within(
     kept = used.total - used.temporaries
     rest = available - kept
     share = 100 * (memory_budget - kept) / rest if rest > 0 else 0.0
-    percents = sorted({0, int(min(95.0, max(0.0, share)))}, reverse=True)
-    limits = [{_LIMIT: percent} for percent in percents]
-    limits += [_NO_EARLY_COLLECTIVES, _NO_EARLY_COLLECTIVES | {_LIMIT: 0}]
+    percent = int(min(95.0, max(0.0, share)))
+    limits: list[dict[str, Any]] = [{_LIMIT: percent}] if percent else []
+    limits += [{_SCHEDULER: True, _LIMIT: 0}, _NO_EARLY_COLLECTIVES]
+    limits += [_NO_EARLY_COLLECTIVES | {_LIMIT: 0}]
     for limit in limits:
         if used.total <= memory_budget:
             break

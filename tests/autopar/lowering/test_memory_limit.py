@@ -51,7 +51,7 @@ class FakeLowered:
     def compile(self, compiler_options=None):
         options = compiler_options or {}
         key = options.get("xla_gpu_memory_limit_slop_factor")
-        if options.get("xla_gpu_enable_latency_hiding_scheduler") is False:
+        if "xla_gpu_disable_async_collectives" in options:
             key = "none early" if key is None else f"none early, {key}"
         self.options.append(key)
         return FakeCompiled(self.totals[key])
