@@ -146,7 +146,9 @@ SOFTWARE: Mapping[str, Software] = {
         devices={"H100": _H100_OF_TORCHTITAN},
     ),
     # its tables of performance are of InternLM when it was installed with flash attention 1.0.5
-    # (github.com/InternLM/InternLM, doc/en/install.md, doc/en/train_performance.md)
+    # (github.com/InternLM/InternLM, doc/en/install.md, doc/en/train_performance.md); its hooks
+    # all-reduce gradients over the data axis with every size of zero1 (reduce_rank of
+    # _attach_reduction_hook in internlm/solver/optimizer/hybrid_zero_optim.py)
     "internevo": Software(
         EAGER,
         "flash1",
@@ -156,6 +158,7 @@ SOFTWARE: Mapping[str, Software] = {
             "communicated_gradient_bytes": 2,
             "composed": ("norm_in_f32",),
             "broadcasts": True,
+            "all_reduces_gradients": True,
             "separate_accumulation": True,
             # beside 12 bytes of state: the gradients in one array, that array in f32, and what
             # AdamW of PyTorch computes for all parameters before it updates them (foreach)

@@ -287,6 +287,7 @@ def test_last_stages_of_internevo_have_one_layer_more() -> None:
     stages = [scenario_of(row_with(**table | {"pp": pp})).execution for pp in (1, 3, 4, 6)]
     layers = [execution.stage_layers for execution in stages]
     assert layers == [None, (10, 11, 11), (8, 8, 8, 8), (5, 5, 5, 5, 6, 6)]
+    assert stages[0].all_reduces_gradients
 
 
 def test_oneflow_computes_the_loss_in_16_bits_and_has_buffers_for_two_pipelines() -> None:
