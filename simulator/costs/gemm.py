@@ -59,7 +59,8 @@ class GemmModel:
         peak: FLOP/s of the device.
         core: FLOP/s of one core inside a tile.
         bandwidth: bytes per second of long transfers.
-        width: bytes of an element of operands and result.
+        width: bytes of an element of the operands.
+        result_width: bytes of an element of the result, which has 16 bits at least.
         hot: whether the device has been under load for long. Otherwise it was idle before each
             product.
     """
@@ -69,6 +70,7 @@ class GemmModel:
     cores: int
     bandwidth: float
     width: float
+    result_width: float
     launch: float
     tile: float
     step: float
@@ -97,6 +99,7 @@ class GemmModel:
             cores=device.cores,
             bandwidth=1e9 * device.memory_bandwidth_gb_per_s * profile.memory_efficiency,
             width=width_of(dtype),
+            result_width=max(2.0, width_of(dtype)),
             launch=1e-6 * launch,
             tile=1e-6 * profile.tile_us,
             step=1e-9 * profile.step_ns,
@@ -140,7 +143,7 @@ class GemmModel:
             *(np.asarray(size, np.float64) for size in (m, n, k, batch))
         )
         result = m * n * batch
-        memory = self.transfer(self.width * (batch * (m * k + k * n) + result), np.sqrt)
+        memory = self.transfer(self.traffic(m, n, k, batch), np.sqrt)
         throttled = self.throttling_factor(2 * result * k)
         best = np.full(m.shape, np.inf)
         for rows, columns, pace in self._paces:
@@ -162,6 +165,10 @@ class GemmModel:
                     busy = np.where(tiles < 2 * self.cores, busy, np.inf)
                 best = np.minimum(best, busy)
         return self.launch + best
+
+    def traffic(self, m, n, k, batch):
+        """Return the bytes of the operands and results of products."""
+        return batch * (self.width * (m * k + k * n) + self.result_width * m * n)
 
     def transfer(self, num_bytes, root=sqrt):
         """Return the seconds of memory traffic; short transfers reach less bandwidth."""
@@ -206,9 +213,7 @@ def _seconds(model: GemmModel, m: int, n: int, k: int, batch: int, moved: float 
         )
     cores, whole, tile, power = model.cores, model.wave_quantization, model.tile, model.overlap
     result = m * n * batch
-    memory = model.transfer(
-        model.width * (batch * (m * k + k * n) + result) if moved is None else moved
-    )
+    memory = model.transfer(model.traffic(m, n, k, batch) if moved is None else moved)
     throttled = model.throttling_factor(2.0 * result * k)
     unsplit, few = inf, []
     for rows, columns, pace in model._paces:

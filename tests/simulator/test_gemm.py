@@ -87,6 +87,15 @@ def test_traffic_is_given_or_that_of_operands_and_result() -> None:
     assert toy(1e-9).seconds(10, 20, 30, moved=5.0) == pytest.approx(5, rel=1e-3)
 
 
+@pytest.mark.parametrize(("dtype", "width"), [("f8e4m3fn", 1), ("f4e2m1fn", 0.5)])
+def test_products_of_few_bits_write_16_bits(dtype: str, width: float) -> None:
+    model = GemmModel.of(shipped_device("b200_sxm_180gb"), dtype)
+    moved = width * (4096 * 64 + 64 * 8192) + 2 * 4096 * 8192
+    assert model.seconds(4096, 8192, 64) == pytest.approx(
+        model.seconds(4096, 8192, 64, moved=moved), rel=1e-12
+    )
+
+
 @given(devices, dtypes, dims, dims, dims, st.integers(1, 64), st.booleans())
 def test_scalar_and_vectorized_seconds_agree(
     device: Device, dtype: str, m: int, n: int, k: int, batch: int, hot: bool
