@@ -126,7 +126,7 @@ class Execution(Description):
             whole for the backward pass, instead of gathered again.
         copies_shards: whether gathered parameters are copied from the buffer of the all_gather to
             arrays of their own, and gradients to the buffer of their sum, with ZeRO-3 (FSDP2 of
-            PyTorch).
+            PyTorch, and loops of XLA that are pipelined without double buffering).
         embedding_products: whether the input embedding is a product with one-hot rows (Pax's lookup
             style "matmul") instead of a gather.
         overlap_gradients: whether the communication of gradients overlaps with the backward pass,

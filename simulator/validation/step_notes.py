@@ -37,6 +37,7 @@ class Notes:
         doubts_degrees: whether the table contradicts its own degree of data parallelism.
         flash_attention: whether Transformer Engine calls FlashAttention 2 instead of cuDNN's fused
             attention (NVTE_FUSED_ATTN=0).
+        transformer_engine: whether layers are those of Transformer Engine.
         container: year and month of NVIDIA's container, such as (26, 4); None if not said.
     """
 
@@ -54,6 +55,7 @@ class Notes:
     microbatches: int | None = None
     doubts_degrees: bool = False
     flash_attention: bool = False
+    transformer_engine: bool = False
     container: tuple[int, int] | None = None
 
 
@@ -68,6 +70,7 @@ def notes_of(row: StepRow) -> Notes:
         overlap_tensor=_OVERLAPS_TENSOR.search(text) is not None,
         doubts_degrees="table prints DP" in text,
         flash_attention="NVTE_FUSED_ATTN=0" in text,
+        transformer_engine="Transformer Engine" in text,
         seq=_number(_SEQ, text),
         microbatches=_number(_MICROBATCHES, text),
         adapter_rank=_number(_RANK, f"{row.framework} {text}"),

@@ -200,7 +200,8 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
         "tied": gpt,
         "learned_positions": gpt,
         "biases": gpt,
-        "dropout": gpt and software.attention == "naive",
+        # recipes of Pax have none
+        "dropout": gpt and software.attention == "naive" and software.backend is not JITTED,
         "attention": _look_up(row, "kernel", _KERNELS)[0] if row.kernel else software.attention,
         "precision": precision_of(row),
         "adapters": _adapters(row, notes),

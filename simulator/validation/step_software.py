@@ -218,6 +218,13 @@ _PAX_GPT = replace(
 (github.com/google/paxml: EMBEDDING_LOOKUP_STYLE in paxml/tasks/lm/params/c4.py, CHECKPOINT_POLICY
 in paxml/contrib/gpu/scripts_gpu/configs.py). Llama is another configuration."""
 
+_PAX_OF_DGXC: Mapping[str, Any] = {"copies_shards": True}
+"""Recipes whose XLA flags pipeline the collectives of loops over layers, but do not unroll these
+loops (xla_gpu_enable_pipelined_all_gather without xla_gpu_enable_while_loop_double_buffering in
+github.com/NVIDIA/dgxc-benchmarking, paxml/configure.sh). XLA then copies gathered parameters to the
+next iteration: compiled for H100, jaxlib 0.11.2 moves 15 bytes per parameter more in a loop over
+layers of GPT, and no more with double buffering."""
+
 _DEFAULT_SOFTWARE = _MEGATRON_CORE
 
 _MEGATRON_2021 = Software(EAGER, "naive", {"scatter_sends": True})
@@ -236,11 +243,25 @@ def software_of(row: StepRow, notes: Notes) -> Software:
     software = _known_software(row.framework) or _DEFAULT_SOFTWARE
     if software.backend is MEGATRON_CORE and gpu_name(row).startswith("V100"):
         software = _MEGATRON_2021
-    if software is SOFTWARE["pax"] and GPT_NAME.match(name):
-        software = _PAX_GPT
+    if software is SOFTWARE["pax"]:
+        software = _pax(row, notes)
     recipe = row.framework == "NeMo/Megatron-Core" and _WITHOUT_FUSED_ATTENTION.match(name)
     if software.backend is MEGATRON_CORE and (notes.flash_attention or recipe):
         software = replace(software, attention="flash2")
+    return software
+
+
+def _pax(row: StepRow, notes: Notes) -> Software:
+    """Return Pax as the source of a row ran it."""
+    software = _PAX_GPT if GPT_NAME.match(row.model.lower()) else SOFTWARE["pax"]
+    if "dgxc-benchmarking" in row.source:
+        return replace(software, execution={**software.execution, **_PAX_OF_DGXC})
+    if "JAX-Toolbox" in row.source and not notes.transformer_engine:
+        # layers of Praxis, of whose attention XLA fuses the softmax alone
+        # (xla_gpu_enable_cudnn_fmha=false in rosetta/projects/pax/xla_flags/gpt-126m.env)
+        composed = (*software.execution["composed"], "softmax_by_xla")
+        execution = {**software.execution, "composed": composed}
+        return replace(software, attention="naive", execution=execution)
     return software
 
 

@@ -232,6 +232,20 @@ def test_fsdp_of_xla_that_does_not_fit_recomputes_what_lets_it_fit() -> None:
     assert "up" in said.execution.saved
 
 
+def test_pax_runs_as_the_recipes_of_each_of_its_sources() -> None:
+    sizes = {"layers": 24, "hidden": 4096, "ffn": 16384, "heads": 32, "kv_heads": 32, "seq": 2048}
+    fields = sizes | {"model": "gpt3-5b", "framework": "Pax (JAX)", "zero": 3}
+    pipelined = scenario_of(row_with(**fields, source="github.com/NVIDIA/dgxc-benchmarking@v24.11"))
+    assert pipelined.execution.copies_shards
+    toolbox = fields | {"source": "github.com/NVIDIA/JAX-Toolbox@ddf1b991^"}
+    by_xla = scenario_of(row_with(**toolbox))
+    assert (by_xla.model.attention, by_xla.model.dropout) == ("naive", False)
+    assert "softmax_by_xla" in by_xla.execution.composed
+    engine = scenario_of(row_with(**toolbox | {"notes": "flash attention; Transformer Engine"}))
+    assert engine.model.attention == "flash2"
+    assert not engine.execution.copies_shards
+
+
 def test_tables_of_t5_and_vision_transformers_have_an_encoder_and_no_causal_mask() -> None:
     sizes = {"layers": 48, "hidden": 2048, "ffn": 5120, "heads": 32, "kv_heads": None, "seq": 512}
     t5 = scenario_of(row_with(model="t5-v1.1-xl", framework="T5X (JAX)", **sizes))
