@@ -137,6 +137,8 @@ class Execution(Description):
         overlap_sends: whether sends to the next stage overlap with the computation of another
             microbatch. It needs several stages per device (`interleave`): a device with one stage
             waits for the result anyway.
+        serial_sends: whether a device sends and receives one message after the other, as the
+            pipeline engine of DeepSpeed does, instead of exchanging two with its neighbour.
         scatter_sends: whether the devices of a tensor group each send a part of an activation to
             the next stage (always with `sequence_parallel`).
     """
@@ -186,6 +188,7 @@ class Execution(Description):
     overlap_gradients: bool = False
     overlap_tensor: Literal["none", "backward", "all"] = "none"
     overlap_sends: bool = False
+    serial_sends: bool = False
     scatter_sends: bool = False
 
     @model_validator(mode="after")
@@ -271,6 +274,15 @@ class Execution(Description):
         Sequence parallelism divides them over the tensor axis.
         """
         return self.tokens(model) * model.hidden / (self.tensor if self.sequence_parallel else 1)
+
+    @property
+    def messages(self) -> int:
+        """Messages of a microbatch that a device of a pipeline waits for, one after the other.
+
+        Devices between others exchange one with each neighbour in either pass. Those at the ends
+        have one neighbour.
+        """
+        return 4 if self.serial_sends and self.pipeline > 2 else 2
 
     @property
     def microbatches(self) -> int:

@@ -64,8 +64,14 @@ def predict(
     slowest = max(stages, key=lambda stage: stage.seconds)
     sends = _sends(model, execution, machine)
     slots = execution.microbatches
+    messages = execution.messages
     steady, bubble = pipeline_seconds(
-        [stage.seconds for stage in stages], slots, execution.interleave, sends.total, sends.exposed
+        [stage.seconds for stage in stages],
+        slots,
+        execution.interleave,
+        sends.total,
+        sends.exposed,
+        messages,
     )
     gathers = parameter_gathers(model, execution, machine, layers)
     parameters = [
@@ -97,13 +103,13 @@ def predict(
         host=slots * slowest.host + step_overhead,
         exposed={
             "tensor": slots * slowest.tensor,
-            "pipeline": slots * 2 * sends.exposed,
+            "pipeline": slots * messages * sends.exposed,
             "data": gradients.exposed + slots * gathers.exposed,
             **dispatch,
         },
         communication={
             "tensor": slots * (slowest.tensor + slowest.hidden),
-            "pipeline": slots * 2 * sends.total,
+            "pipeline": slots * messages * sends.total,
             "data": gradients.total + slots * gathers.total,
             **dispatched,
         },
@@ -154,7 +160,12 @@ def footprint(model: Transformer, execution: Execution, machine: Machine) -> Foo
 
 
 def pipeline_seconds(
-    stages: Sequence[float], microbatches: int, interleave: int, send: float, waited: float
+    stages: Sequence[float],
+    microbatches: int,
+    interleave: int,
+    send: float,
+    waited: float,
+    messages: int = 2,
 ) -> tuple[float, float]:
     """Return the busy seconds of the slowest stage, and its bubble, under gpipe and 1f1b.
 
@@ -169,12 +180,14 @@ def pipeline_seconds(
         interleave: number of stages of a device.
         send: seconds of a message to the next device, in all chunks together.
         waited: exposed seconds of that message.
+        messages: messages of a microbatch that a device waits for, one after the other.
     """
     slowest = max(stages)
+    pace = slowest + messages * waited
     others = sum(stages) - slowest + 2 * (len(stages) - 1) * send
-    returns = max(0.0, others - (microbatches - 1) * (slowest + 2 * waited))
+    returns = max(0.0, others - (microbatches - 1) * pace)
     bubble = (others + (interleave - 1) * returns) / interleave
-    return microbatches * (slowest + 2 * waited), bubble
+    return microbatches * pace, bubble
 
 
 def _sends(model: Transformer, execution: Execution, machine: Machine) -> Communication:

@@ -178,6 +178,7 @@ SOFTWARE: Mapping[str, Software] = {
             "gathered_logits": True,
             "recompute_head": True,
             "spare_microbatches": 1,
+            "serial_sends": True,
             "all_reduces_gradients": True,
             "separate_accumulation": True,
             "separate_gates": True,

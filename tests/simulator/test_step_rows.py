@@ -292,6 +292,7 @@ def test_stages_of_aleph_alpha_count_the_embedding_and_the_head_as_layers() -> N
     layers = [execution.stage_layers for execution in stages]
     assert layers == [None, (20, 20), (10, 11, 10, 9)]
     assert stages[0].separate_gates
+    assert [execution.messages for execution in stages] == [2, 2, 4]
     assert stages[0].all_reduces_gradients
     assert scenario_of(row_with(**layout | {"pp": 2, "vp": 2})).execution.stage_layers is None
 

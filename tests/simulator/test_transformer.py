@@ -2,6 +2,7 @@
 
 import doctest
 import time
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import assume, given
@@ -125,6 +126,55 @@ def test_pipeline_seconds_equal_the_makespan_of_the_schedule(
     devices = [18.0] * (meshes - 1) + [18.0 + loss]
     seconds_by_formula = sum(pipeline_seconds(devices, micro_batches, chunks, sends, sends))
     assert seconds_by_formula == pytest.approx(exact)
+
+
+def _instructions(stage: int, stages: int, count: int) -> list[tuple[str, int, str]]:
+    """Return what a stage of DeepSpeed does: (act, other stage, message) (`TrainSchedule`)."""
+    done: list[tuple[str, int, str]] = []
+    previous = -1
+    for step in range(2 * (count + stages - 1)):
+        forward = step % 2 == stage % 2
+        micro = step // 2 - stage // 2 if forward else (step + stage + 1) // 2 - stages
+        other = stage - 1 if forward else stage + 1
+        sent, received = (previous, micro) if forward else (micro, previous)
+        if 0 <= other < stages:
+            gradient = ("send" if forward else "receive", other, f"gradient {sent}")
+            activation = ("receive" if forward else "send", other, f"activation {received}")
+            done += [gradient] if 0 <= sent < count else []
+            done += [activation] if 0 <= received < count else []
+        if 0 <= micro < count:
+            done.append(("compute", stage, "forward" if forward else "backward"))
+        previous = micro
+    return done
+
+
+def _makespan(stages: int, count: int, seconds: Mapping[str, float], send: float) -> float:
+    """Return the seconds of those instructions where both ends of a message wait for it."""
+    queues = [_instructions(stage, stages, count)[::-1] for stage in range(stages)]
+    now = [0.0] * stages
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                act, other, message = queue[-1]
+                if act == "compute":
+                    now[stage] += seconds[message]
+                elif queues[other] and queues[other][-1][1:] == (stage, message):
+                    now[stage] = now[other] = max(now[stage], now[other]) + send
+                    queues[other].pop()
+                else:
+                    break
+                queue.pop()
+    return max(now)
+
+
+@pytest.mark.parametrize(("stages", "count"), [(2, 64), (3, 240), (4, 64), (8, 64), (35, 240)])
+def test_devices_that_send_one_message_after_the_other_wait_for_four(
+    stages: int, count: int
+) -> None:
+    execution = Execution(pipeline=stages, global_batch=count, serial_sends=True)
+    exact = _makespan(stages, count, {"forward": 6, "backward": 12}, 1)
+    by_formula = sum(pipeline_seconds([18] * stages, count, 1, 1, 1, execution.messages))
+    assert by_formula == pytest.approx(exact, rel=0.005)
 
 
 @given(st.integers(2, 8), st.integers(1, 30), st.integers(1, 4), st.integers(0, 40), st.booleans())
