@@ -98,6 +98,8 @@ class Execution(Description):
             sum over microbatches (PyTorch's AccumulateGrad), instead of adding to it itself.
         communicated_gradient_bytes: bytes of an element of the gradients that are communicated;
             `gradient_bytes` by default.
+        gradient_copy_bytes: bytes that kernels move per gradient before and after its sum, without
+            ZeRO-3: copies to and from a buffer of many gradients, casts and divisions.
         combined_bytes: bytes of gradients that are summed together, at most; all by default. XLA's
             limit is xla_gpu_all_reduce_combine_threshold_bytes.
         casts_parameters: whether products cast parameters of 32 bits to 16 in each pass, and their
@@ -170,6 +172,7 @@ class Execution(Description):
     gradient_bytes: Literal[2, 4] = 4
     separate_accumulation: bool = False
     communicated_gradient_bytes: Literal[2, 4] | None = None
+    gradient_copy_bytes: NonNegativeInt = 0
     combined_bytes: PositiveInt | None = None
     casts_parameters: bool = False
     optimizer_bytes: PositiveInt = 12

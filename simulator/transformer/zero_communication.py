@@ -47,7 +47,7 @@ def gradient_synchronization(
         return NO_COMMUNICATION
     network = machine.network
     width = machine.gathered_as(model.precision).parameter_width
-    reduced, gathered, far = 0.0, 0.0, False
+    reduced, gathered, copied, far = 0.0, 0.0, 0.0, False
     for part in _replicated(parameters, execution, machine):
         far = far or part.hosts > 1
         gradient = part.elements * execution.sent_gradient_bytes
@@ -56,6 +56,8 @@ def gradient_synchronization(
         if execution.combined_bytes:
             sums = max(1, ceil(gradient / execution.combined_bytes))
         reduced += sums * part.reduce_seconds(gradient / sums, network, sharded)
+        if execution.gradient_copy_bytes and part.ring.size > 1:
+            copied += machine.memory_seconds(execution.gradient_copy_bytes * part.elements, 2)
         if execution.zero:
             gathered += part.gather_seconds(width * part.elements, network, execution.broadcasts)
     tied = 0.0
@@ -65,7 +67,7 @@ def gradient_synchronization(
         tied = network.send_seconds(
             table, execution.tensor * execution.replicas * (execution.pipeline - 1)
         )
-    total = reduced + gathered + tied
+    total = reduced + gathered + tied + copied
     if not execution.overlap_gradients:
         return Communication(total, total)
     # Gradients of all layers but the first, which are ready last, overlap with the backward pass of
@@ -78,7 +80,7 @@ def gradient_synchronization(
         moved * (1 - part) + machine.exposed_seconds(moved * part, compute, far)
         for moved, compute in pairs
     )
-    return Communication(total, exposed + tied)
+    return Communication(total, exposed + tied + copied)
 
 
 class _Replicated(NamedTuple):

@@ -148,7 +148,8 @@ SOFTWARE: Mapping[str, Software] = {
     # its tables of performance are of InternLM when it was installed with flash attention 1.0.5
     # (github.com/InternLM/InternLM, doc/en/install.md, doc/en/train_performance.md); its hooks
     # all-reduce gradients over the data axis with every size of zero1 (reduce_rank of
-    # _attach_reduction_hook in internlm/solver/optimizer/hybrid_zero_optim.py)
+    # _attach_reduction_hook in internlm/solver/optimizer/hybrid_zero_optim.py), in buckets to and
+    # from which they are copied (flatten and unflatten_and_copy of TensorBucket in store.py)
     "internevo": Software(
         EAGER,
         "flash1",
@@ -159,6 +160,7 @@ SOFTWARE: Mapping[str, Software] = {
             "composed": ("norm_in_f32",),
             "broadcasts": True,
             "all_reduces_gradients": True,
+            "gradient_copy_bytes": 8,
             "separate_accumulation": True,
             # beside 12 bytes of state: the gradients in one array, that array in f32, and what
             # AdamW of PyTorch computes for all parameters before it updates them (foreach)
@@ -180,6 +182,8 @@ SOFTWARE: Mapping[str, Software] = {
             "spare_microbatches": 1,
             "serial_sends": True,
             "all_reduces_gradients": True,
+            # to a bucket 4, divided 4, to f32 and back 12, to the gradients 4 (optimizer/allreduce)
+            "gradient_copy_bytes": 24,
             "separate_accumulation": True,
             "separate_gates": True,
             "saves_gathered": True,

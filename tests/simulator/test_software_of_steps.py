@@ -83,6 +83,18 @@ def test_complete_sums_of_gradients_take_longer_than_those_of_shards() -> None:
     )
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_copies_of_gradients_around_their_sum_are_exposed(overlapped: bool) -> None:
+    plain = Execution(data=8, global_batch=8, overlap_gradients=overlapped)
+    copied = differently(plain, gradient_copy_bytes=24)
+    more = predict(LLAMA, copied, A100).seconds - predict(LLAMA, plain, A100).seconds
+    assert more == pytest.approx(A100.memory_seconds(24.0 * LLAMA.parameters, 2), rel=1e-3)
+    alone = Execution(global_batch=1)
+    assert predict(LLAMA, differently(alone, gradient_copy_bytes=24), A100) == predict(
+        LLAMA, alone, A100
+    )
+
+
 def test_gradients_that_another_kernel_adds_are_read_once_more() -> None:
     plan = Execution(global_batch=4, gradient_bytes=2, separate_accumulation=True)
     # the gradient r2, and the sum r2 w2

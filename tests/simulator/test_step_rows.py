@@ -293,6 +293,7 @@ def test_stages_of_aleph_alpha_count_the_embedding_and_the_head_as_layers() -> N
     assert layers == [None, (20, 20), (10, 11, 10, 9)]
     assert stages[0].separate_gates
     assert [execution.messages for execution in stages] == [2, 2, 4]
+    assert stages[0].gradient_copy_bytes == 24
     assert stages[0].all_reduces_gradients
     assert scenario_of(row_with(**layout | {"pp": 2, "vp": 2})).execution.stage_layers is None
 
@@ -302,7 +303,7 @@ def test_last_stages_of_internevo_have_one_layer_more() -> None:
     stages = [scenario_of(row_with(**table | {"pp": pp})).execution for pp in (1, 3, 4, 6)]
     layers = [execution.stage_layers for execution in stages]
     assert layers == [None, (10, 11, 11), (8, 8, 8, 8), (5, 5, 5, 5, 6, 6)]
-    assert stages[0].all_reduces_gradients
+    assert (stages[0].all_reduces_gradients, stages[0].gradient_copy_bytes) == (True, 8)
 
 
 def test_oneflow_computes_the_loss_in_16_bits_and_has_buffers_for_two_pipelines() -> None:
