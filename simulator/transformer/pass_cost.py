@@ -128,13 +128,21 @@ def linear_passes(
         converted = machine.memory_seconds(moved, count)
         forward += converted
         backward += converted if model.adapters is None else 0.0
+    casting = 0
+    if execution.autocast:
+        # parameters to 16 bits; their gradients to 32 bits, and to 16 for their sum
+        casting = count
+        moved = 6.0 * sum([out * inner for out, inner in shapes])
+        forward += machine.memory_seconds(moved, count)
+        if model.adapters is None:
+            backward += machine.memory_seconds(2 * moved, 2 * count)
     if RECIPES[model.precision].dtype is not None:
         casts = _cast_passes(shapes, tokens, model, execution, machine)
         forward, backward = forward + casts[0], backward + casts[1]
     flops = sum([2.0 * tokens * out * inner for out, inner in shapes])
     passes = (
-        PassCost(forward, count, 0.0, flops),
-        PassCost(backward, products * count, 0.0, products * flops),
+        PassCost(forward, count + casting, 0.0, flops),
+        PassCost(backward, products * (count + casting), 0.0, products * flops),
     )
     if model.adapters is None:
         return passes
@@ -340,7 +348,15 @@ def residual_passes(
         # backward pass also reads them for the gradients of the weights of both
         mixed = (streams + 1 + 2 * (streams - 1)) * width * stream
         forward, backward = forward + mixed, backward + 2 * mixed
-    return (
+    passes = (
         PassCost(machine.memory_seconds(forward, 3), 4),
         PassCost(machine.memory_seconds(backward, 8), 8),
+    )
+    if not execution.autocast:
+        return passes
+    # Beyond the kernels above: the input of the norm r4 w2, and 4 more of the sum. Backward: the
+    # gradient of the output r4 w2, that of the norm's input r2 w4, and 6 more of their sum.
+    return (
+        passes[0] + PassCost(machine.memory_seconds(10.0 * stream, 2), 1),
+        passes[1] + PassCost(machine.memory_seconds(18.0 * stream, 3), 2),
     )

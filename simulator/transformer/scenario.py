@@ -105,6 +105,9 @@ class Execution(Description):
         casts_parameters: whether products cast parameters of 32 bits to 16 in each pass, and their
             gradients back (JAX), instead of parameters of 16 bits beside a master copy. Parameters
             that ZeRO-3 shards are cast before they are gathered, which costs little.
+        autocast: whether parameters and the residual stream have 32 bits and torch.autocast casts
+            them: parameters in each pass, after they are gathered, and the inputs of norms, with
+            their gradients back. It counts in time alone.
         optimizer_bytes: bytes of optimizer state per parameter, including a master copy.
         fused_loss: whether the loss is one kernel, which writes only the gradient of the logits.
         loss_in_16_bits: whether the kernels of a loss that isn't fused read and write 16 bits.
@@ -175,6 +178,7 @@ class Execution(Description):
     gradient_copy_bytes: NonNegativeInt = 0
     combined_bytes: PositiveInt | None = None
     casts_parameters: bool = False
+    autocast: bool = False
     optimizer_bytes: PositiveInt = 12
     fused_loss: bool = False
     loss_in_16_bits: bool = False

@@ -46,7 +46,7 @@ def gradient_synchronization(
     if execution.zero == 3:  # layer by layer, with the parameters
         return NO_COMMUNICATION
     network = machine.network
-    width = machine.gathered_as(model.precision).parameter_width
+    width = _gathered_width(model, execution, machine)
     reduced, gathered, copied, far = 0.0, 0.0, 0.0, False
     for part in _replicated(parameters, execution, machine):
         far = far or part.hosts > 1
@@ -217,6 +217,11 @@ def parameter_gathers(
     return Communication(total, all_exposed + first)
 
 
+def _gathered_width(model: Transformer, execution: Execution, machine: Machine) -> float:
+    """Return the bytes of a parameter as devices gather it."""
+    return 4.0 if execution.autocast else machine.gathered_as(model.precision).parameter_width
+
+
 class _Sharded(NamedTuple):
     """Seconds of the communication of parameters that ZeRO-3 shards.
 
@@ -242,7 +247,7 @@ def _sharded(
     the type that is communicated.
     """
     gather, scatter, far, copied = 0.0, 0.0, False, 0.0
-    width = machine.gathered_as(model.precision).parameter_width
+    width = _gathered_width(model, execution, machine)
     for part in _replicated(parameters, execution, machine):
         far = far or part.hosts > 1
         gather += part.gather_seconds(width * part.elements, machine.network, broadcasts=False)

@@ -95,6 +95,40 @@ def test_copies_of_gradients_around_their_sum_are_exposed(overlapped: bool) -> N
     )
 
 
+def test_autocast_casts_parameters_and_the_residual_stream_in_each_pass() -> None:
+    plan = Execution(data=8, global_batch=8, zero=3)
+    cast = differently(plan, autocast=True)
+    stream, h = 2048 * 4096, 4096
+    attention, mlp = (LLAMA.qkv_width + LLAMA.attention_width) * h, 3 * LLAMA.ffn_width * h
+    seconds = A100.memory_seconds
+    before, after = layer_passes(LLAMA, plan, A100), layer_passes(LLAMA, cast, A100)
+    # norms r4 w2 and sums r4 w4 for r2 w2; parameters r4 w2
+    forward = 2 * seconds(10.0 * stream, 2) + seconds(6.0 * attention, 2) + seconds(6.0 * mlp, 2)
+    assert after.forward.compute - before.forward.compute == pytest.approx(forward)
+    # gradients of outputs r4 w2, of the norm's input r2 w4, their sum r8 w4 for r4 w2;
+    # gradients of parameters to f32 and to 16 bits for their sum
+    backward = 2 * seconds(18.0 * stream, 3) + seconds(12.0 * attention, 4)
+    backward += seconds(12.0 * mlp, 4)
+    assert after.backward.compute - before.backward.compute == pytest.approx(backward)
+
+
+def test_autocast_gathers_parameters_of_32_bits() -> None:
+    plan = Execution(data=8, global_batch=8, zero=3)
+    moved = [
+        predict(LLAMA, execution, A100).communication["data"]
+        for execution in (plan, differently(plan, autocast=True))
+    ]
+    ring, table = A100.network.ring(8), LLAMA.vocab * LLAMA.hidden
+    layer = (LLAMA.parameters - 2 * table - LLAMA.hidden) / LLAMA.layers
+
+    def more(elements: float, width: int) -> float:
+        return A100.network.seconds("all_gather", width * elements, ring)
+
+    expected = 2 * LLAMA.layers * (more(layer, 4) - more(layer, 2))
+    expected += 2 * (more(table, 4) - more(table, 2))
+    assert moved[1] - moved[0] == pytest.approx(expected, rel=1e-3)
+
+
 def test_gradients_that_another_kernel_adds_are_read_once_more() -> None:
     plan = Execution(global_batch=4, gradient_bytes=2, separate_accumulation=True)
     # the gradient r2, and the sum r2 w2
