@@ -100,6 +100,8 @@ class Execution(Description):
             `gradient_bytes` by default.
         gradient_copy_bytes: bytes that kernels move per gradient before and after its sum, without
             ZeRO-3: copies to and from a buffer of many gradients, casts and divisions.
+        gradient_buffer_bytes: bytes of the buffers of that copy that are alive together; they are
+            never larger than all gradients.
         combined_bytes: bytes of gradients that are summed together, at most; all by default. XLA's
             limit is xla_gpu_all_reduce_combine_threshold_bytes.
         casts_parameters: whether products cast parameters of 32 bits to 16 in each pass, and their
@@ -176,6 +178,7 @@ class Execution(Description):
     separate_accumulation: bool = False
     communicated_gradient_bytes: Literal[2, 4] | None = None
     gradient_copy_bytes: NonNegativeInt = 0
+    gradient_buffer_bytes: NonNegativeInt = 0
     combined_bytes: PositiveInt | None = None
     casts_parameters: bool = False
     autocast: bool = False

@@ -121,6 +121,7 @@ def _device_memory(
         size * (part.layers / shards + part.experts / expert_shards)
         for part, (size, shards, expert_shards) in zip(held, states, strict=True)
     ]
+    gradients += min(execution.gradient_buffer_bytes, gradients)
     if model.adapters is not None:
         size, shards, _ = states[0]
         parameters += size * trained.layers / shards

@@ -149,7 +149,8 @@ SOFTWARE: Mapping[str, Software] = {
     # (github.com/InternLM/InternLM, doc/en/install.md, doc/en/train_performance.md); its hooks
     # all-reduce gradients over the data axis with every size of zero1 (reduce_rank of
     # _attach_reduction_hook in internlm/solver/optimizer/hybrid_zero_optim.py), in buckets to and
-    # from which they are copied (flatten and unflatten_and_copy of TensorBucket in store.py)
+    # from which they are copied (flatten and unflatten_and_copy of TensorBucket in store.py); two
+    # of 512 Mi elements are alive (reduce_bucket_size in configs/7B_sft.py; _bucket_in_progress)
     "internevo": Software(
         EAGER,
         "flash1",
@@ -161,6 +162,7 @@ SOFTWARE: Mapping[str, Software] = {
             "broadcasts": True,
             "all_reduces_gradients": True,
             "gradient_copy_bytes": 8,
+            "gradient_buffer_bytes": 2 * 2 * 512 * 2**20,
             "separate_accumulation": True,
             # beside 12 bytes of state: the gradients in one array, that array in f32, and what
             # AdamW of PyTorch computes for all parameters before it updates them (foreach)

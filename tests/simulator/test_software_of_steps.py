@@ -95,6 +95,14 @@ def test_copies_of_gradients_around_their_sum_are_exposed(overlapped: bool) -> N
     )
 
 
+def test_buffers_of_gradients_are_in_memory_up_to_the_size_of_all() -> None:
+    plan = Execution(global_batch=1, gradient_bytes=2)
+    gradients = memory_of(LLAMA, plan).gradients
+    few, many = (differently(plan, gradient_buffer_bytes=size) for size in (10**9, 10**12))
+    assert memory_of(LLAMA, few).gradients == gradients + 1e9
+    assert memory_of(LLAMA, many).gradients == 2 * gradients
+
+
 def test_autocast_casts_parameters_and_the_residual_stream_in_each_pass() -> None:
     plan = Execution(data=8, global_batch=8, zero=3)
     cast = differently(plan, autocast=True)

@@ -304,6 +304,7 @@ def test_last_stages_of_internevo_have_one_layer_more() -> None:
     layers = [execution.stage_layers for execution in stages]
     assert layers == [None, (10, 11, 11), (8, 8, 8, 8), (5, 5, 5, 5, 6, 6)]
     assert (stages[0].all_reduces_gradients, stages[0].gradient_copy_bytes) == (True, 8)
+    assert stages[0].gradient_buffer_bytes == 2**31
 
 
 def test_oneflow_computes_the_loss_in_16_bits_and_has_buffers_for_two_pipelines() -> None:
