@@ -18,6 +18,7 @@ from autopar.ir.step_graph import EXACT, Exactness, MicrobatchError
 from autopar.layering.gradient_scans import cut_gradient_scans
 from autopar.layering.layer_options import AutoLayerOption, LayerOption
 from autopar.layering.layered_functions import Assignments, layered, layering
+from autopar.layering.loss_checkpoints import without_loss_checkpoint
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
 from autopar.microbatch.gradients import tracing_whole_arrays
 from autopar.microbatch.row_lookups import with_own_rows
@@ -195,6 +196,8 @@ class StepTraces:
         jaxpr = flatten(
             jaxpr, keeps_remat=options.keeps_remat, keeps_constraints=options.keeps_constraints
         )
+        if isinstance(options.layers, AutoLayerOption):
+            jaxpr = without_loss_checkpoint(jaxpr)
         jaxpr = without_sorted_rows(jaxpr)
         arguments = jaxpr.invars[: len(self.avals)]
         in_pieces = [var for i, var in enumerate(arguments) if i not in self.batch]

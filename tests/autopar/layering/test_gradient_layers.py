@@ -102,6 +102,29 @@ def test_an_optimizer_of_nnx_trains_in_a_pipeline():
     assert_allclose(planned(state, BATCH), expected, rtol=1e-5, atol=1e-5)
 
 
+def checkpointed(loss, has_aux=True):
+    """Return the value and gradient of a loss with a `jax.checkpoint` around it."""
+    return jax.value_and_grad(jax.checkpoint(loss), has_aux=has_aux)
+
+
+def gradient_alone(loss, has_aux=True):
+    """Return the gradient of a loss with a `jax.checkpoint` around it, and no value of it."""
+    gradient = jax.grad(jax.checkpoint(lambda params: loss(params)[0]))
+    return lambda params: ((0.0, jnp.zeros((1, CLASSES))), gradient(params))
+
+
+@pytest.mark.parametrize("value_and_grad", [checkpointed, gradient_alone])
+def test_a_loss_in_a_checkpoint_is_cut_into_layers(value_and_grad):
+    step = make_step(value_and_grad)
+    planned = autopar.parallelize(step, method=pipeline(), donate_argnums=())
+    expected = jax.jit(step)(PARAMS, BATCH)
+    assert_allclose(planned(PARAMS, BATCH), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_layers_in_a_checkpoint_around_the_loss_are_those_without_it():
+    assert products_by_layer(checkpointed) == products_by_layer(jax.value_and_grad)
+
+
 def products_by_layer(value_and_grad):
     """Return how many products each layer has, forward and backward."""
     step = trace(

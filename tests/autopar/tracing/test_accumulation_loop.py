@@ -63,6 +63,14 @@ def scan(params, batch):
     return updated(params, gradients), total / CHUNKS
 
 
+def checkpointed_chunks(params, batch):
+    def body(sums, chunk):
+        return added(sums, *jax.value_and_grad(jax.checkpoint(loss))(params, chunk)), None
+
+    (total, gradients), _ = jax.lax.scan(body, (0.0, zeros(params)), chunks(batch))
+    return updated(params, gradients), total / CHUNKS
+
+
 def reversed_scan(params, batch):
     def body(carry, chunk):
         params, sums, count = carry
@@ -209,6 +217,7 @@ STEPS = [
     first_chunk_before,
     first_chunk_with_keys,
     scan,
+    checkpointed_chunks,
     reversed_scan,
     fori_loop,
     indexed_chunks,

@@ -1,0 +1,90 @@
+"""A `jax.checkpoint` around the whole loss, whose forward pass is the recomputation.
+
+The backward pass then begins with the recomputation of everything, so that the checkpoint saves no
+memory, and the forward pass before it computes the loss alone. A pipeline would run all layers in
+its last stage, where the backward pass begins. Without the checkpoint, they are in its stages.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from autopar.ir.equation_groups import Unit, units
+from autopar.ir.flatten import value_number
+from autopar.ir.graph import Atom, is_forward, is_outer_backward, renamed, variables
+from autopar.layering.gradient_layers import forward_pass
+from autopar.primitives import is_product
+
+_RECOMPUTATION = "rematted_computation"
+
+
+def without_loss_checkpoint(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a flat step whose forward pass has what the backward pass would compute again.
+
+    Steps whose backward pass reads a product of the forward pass are returned as they are.
+    """
+    if not any(map(_is_barrier, jaxpr.eqns)):
+        return jaxpr
+    groups = units(enumerate(jaxpr.eqns))
+    if any(map(_has_product, forward_pass(groups))):
+        return jaxpr
+    names: dict[Var, Atom] = {}
+    known: dict[Any, Sequence[Var]] = {}
+    late: set[Var] = set()  # what depends on gradients
+    eqns: list[JaxprEqn] = []
+    for unit in groups:
+        first = unit.eqns[0][1]
+        own = [eqn.replace(invars=renamed(eqn.invars, names)) for _, eqn in unit.eqns]
+        if _is_barrier(first):
+            names.update(zip(first.outvars, own[0].invars, strict=True))
+            continue
+        reads_late = any(not late.isdisjoint(variables(eqn.invars)) for eqn in own)
+        if reads_late or any(is_outer_backward(eqn) and not is_forward(eqn) for eqn in own):
+            late.update(unit.makes)
+        else:
+            own = [_in_forward_pass(eqn) for eqn in own]
+        number = _number(own)
+        if number is not None and number in known:
+            names.update(zip(first.outvars, known[number], strict=True))
+            continue
+        if number is not None:
+            known[number] = first.outvars
+        eqns += own
+    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, names))
+
+
+def _is_barrier(eqn: JaxprEqn) -> bool:
+    """Return whether an equation begins the recomputation of a `jax.checkpoint`."""
+    return eqn.primitive is lax.optimization_barrier_p and is_outer_backward(eqn)
+
+
+def _has_product(unit: Unit) -> bool:
+    return any(is_product(eqn) for _, eqn in unit.eqns)
+
+
+def _number(eqns: Sequence[JaxprEqn]) -> Any:
+    """Return a key of what a unit computes; None if it may not be merged with an equal one.
+
+    What is computed from literals alone is merged with that of the same call only, as in `flatten`.
+    """
+    if len(eqns) > 1:
+        return None
+    (eqn,) = eqns
+    is_constant = all(isinstance(atom, Literal) for atom in eqn.invars)
+    number = value_number(eqn)
+    return (number, id(eqn.source_info.traceback)) if is_constant and number else number
+
+
+def _in_forward_pass(eqn: JaxprEqn) -> JaxprEqn:
+    """Return an equation without the scopes of a recomputation, if it has them."""
+    stack = eqn.source_info.name_stack
+    elements = list(stack.stack)
+    names = [element.name for element in elements]
+    for name in ("transpose", _RECOMPUTATION):
+        if _RECOMPUTATION in names and name in names:
+            del elements[names.index(name)]
+            names.remove(name)
+    stack = type(stack)(tuple(elements))
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
