@@ -27,6 +27,7 @@ from jax.extend.core.primitives import (
     gather_p,
     reduce_sum_p,
     reshape_p,
+    select_n_p,
     sort_p,
     top_k_p,
 )
@@ -42,6 +43,7 @@ from autopar.tracing.row_tables import (
     Known,
     Origin,
     RowTable,
+    core,
     is_uniform,
     known_literal,
     known_result,
@@ -192,6 +194,8 @@ class _Unsorting:
             return number not in self.kept and self._add_sort(number, eqn)
         if eqn.primitive is gather_p:
             return self._add_gather(eqn)
+        if eqn.primitive is select_n_p:
+            return self._add_choice(eqn)
         return eqn.primitive in (scatter_p, scatter_add_p) and self._add_scatter(eqn)
 
     def _emit(self, eqn: JaxprEqn, **changes: Any) -> None:
@@ -244,6 +248,15 @@ class _Unsorting:
         (out,) = eqn.outvars
         rows = self._rows_of(operand)
         before, after = (self._column(indices, origin) for origin in ("before", "after"))
+        placed = self._of(operand)
+        if isinstance(placed, RowTable) and placed.origin.kind == "after":
+            if before is None or before.origin.of != placed.origin.of or len(placed.rows) != 1:
+                return False
+            if not before.is_column(before.domain):
+                return False
+            self.known[out] = placed.values
+            self.unmade[out] = _sort_of(before)
+            return True
         if before is not None and rows is None:
             size, count = len(before.domain), aval_of(operand).shape[0]
             if size % count or not before.is_column(before.domain // (size // count)):
@@ -285,8 +298,8 @@ class _Unsorting:
                 return True
             known = self._of(updates)
             places = np.arange(size)
-            if size == count and isinstance(known, np.ndarray) and np.array_equal(known, places):
-                self.known[out] = RowTable(Origin("after", sort), places, places.shape, places)
+            if size == count and isinstance(known, np.ndarray) and aval_of(out).dtype.kind in "iu":
+                self.known[out] = RowTable(Origin("after", sort), places, places.shape, known)
                 self.unmade[out] = sort
                 return True
         if after is not None and rows is None and after.is_column(after.domain) and size == count:
@@ -294,6 +307,25 @@ class _Unsorting:
             self.first_order[out] = self._read(updates)
             return True
         return False
+
+    def _add_choice(self, eqn: JaxprEqn) -> bool:
+        """Add a choice that is known although a sort decides it; return whether it is.
+
+        Of a scatter whose indices may be equal, JAX differentiates the updates that were written
+        last. The indices of a sort are all different.
+        """
+        which, *cases = eqn.invars
+        known = self._of(which)
+        if self._unmade_by(which) is None or known is None:
+            return False
+        numbers = np.unique(core(known.values if isinstance(known, RowTable) else known))
+        if len(numbers) != 1:
+            return False
+        (out,) = eqn.outvars
+        chosen = cases[int(numbers[0])]
+        self.first_order[out] = self._read(chosen)
+        self._copy_knowledge(chosen, out)
+        return True
 
     def _is_zero(self, atom: Atom) -> bool:
         return is_uniform(self._of(atom), 0.0)
@@ -340,6 +372,11 @@ class _Unsorting:
             counts = tuple(eqn.params["axes"]) == tuple(range(len(table.rows)))
             if counts and is_nonnegative and np.array_equal(table.values, one_hot):
                 self._note_sizes(eqn, table)
+        elif eqn.primitive is convert_element_type_p and isinstance(eqn.invars[0], Var):
+            sizes = self.sizes.get(eqn.invars[0])
+            dtypes = [aval_of(atom).dtype for atom in (*eqn.invars, *eqn.outvars)]
+            if sizes and all(_holds(dtype, aval_of(sizes.keys).size) for dtype in dtypes):
+                self.sizes[eqn.outvars[0]] = sizes
 
     def _note_sizes(self, eqn: JaxprEqn, table: RowTable, indices: Atom | None = None) -> None:
         """Note that a result counts the rows of each group: of each key, or at each index."""
@@ -539,6 +576,13 @@ def _numbers(dtype: Any, maker: JaxprEqn | None) -> np.ndarray:
     limits = jnp.iinfo(dtype)
     small = np.arange(max(limits.min, -2048), min(limits.max, 2048))
     return np.unique(np.array([limits.min, *small, limits.max])).astype(dtype)
+
+
+def _holds(dtype: Any, count: int) -> bool:
+    """Return whether a type has all numbers from 0 to `count`."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return count <= jnp.iinfo(dtype).max
+    return jnp.issubdtype(dtype, jnp.floating) and count <= 2 ** (jnp.finfo(dtype).nmant + 1)
 
 
 def _are_groups(eqn: JaxprEqn, table: RowTable, num_groups: int) -> bool:

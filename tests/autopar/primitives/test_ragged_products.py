@@ -82,13 +82,34 @@ def test_tokens_of_a_single_expert_each_equal_one_device():
         rows = lax.ragged_dot(tokens[order], params["in"], sizes)
         return rows[jnp.argsort(order)].sum(-1) * scores.max(-1)
 
+    assert_equals_one_device(expert)
+
+
+def assert_equals_one_device(layer):
     def step(params, batch):
-        value, grads = jax.value_and_grad(lambda p: (expert(p, batch) ** 2).mean())(params)
+        value, grads = jax.value_and_grad(lambda p: (layer(p, batch) ** 2).mean())(params)
         return jax.tree.map(lambda p, g: p - g, params, grads), value
 
     args = arguments()
     planned = autopar.parallelize(step, method=autopar.ShardParallel((2, 4), num_micro_batches=2))
     assert_allclose(planned(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("beneath", ["zeros", "rows"])
+def test_tokens_that_are_written_back_equal_one_device(beneath):
+    """JAX differentiates the updates that were written last: here, all of them."""
+
+    def layer(params, tokens):
+        weights, chosen = lax.top_k(jax.nn.softmax(tokens @ params["router"]), TOP)
+        order = jnp.argsort(chosen.reshape(-1))
+        counts = jax.nn.one_hot(chosen.reshape(-1), NUM_EXPERTS).sum(0)
+        sorted_rows = tokens[order // TOP]
+        rows = lax.ragged_dot(sorted_rows, params["in"][..., :16], counts.astype(jnp.int32))
+        start = jnp.zeros_like(rows) if beneath == "zeros" else sorted_rows
+        by_token = start.at[order].set(rows).reshape(-1, TOP, 16)
+        return (by_token * weights[..., None]).sum(1)
+
+    assert_equals_one_device(layer)
 
 
 def test_experts_that_are_larger_than_the_tokens_stay_where_they_are():
@@ -176,3 +197,16 @@ def weighted_by_place(params: Any, tokens: Any) -> Any:
 @pytest.mark.parametrize("layer", [first_rows, other_sizes, weighted_by_place])
 def test_tokens_are_sorted_where_something_else_depends_on_their_order(layer):
     assert {"sort", "ragged_dot_general"} <= primitives(layer)
+
+
+@pytest.mark.parametrize(("tokens", "is_sorted"), [(1024, False), (1025, True)])
+def test_tokens_are_sorted_where_their_counts_may_be_rounded(tokens, is_sorted):
+    """float16 has no number between 2048 and 2050."""
+
+    def layer(params, tokens):
+        order, _, chosen = routed(params, tokens)
+        sizes = jax.nn.one_hot(chosen, NUM_EXPERTS, dtype=jnp.float16).sum(0).astype(jnp.int32)
+        rows = lax.ragged_dot(tokens[order // TOP], params["in"], sizes)
+        return jax.ops.segment_sum(rows, order // TOP, len(tokens))
+
+    assert ("sort" in primitives(layer, tokens)) is is_sorted
