@@ -272,10 +272,11 @@ def _joined(path: str, leaf: Any, saved: Mapping[str, SavedArray]) -> SavedArray
     if not isinstance(leaf, JoinedArray):
         return saved[path]
     arrays = [saved[_piece_path(path, k)] for k in range(len(leaf.pieces))]
+    of_key = arrays[0].shape[len(leaf.shape) :]  # the dims of the data of a random key
     return arrays[0].model_copy(
         update={
             "path": path,
-            "shape": leaf.shape,
+            "shape": (*leaf.shape, *of_key),
             "pieces": tuple(
                 piece.moved(leaf.dim, start)
                 for array, start in zip(arrays, leaf.starts, strict=True)

@@ -33,7 +33,7 @@ class JoinedArray(ArrayHandle):
         size = sum(piece.shape[dim] for piece in pieces)
         self.shape = (*first.shape[:dim], size, *first.shape[dim + 1 :])
         self.dtype = first.dtype
-        self.weak_type = first.weak_type
+        self.weak_type = getattr(first, "weak_type", False)  # random keys have none
 
     @property
     def sharding(self) -> tuple[Any, ...]:

@@ -247,6 +247,37 @@ def test_a_checkpoint_of_layers_in_stages_is_restored_for_any_plan(tmp_path):
     assert np.allclose(parallel(autopar.restore_checkpoint(tmp_path, 1, specs), X)[1], expected)
 
 
+def test_random_keys_of_layers_are_in_their_stages(tmp_path):
+    """The keys of dropout that the modules of nnx store are split with their weights."""
+
+    def step(state, batch):
+        def loss(stack):
+            def layer(x, own):
+                weights, key = own
+                key, mask = jax.random.split(key)
+                return jnp.tanh(x @ weights) * jax.random.bernoulli(mask, 0.8, x.shape), key
+
+            x, keys = lax.scan(layer, batch, (stack, state["keys"]))
+            return (x**2).mean(), keys
+
+        (value, keys), gradients = jax.value_and_grad(loss, has_aux=True)(state["stack"])
+        return {"stack": state["stack"] - 0.1 * gradients, "keys": keys}, value
+
+    state = {"stack": weights(4, WIDTH, WIDTH), "keys": jax.random.split(jax.random.key(0), 4)}
+    parallel = autopar.parallelize(step, method=stages(2), donate_argnums=())
+    first, value = parallel(state, X)
+    expected, expected_value = jax.jit(step)(state, X)
+    assert np.allclose(value, expected_value, rtol=1e-5)
+    assert (jnp.asarray(first["keys"]) == expected["keys"]).all()
+    autopar.save_checkpoint(tmp_path, first, 1)
+    specs = parallel.get_executable(first, X).get_input_placement_specs()[0]
+    restored = autopar.restore_checkpoint(tmp_path, 1, specs)
+    second, value = parallel(restored, X)
+    expected, expected_value = jax.jit(step)(expected, X)
+    assert np.allclose(value, expected_value, rtol=1e-5)
+    assert (jnp.asarray(second["keys"]) == expected["keys"]).all()
+
+
 def test_a_state_is_created_in_the_stages_of_its_layers():
     parallel = autopar.parallelize(momentum_step, method=stages(2), donate_argnums=())
 
