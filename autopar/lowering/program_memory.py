@@ -101,12 +101,18 @@ class MeshMemory:
         return self._of_inputs(mesh, without={*reads, *step.completed})
 
     def _of_inputs(self, mesh: int, without: Collection[int]) -> Level:
-        """Return the memory of the inputs on a mesh, but for those with the given numbers."""
+        """Return the memory of the inputs on a mesh, but for those with the given numbers.
+
+        State that other stages read, such as tied weights, is in its home alone: they receive it.
+        """
         partition, mesh_of = self.planned.partition, self.planned.schedule.mesh_of
+        carried = set(partition.step.carried.values())
         memory: dict[Role, int] = {}
         for i, stages in partition.input_stages.items():
             if i in without:
                 continue
+            if i in carried:
+                stages = stages[:1]
             local_stages = [stage for stage in stages if mesh_of(stage) == mesh]
             if local_stages:
                 var = partition.step.jaxpr.invars[i]

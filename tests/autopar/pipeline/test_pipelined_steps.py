@@ -84,6 +84,15 @@ def test_the_gradient_of_a_tied_embedding_is_sent_once_per_step() -> None:
     assert len(sizes) == 2
 
 
+def test_a_tied_embedding_is_in_the_memory_of_the_stage_that_receives_it_once() -> None:
+    args = tied_args()
+    plan = autopar.plan_step(tied_step, args, method=pipeline(devices=3), cluster="dgx_a100_80")
+    program = autopar.compile_step(tied_step, args, plan, "dgx_a100_80", fidelity="analytic")
+    last = program.memory[-1]
+    assert last.arguments == args[1]["next"].nbytes
+    assert last.roles["inputs"] == args[1]["next"].nbytes + args[0]["embedding"].nbytes
+
+
 def test_skip_connections_pass_over_stages() -> None:
     def step(params: Any, batch: Any) -> Any:
         @autopar.manual_layer_construction
