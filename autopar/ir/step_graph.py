@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, Primitive, Var
 
 from autopar.ir import graph
 from autopar.ir.array_cuts import NO_ARRAYS, CutTree
+from autopar.ir.array_sizes import value_bytes
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import aval_of
 from autopar.ir.preparation import Preparation, TracedValue
@@ -191,8 +192,10 @@ class StepGraph:
             microbatch.
         saved_for_backward: For a pipeline stage, the values that are stored from the forward pass
             of a microbatch until its backward pass.
+        saved_for_weights: For a pipeline stage with weight gradients of their own, the values that
+            are stored from the forward pass and the input gradients of a microbatch until them.
         in_flight: For a pipeline stage, the number of microbatches whose saved values it stores at
-            the same time.
+            the same time (`saved_in_flight`).
         positions: The number of an input that is no argument: the positions of the examples in the
             batch (`autopar.microbatch.row_positions`). None if the step needs none.
         preparation: What the inputs after the arguments are computed from before the step
@@ -218,6 +221,7 @@ class StepGraph:
     cross_task_values: tuple[Var, ...] = ()
     task_ends: tuple[int, ...] = ()
     saved_for_backward: tuple[Var, ...] = ()
+    saved_for_weights: tuple[Var, ...] = ()
     in_flight: int = 1
     positions: int | None = None
     preparation: Preparation | None = None
@@ -305,6 +309,16 @@ class StepGraph:
     def num_micro_batches(self) -> int:
         """The number of microbatches."""
         return self.microbatching.count if self.microbatching else 1
+
+    @property
+    def saved_in_flight(self) -> tuple[Var, ...]:
+        """The values that each microbatch in flight stores at most.
+
+        Where the backward pass recomputes, the weight gradients may read more values than the
+        forward pass stores.
+        """
+        saved = self.saved_for_backward, self.saved_for_weights
+        return max(saved, key=lambda values: sum(map(value_bytes, values)))
 
     @property
     def chunks(self) -> int:

@@ -88,6 +88,32 @@ class Schedule:
                 peak[task.stage] = max(peak[task.stage], current[task.stage])
         return [peak[stage] for stage in range(self.pipeline.num_stages)]
 
+    def waiting(self, stage: int) -> frozenset[tuple[int, int]]:
+        """Return how many microbatches wait in a stage while it runs a task of another one.
+
+        A pair has the number of microbatches that wait for the task that releases activations (B,
+        or I of a backward pass in two parts), and the number of those that wait for their weight
+        gradients (W) alone. Pairs that are smaller than another one are left out.
+        """
+        done: dict[int, Phase] = {}
+        pairs = {(0, 0)}
+        for row in self.rows:
+            for task in row:
+                if task.stage != stage or task.phase in ("U", "S"):
+                    continue
+                done.pop(task.micro_batch, None)
+                phases = Counter(done.values())
+                pairs.add((phases["F"], phases["I"]))
+                if task.phase in ("F", "I"):
+                    done[task.micro_batch] = task.phase
+        if not self.phases & {"B", "I"}:  # activations are not kept
+            return frozenset({(0, 0)})
+        return frozenset(
+            pair
+            for pair in pairs
+            if not any(pair != p and pair[0] <= p[0] and pair[1] <= p[1] for p in pairs)
+        )
+
     def needs(self, task: Run) -> tuple[Run, ...]:
         """Return the tasks of any mesh whose results `task` uses."""
         stage, batch = task.stage, task.micro_batch

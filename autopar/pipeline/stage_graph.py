@@ -18,6 +18,7 @@ from autopar.ir.equation_groups import units
 from autopar.ir.evaluate import Numbered
 from autopar.ir.step_graph import MicrobatchError, Microbatching, StepGraph
 from autopar.pipeline.partition import Partition, Task, Total
+from simulator.program import Phase
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def stage_graph(partition: Partition, stage: int) -> StageGraph:
         name=f"{whole.name}, stage {stage}",
         cross_task_values=_passed_between(partition, tasks, stage_eqns),
         task_ends=stage_eqns.task_ends,
-        saved_for_backward=_saved_for_backward(partition, tasks, received),
+        saved_for_backward=_saved(partition, tasks, received, ("F",), ("B", "I", "W")),
+        saved_for_weights=_saved(partition, tasks, received, ("F", "I"), ("W",)),
         retrace=_DividedSteps(partition, stage, tuple(tasks), (*received, *sent)),
         received_inputs={
             len(inputs) + k: dims.get(var, frozenset()) for k, var in enumerate(received)
@@ -309,20 +311,31 @@ def _passed_between(
     return tuple(var for var in read if var in stage_eqns.positions and var not in totals)
 
 
-def _saved_for_backward(
-    partition: Partition, tasks: Sequence[Task], received: Collection[Var]
+def _saved(
+    partition: Partition,
+    tasks: Sequence[Task],
+    received: Collection[Var],
+    before: Collection[Phase],
+    after: Collection[Phase],
 ) -> tuple[Var, ...]:
-    """Return the values of a microbatch's forward pass that its backward pass reads.
+    """Return the values that a stage stores between two parts of a microbatch.
 
-    They are results of the stage, and values that it received. Where weight gradients are a task of
-    their own (W), they read other values, but hardly more bytes (Qi et al., "Zero Bubble Pipeline
-    Parallelism", arXiv:2401.10241, table 1).
+    They are results of the first part, and values that the stage received for it. Where weight
+    gradients are a task of their own (W), they read other values than the input gradients do, but
+    hardly more bytes (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, table 1).
+
+    Args:
+        partition: the tasks of all stages.
+        tasks: the tasks of the stage.
+        received: values that the stage receives.
+        before: phases of the first part.
+        after: phases of the second part, which reads the values.
     """
-    forward = [task for task in tasks if task.phase == "F"]
-    available = {var for task in forward for var in partition.results[task]}
-    available.update(set(_read_by(partition, forward)).intersection(received))
-    backward = [task for task in tasks if task.phase in ("B", "I", "W")]
-    return tuple(var for var in _read_by(partition, backward) if var in available)
+    first = [task for task in tasks if task.phase in before]
+    available = {var for task in first for var in partition.results[task]}
+    available.update(set(_read_by(partition, first)).intersection(received))
+    second = [task for task in tasks if task.phase in after]
+    return tuple(var for var in _read_by(partition, second) if var in available)
 
 
 @dataclass(frozen=True)

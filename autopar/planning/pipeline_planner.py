@@ -360,7 +360,7 @@ class PipelinePlanner:
         if measure:
             timed = [measure(graph, stage) for graph, stage in zip(graphs, stages, strict=True)]
         seconds = _makespan(tasks, partition, timed, assignments, self.costs)
-        memory = _fullest_device(tasks, stages, in_flight)
+        memory = _fullest_device(tasks, stages)
         return _SolvedPipeline(assignments, graphs, stages, seconds, memory)
 
     def _pool(self, stage: int, assignment: Assignment) -> int:
@@ -478,13 +478,11 @@ def _plan_stage(graph: StageGraph, assignment: Assignment, solved: SolvedStage) 
     return stage.model_copy(update={"layers": assignment.layers, "devices": assignment.devices})
 
 
-def _fullest_device(
-    schedule: Schedule, stages: Sequence[SolvedStage], in_flight: Sequence[int]
-) -> Mapping[Role, int]:
+def _fullest_device(schedule: Schedule, stages: Sequence[SolvedStage]) -> Mapping[Role, int]:
     """Return the bytes of the fullest device by role, if its stages peak at the same time."""
     memory: dict[int, dict[Role, int]] = defaultdict(dict)
     for number, stage in enumerate(stages):
-        num_bytes = round(stage.bytes(in_flight[number]))
+        num_bytes = round(stage.scheduled_bytes(schedule.waiting(number)))
         roles = apportion(stage.shardings.roles_at_peak, num_bytes, "activations")
         mesh = schedule.mesh_of(number)
         memory[mesh] = sum_roles(memory[mesh], roles)

@@ -1,7 +1,7 @@
 """Costs of stages: estimates composed of the costs of layers, and solves of whole stages."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -68,6 +68,17 @@ class SolvedStage:
     def bytes(self, in_flight: int) -> float:
         """Return the memory of one device with `in_flight` microbatches in flight."""
         return self.fixed_bytes + in_flight * self.micro_batch_bytes
+
+    def scheduled_bytes(self, waiting: Iterable[tuple[int, int]]) -> float:
+        """Return the memory of one device, with the microbatches that wait in a schedule.
+
+        Args:
+            waiting: how many wait for their backward pass, and how many for their weight gradients
+                alone (`Schedule.waiting`).
+        """
+        all_saved, for_weights = self.shardings.waiting_bytes
+        held = max(backward * all_saved + last * for_weights for backward, last in waiting)
+        return self.shardings.peak_bytes + held
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,13 +142,13 @@ def make_planned(
 def _gap_warnings(equations: ChosenEquations, cluster: Cluster) -> Iterator[str]:
     """Yield a warning if the peak is uncertain because the backward pass repeats equations.
 
-    The largest excess that `experiments/validation/memory_budgets.py` found is 53 % (seed 29 with
-    `--cluster dgx_h100`); on A100s it is 21 %.
+    The largest excess that `experiments/validation/memory_budgets.py` found is 15 % (seed 29 with
+    `--cluster dgx_h100`).
     """
     if equations.repeated and cluster.device.xla_target is not None:
         yield (
             "the backward pass computes values again: XLA may leave gaps between them and need"
-            " more memory than predicted, 53 % in the worst plan measured;"
+            " more memory than predicted, 15 % in the worst plan measured;"
             ' autopar.compile_step(..., fidelity="compiled") says how much'
         )
 

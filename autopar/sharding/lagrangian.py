@@ -93,7 +93,7 @@ class PricedProblem:
             if o not in step.carried and isinstance(v, Var)
         )
         self._resident = self._memory.capacity_constraint(point, np.inf, passing)
-        self._saved = self._memory.saved_for_backward()
+        self._saved = self._memory.saved(step.saved_for_backward)
 
     def solve(
         self, price: float, in_flight: int, tolerance: float, start: Priced | None = None

@@ -52,8 +52,10 @@ class Shardings:
         deferred: mesh axes along which gradients are completed once, after all microbatches.
         warnings: what the plan could not do, and why.
         eqn_seconds: predicted seconds of each equation, with the resharding of its operands.
-        saved_bytes: bytes per microbatch that a stage of a pipeline saves for the backward pass, on
-            one device.
+        saved_bytes: bytes on one device for each microbatch in flight in a stage of a pipeline, as
+            the solver counts them (`StepGraph.saved_in_flight`).
+        waiting_bytes: bytes on one device of a microbatch that waits for its backward pass, and of
+            one that waits for its weight gradients alone.
         roles_at_peak: `peak_bytes` by memory role.
         memory_limited: whether memory was too short for the cheapest sharding.
         specs: the spec of each value that has one, if it was asked for.
@@ -72,6 +74,7 @@ class Shardings:
     warnings: tuple[str, ...] = ()
     eqn_seconds: tuple[float, ...] = ()
     saved_bytes: float = 0.0
+    waiting_bytes: tuple[float, float] = (0.0, 0.0)
     roles_at_peak: Mapping[MemoryRole, float] = field(default_factory=dict)
     memory_limited: bool = False
     specs: Mapping[Var, Spec] = field(default_factory=dict, repr=False)
@@ -177,7 +180,11 @@ def _plan_deferring(
     return replace(
         _shardings(step, decisions, solution, peak_bytes),
         deferred=deferred,
-        saved_bytes=memory.saved_for_backward().used(solution.choice),
+        saved_bytes=memory.saved(step.saved_in_flight).used(solution.choice),
+        waiting_bytes=(
+            memory.saved(step.saved_for_backward).used(solution.choice),
+            memory.saved(step.saved_for_weights).used(solution.choice),
+        ),
         roles_at_peak=memory.roles_at_peak(solution.choice),
     )
 

@@ -4,7 +4,7 @@ A program point is an equation of the flat jaxpr. `autopar.sharding.value_lifeti
 values are live, and `autopar.sharding.resharded_copies` when copies of them are.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from autopar.sharding.mesh_costs import is_local
 from autopar.sharding.resharded_copies import ReshardedCopies
 from autopar.sharding.selection_problem import CapacityConstraint
 from autopar.sharding.step_decisions import Decisions, Use
-from autopar.sharding.value_lifetimes import local_bytes, saved_sizes, value_lifetimes
+from autopar.sharding.value_lifetimes import local_bytes, sizes_of, value_lifetimes
 from simulator.buffer_packing import packed_bytes
 from simulator.live_ranges import LiveRange, fullest, levels_by_point, live_bytes, roles_at_peak
 from simulator.memory import Role
@@ -142,10 +142,10 @@ class StepMemory:
         for (atom, spec), (first, last) in points.items():
             yield first, last, local_bytes(atom, (spec,), self.mesh)[0]
 
-    def saved_for_backward(self) -> CapacityConstraint:
-        """Return the bytes per microbatch that are saved for its backward pass, without a bound."""
+    def saved(self, values: Iterable[Var]) -> CapacityConstraint:
+        """Return the bytes of values that a microbatch saves, without a bound."""
         uses: dict[int, np.ndarray] = {}
-        for decision, sizes in saved_sizes(self.step, self.decisions, self.mesh):
+        for decision, sizes in sizes_of(values, self.decisions, self.mesh):
             uses[decision] = uses.get(decision, 0) + sizes
         return CapacityConstraint(uses, np.inf)
 

@@ -6,7 +6,7 @@ stored at all (`autopar.xla_fusion`). Sums over microbatches are live as long as
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -89,7 +89,7 @@ def value_lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) ->
     batch = {step.jaxpr.invars[i] for i in step.batch}  # all microbatches of it are live
     others = step.in_flight - 1
     end = len(step.jaxpr.eqns)
-    saved = saved_sizes(step, decisions, mesh) if others else ()
+    saved = sizes_of(step.saved_in_flight, decisions, mesh) if others else ()
     padded = padded_dims(step) if decisions.workspace else {}
     memory = [Lifetime(d, 0, end, others * sizes, role="activations") for d, sizes in saved]
     for var, start, end in lives:
@@ -283,11 +283,11 @@ def _partial_results(
                 yield Lifetime(partial.decision, first, last, partial.sizes, role="gradients")
 
 
-def saved_sizes(
-    step: StepGraph, decisions: Decisions, mesh: LogicalMesh
+def sizes_of(
+    values: Iterable[Var], decisions: Decisions, mesh: LogicalMesh
 ) -> list[tuple[int, np.ndarray]]:
-    """Return decisions, and bytes per option, of what a microbatch saves for its backward pass."""
-    placed = ((var, decisions.placements.get(var)) for var in step.saved_for_backward)
+    """Return the decision of each value that has one, and its bytes under each option."""
+    placed = ((var, decisions.placements.get(var)) for var in values)
     return [(p.decision, local_bytes(var, p.specs, mesh)) for var, p in placed if p is not None]
 
 

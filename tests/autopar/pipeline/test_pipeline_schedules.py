@@ -116,6 +116,22 @@ def test_clocks_and_memory_equal_the_golden_grids(golden):
         assert grid(schedule, golden["clocks"]) == golden["grid"]
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "inference"])
+def test_microbatches_that_wait_are_those_in_flight_but_the_one_that_runs(name):
+    chunks = 2 if name == "interleaved_1f1b" else 1
+    schedule = make_schedule(name, Pipeline(4, 8, chunks))
+    for stage, in_flight in enumerate(schedule.in_flight()):
+        assert schedule.waiting(stage) == {(in_flight - 1, 0)}
+
+
+def test_microbatches_of_the_last_stage_wait_for_their_weight_gradients_alone():
+    schedule = make_schedule("zero_bubble_h1", Pipeline(4, 8))
+    assert schedule.waiting(3) == {(0, schedule.in_flight()[3] - 1)}
+    assert schedule.in_flight()[3] > 1
+    for stage in range(4):
+        assert all(sum(pair) < schedule.in_flight()[stage] for pair in schedule.waiting(stage))
+
+
 @pytest.mark.parametrize(
     ("meshes", "micro_batches", "name", "chunks", "makespan", "ideal"),
     [

@@ -592,4 +592,4 @@ def test_weight_gradients_of_their_own_store_what_the_forward_pass_does():
         planned(gpt, UniformStageOption(2), schedule).predicted_bytes
         for schedule in ("zero_bubble_h1", "1f1b")
     )
-    assert h1 < 1.1 * one_f_one_b  # H1 fills the bubble in the memory of 1f1b
+    assert h1 <= one_f_one_b  # H1 fills the bubble in the memory of 1f1b
