@@ -218,14 +218,16 @@ def _marked(
     `boundary` is that of the smaller one of `sizes`.
     """
     small, large = sizes
-    micro, whole, large, part = (
-        mark_boundary(each, same_boundary(small, boundary, each))
-        for each in (micro, whole, large, part)
-    )
-    small = mark_boundary(small, boundary)
-    bodies = [[eqn for _, eqn in step_parts(each, batch).body] for each in (part, small)]
-    check_same_computation((part, small), (bodies[0], bodies[1]), batch)
-    return micro, whole, (small, large)
+    marked = {small: mark_boundary(small, boundary)}
+    for trace in (micro, whole, large, part):
+        if trace not in marked:
+            marked[trace] = mark_boundary(trace, same_boundary(small, boundary, trace))
+    if part is not small:
+        bodies = [
+            [eqn for _, eqn in step_parts(marked[trace], batch).body] for trace in (part, small)
+        ]
+        check_same_computation((marked[part], marked[small]), (bodies[0], bodies[1]), batch)
+    return marked[micro], marked[whole], (marked[small], marked[large])
 
 
 def _with_dims_of_one(

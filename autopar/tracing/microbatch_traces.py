@@ -205,13 +205,18 @@ class MicrobatchTraces:
         """Return the traces with the values at `places` and the positions as inputs."""
         num_inputs = len(self.traces[0].invars) + len(places)
         batch = self.batch | prepared_rows(self.traces[0], self.traces[1], places)
-        prepared = [with_prepared(trace, places) for trace in self.traces]
-        pairs = list(zip(prepared[::2], prepared[1::2], strict=True))
+        # Usually the traces that run also say how values scale, and the pairs are one pair.
+        prepared = {trace: with_prepared(trace, places) for trace in dict.fromkeys(self.traces)}
+        traces = [prepared[trace] for trace in self.traces]
+        pairs = list(zip(traces[::2], traces[1::2], strict=True))
+        distinct = list(dict.fromkeys(pairs))
         folds = self.exactness.rng == "fold_in"
-        numbered = add_positions(pairs, batch, self.count, folds, self.blocks)
+        numbered = add_positions(distinct, batch, self.count, folds, self.blocks)
         if numbered is None:
             return _Numbered(pairs, batch, None)
-        return _Numbered(numbered, batch | {num_inputs}, num_inputs)
+        with_positions = dict(zip(distinct, numbered, strict=True))
+        pairs = [with_positions[pair] for pair in pairs]
+        return _Numbered(pairs, batch | {num_inputs}, num_inputs)
 
     def _split(
         self, numbered: _Numbered, places: Sequence[TracedValue], num_completed: int = 0
