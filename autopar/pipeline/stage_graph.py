@@ -59,6 +59,27 @@ class StageGraph:
                 task_of.setdefault(number, task)
         return task_of
 
+    def divides_evenly(self, parts: int) -> bool:
+        """Return whether microbatches surely divide into parts of several examples; see `divided`.
+
+        It is known without a trace for parts of that size: the microbatch and the whole batch are
+        computed alike, and so are the parts. It is not known if the examples of a microbatch share
+        more than weights, such as statistics or positions in the batch.
+        """
+        step, facts = self.partition.step, self.partition.batch_facts
+        micro = step.microbatching
+        if micro is None or micro.own_statistics or micro.parts > 1 or micro.chunks % parts:
+            return False
+        if step.positions is not None or step.preparation or step.first_pass:
+            return False
+        exchanged = (*self.received, *self.sent)
+        numbers = numbers_of(step)
+        return facts.mixed.isdisjoint(exchanged) and all(
+            numbers[var] in micro.powers and graph.aval_of(var).shape[facts.rows[var]] % parts == 0
+            for var in exchanged
+            if var in facts.rows
+        )
+
     def divided(self, parts: int) -> "StageGraph":
         """Return the graph of this stage for microbatches that are divided into `parts` parts.
 

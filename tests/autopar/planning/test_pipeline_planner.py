@@ -349,6 +349,29 @@ def test_a_composition_whose_solve_takes_too_long_is_composed_again_in_less_memo
     assert costs.revisions == 1
 
 
+def test_microbatches_that_divide_evenly_are_not_traced_again(mlp):
+    def retrace(count: int) -> StepGraph:
+        raise AssertionError(f"traced in {count} microbatches")
+
+    options = replace(AUTO, data_parallel=True)
+    plan = planned(replace(mlp, retrace=retrace), AutoStageOption(min_stages=2), options=options)
+    assert any(stage.deferred for stage in plan.stages)
+
+
+def test_it_takes_a_trace_whether_examples_that_share_statistics_can_be_divided(mlp):
+    def divides(ways: int, **changes) -> bool:
+        micro = replace(mlp.microbatching, **changes)
+        partition = partition_step(replace(mlp, microbatching=micro), range(LAYERS))
+        return stage_graphs(partition)[1].divides_evenly(ways)
+
+    assert divides(2)
+    assert divides(4)
+    assert not divides(3)
+    assert not divides(2, own_statistics=("step.py:1",))
+    assert not divides(2, parts=2)
+    assert not divides(2, powers={})
+
+
 @pytest.mark.slow
 def test_smaller_memory_budgets_cost_more_seconds(gpt):
     """A stage fits the budget as a composition of layers and when it is solved as a whole."""
