@@ -87,7 +87,7 @@ class LayerFront:
         Raises:
             InfeasibleError: the options leave no sharding.
         """
-        return self.problem.solve(0.0, 1, _ROUGH_GAP).bound
+        return self.problem.bound(1, _ROUGH_GAP)
 
     def least(self, parts: int) -> tuple[float, float]:
         """Return rough lower bounds of the seconds of a step and of the bytes of one device.

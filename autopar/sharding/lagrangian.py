@@ -150,6 +150,11 @@ class PricedProblem:
         """
         if self.options.mode != "solve":
             return self.solve(0.0, 1, tolerance).bound
+        problem = self.decisions.problem() if parts == 1 else self._in_parts(parts)
+        return solve(problem, self.options.time_limit, tolerance).bound
+
+    def _in_parts(self, parts: int) -> SelectionProblem:
+        """Return the selection problem of a step whose microbatches are divided; see `bound`."""
         repeated = self._repeated_seconds
         nodes = [
             np.where(allowed, cost + (parts - 1) * again, np.inf)
@@ -160,8 +165,7 @@ class PricedProblem:
         edges = dict(self.decisions.edges)
         for pair, again in repeated.edges.items():
             edges[pair] = edges[pair] + (parts - 1) * again
-        problem = SelectionProblem(nodes, edges)
-        return solve(problem, self.options.time_limit, tolerance).bound
+        return SelectionProblem(nodes, edges)
 
     def least_bytes(self, parts: int) -> float:
         """Return a lower bound of the peak bytes of every choice; see `bound`.
