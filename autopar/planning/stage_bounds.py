@@ -205,30 +205,35 @@ class Remainder:
         thresholds = np.geomspace(max(low, high * 1e-6, 1e-30), max(high, 1e-30), _THRESHOLDS // 4)
         for _ in range(2):
             sums = _least_sums(table, in_flight, thresholds)[(-1, *table.devices)]
-            if np.isfinite(sums[:-1]).any():
+            if np.isfinite(sums).any():
                 near = np.flatnonzero(
-                    sums[:-1] + np.append(low, thresholds[:-1])
-                    <= 1.05 * np.min(sums[:-1] + thresholds)
+                    sums + np.append(low, thresholds[:-1]) <= 1.05 * np.min(sums + thresholds)
                 )
                 first, last = thresholds[max(near[0] - 1, 0)], thresholds[near[-1]]
                 thresholds = np.linspace(min(first, last), last, _THRESHOLDS // 4)
         thresholds = np.linspace(thresholds[0], thresholds[-1], _THRESHOLDS)
-        return cls(np.append(0.0, thresholds), _least_sums(table, in_flight, thresholds))
+        # The sums without a threshold need all stages, and few stages are below the largest one.
+        sums = [_least_sums(table, in_flight, each) for each in (thresholds, np.array([np.inf]))]
+        return cls(np.append(0.0, thresholds), np.concatenate(sums, axis=-1))
 
     def bounds(
-        self, starts: np.ndarray, left: tuple[int, ...], total: np.ndarray, slowest: np.ndarray
+        self,
+        starts: np.ndarray,
+        left: Sequence[np.ndarray],
+        total: np.ndarray,
+        slowest: np.ndarray,
     ) -> np.ndarray:
         """Return a lower bound of the objective of every plan with one of several suffixes.
 
         Args:
             starts: first layer of each suffix.
-            left: devices left of each pool, in units.
+            left: for each pool, the devices that each suffix leaves, in units.
             total: sum of each suffix.
             slowest: maxima of the objective of each suffix.
         """
-        return total + (self.sums[(starts, *left)] + np.maximum(slowest[:, None], self.lower)).min(
-            axis=1
-        )
+        rest = np.maximum(slowest[:, None], self.lower)
+        rest += self.sums[(starts, *left)]
+        return total + rest.min(axis=1)
 
     def bound(self, first: int, left: tuple[int, ...], total: float, slowest: float) -> float:
         """Return the bound for one suffix; see `bounds`."""
@@ -236,37 +241,39 @@ class Remainder:
 
 
 def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.ndarray:
-    """Return `Remainder.sums` for these thresholds and, last, for no threshold."""
+    """Return `Remainder.sums` for these thresholds, which ascend."""
     layers, count = table.problem.num_layers, len(thresholds)
     grid = tuple(devices + 1 for devices in table.devices)
-    sums = np.full((layers + 1, *grid, count + 1), np.inf)
+    sums = np.full((layers + 1, *grid, count), np.inf)
     sums[0] = 0.0
     if not table.problem.leave_idle:
-        sums[0].reshape(-1, count + 1)[1:] = np.inf  # every device must have been used
+        sums[0].reshape(-1, count)[1:] = np.inf  # every device must have been used
     seconds, slowest = table.level(in_flight)
-    for stop in range(1, layers + 1):
+    for start in range(layers):
+        box = _finite_box(sums[start])
         for mesh in table.usable:
-            pool, size = table.problem.submeshes[mesh].pool, table.sizes[mesh]
-            if size >= grid[pool]:
+            costs = seconds[mesh, start] + table.transfer_seconds
+            least = np.searchsorted(thresholds, slowest[mesh, start])
+            stops = np.flatnonzero(np.isfinite(costs) & (least < count))
+            if not stops.size:
                 continue
-            before, after = [slice(None)] * len(grid), [slice(None)] * len(grid)
-            before[pool], after[pool] = slice(0, grid[pool] - size), slice(size, None)
-            # Few stages are below the largest threshold. The sums without a threshold, which need
-            # all stages, are computed separately.
-            for limits, part in (
-                (thresholds, slice(count)),
-                (np.array([np.inf]), slice(count, None)),
-            ):
-                starts = np.flatnonzero(
-                    (slowest[mesh, :stop, stop] <= limits[-1])
-                    & np.isfinite(slowest[mesh, :stop, stop])
-                )
-                if starts.size:
-                    cost = seconds[mesh, starts, stop, None] + table.transfer_seconds[stop]
-                    cost = np.where(slowest[mesh, starts, stop, None] <= limits, cost, np.inf)
-                    cost = cost.reshape(len(starts), *(1,) * len(grid), len(limits))
-                    target = sums[(stop, *after, part)]
-                    np.minimum(
-                        target, (sums[(starts, *before, part)] + cost).min(axis=0), out=target
-                    )
+            pool, size = table.problem.submeshes[mesh].pool, table.sizes[mesh]
+            before, after = list(box), list(box)
+            end = min(box[pool].stop, grid[pool] - size)
+            before[pool] = slice(box[pool].start, end)
+            after[pool] = slice(box[pool].start + size, end + size)
+            stages = slice(stops[0], stops[-1] + 1)
+            cost = np.where(np.arange(count) < least[stages, None], np.inf, costs[stages, None])
+            cost = cost.reshape(-1, *(1,) * len(grid), count)
+            target = sums[(stages, *after)]
+            np.minimum(target, sums[(start, *before)] + cost, out=target)
     return sums
+
+
+def _finite_box(sums: np.ndarray) -> tuple[slice, ...]:
+    """Return the range of devices left of each pool with finite sums, of all thresholds.
+
+    Only few numbers of devices suffice for some layers and are not too many.
+    """
+    finite = np.nonzero(np.isfinite(sums[..., -1]))
+    return tuple(slice(at.min(initial=len(sums)), at.max(initial=-1) + 1) for at in finite)

@@ -8,11 +8,11 @@ exact costs are requested only where the optimum may depend on them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from math import isinf
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,10 @@ def _memory_profiles(problem: StageProblem) -> list[tuple[tuple[int, ...], set[i
     return profiles[::-1]
 
 
+type _Terms = tuple[float, float, float, float]
+"""Sum, slowest, once per step and seconds of the first stage; see `_StageSearch._terms`."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Suffix:
     """The stages of the layers from `first` on.
@@ -96,6 +100,7 @@ class _Suffix:
         once: second maximum of the objective.
         parts: sorted numbers of the submeshes used in pools where the number of devices left does
             not say which other submeshes fit.
+        mesh: number of the first stage's submesh; -1 without stages.
         stage: the first stage.
         after: the stages after it.
     """
@@ -107,6 +112,7 @@ class _Suffix:
     slowest: float = 0.0
     once: float = 0.0
     parts: tuple[int, ...] = ()
+    mesh: int = -1
     stage: PlacedStage | None = None
     after: "_Suffix | None" = None
 
@@ -132,6 +138,23 @@ class _Suffix:
             yield from self.after.stages()
 
 
+@dataclass(slots=True)
+class _Extensions:
+    """The stages that may come in front of a suffix, those with the least bounds first.
+
+    They have bounds only, no exact costs.
+
+    Attributes:
+        after: the suffix.
+        stages: first layer and number of the submesh of each stage, and the bound of its plans.
+        position: number of the first stage that was not tried yet.
+    """
+
+    after: _Suffix
+    stages: Sequence[tuple[int, int, float]]
+    position: int = 0
+
+
 class _StageSearch:
     """A best-first search for stages, for one profile of microbatches in flight."""
 
@@ -143,6 +166,14 @@ class _StageSearch:
         self.in_flight = in_flight
         self.totals = totals
         self.limit = limit
+        self.coarse_in_flight = [
+            _coarse(min(in_flight[later:], default=in_flight[-1]))
+            for later in range(len(in_flight) + 1)
+        ]
+        self.used = np.zeros((len(self.problem.pools), len(self.problem.submeshes)), int)
+        for mesh, submesh in enumerate(self.problem.submeshes):
+            self.used[submesh.pool, mesh] = table.sizes[mesh]
+        self._known_transfers: dict[tuple[int, int, int], np.ndarray] = {}
         self.packed_pools = {
             i
             for i, pool in enumerate(self.problem.pools)
@@ -168,36 +199,42 @@ class _StageSearch:
         patience = max(8, surprises)
         self.remainders: dict[int, Remainder] = {}
         order = count()
-        heap: list[tuple[float, int, int, _Suffix | tuple[_Suffix, int, int]]] = []
+        heap: list[tuple[float, int, int, _Suffix | _Extensions]] = []
 
-        def push(bound: float, first: int, entry: "_Suffix | tuple[_Suffix, int, int]") -> None:
+        def push(suffix: _Suffix) -> None:
+            remainder = self._remainder(suffix.count)
+            bound = remainder.bound(suffix.first, suffix.left, suffix.total, suffix.rest)
             if bound < self.limit:
-                heappush(heap, (bound, first, next(order), entry))
+                heappush(heap, (bound, suffix.first, next(order), suffix))
 
-        fronts: defaultdict[tuple, list[tuple[float, ...]]] = defaultdict(list)
-        empty = _Suffix(self.problem.num_layers, self.table.devices)
-        push(self._remainder(0).bound(empty.first, empty.left, 0.0, 0.0), empty.first, empty)
+        def push_next(extensions: _Extensions) -> None:
+            if extensions.position < len(extensions.stages):
+                start, _, bound = extensions.stages[extensions.position]
+                heappush(heap, (bound, start, next(order), extensions))
+
+        fronts: defaultdict[tuple, list[_Terms]] = defaultdict(list)
+        push(_Suffix(self.problem.num_layers, self.table.devices))
         while heap:
             _, _, _, entry = heappop(heap)
-            if isinstance(entry, tuple):  # the first stage has a bound only, no exact cost
-                after, start, mesh = entry
-                for cost in self.table.exact(mesh, start, after.first):
-                    if suffix := self._extended(after, start, mesh, cost):
-                        remainder = self._remainder(suffix.count)
-                        bound = remainder.bound(
-                            suffix.first, suffix.left, suffix.total, suffix.rest
-                        )
-                        push(bound, suffix.first, suffix)
+            if isinstance(entry, _Extensions):
+                start, mesh, _ = entry.stages[entry.position]
+                entry.position += 1
+                push_next(entry)
+                for cost in self.table.exact(mesh, start, entry.after.first):
+                    suffix = self._extended(entry.after, start, mesh, cost)
+                    if suffix and not self._is_dominated(fronts[self._state(suffix)], suffix):
+                        push(suffix)
                 if self.table.num_surprises - surprises >= patience:
                     return _Stale()
-            elif not self._dominated(fronts[self._state(entry)], entry):
-                if entry.first == 0:
-                    if entry.count in self.totals:
-                        return entry
-                    continue
-                for mesh in self.table.usable:
-                    for start, bound in self._children(entry, mesh):
-                        push(bound, start, (entry, start, mesh))
+                continue
+            front = fronts[self._state(entry)]
+            if self._is_dominated(front, entry):
+                continue
+            front.append(self._terms(entry))
+            if entry.first:
+                push_next(_Extensions(entry, self._stages_before(entry)))
+            elif entry.count in self.totals:
+                return entry
         return None
 
     def _remainder(self, later: int) -> Remainder:
@@ -205,9 +242,7 @@ class _StageSearch:
 
         Numbers of stages with about the same microbatches in flight share their bounds.
         """
-        in_flight = min(self.in_flight[later:], default=self.in_flight[-1])
-        dropped_bits = max(0, in_flight.bit_length() - 3)  # all but the three leading ones
-        coarse = in_flight - in_flight % (1 << dropped_bits)
+        coarse = self.coarse_in_flight[later]
         if coarse not in self.remainders:
             level = self.table.level(coarse)
             equal = (
@@ -219,46 +254,67 @@ class _StageSearch:
         return self.remainders[coarse]
 
     def _state(self, suffix: _Suffix) -> tuple:
-        neighbour = suffix.stage.submesh if suffix.stage and self.problem.transfer else None
+        """Return what the stages before a suffix depend on, beside its terms."""
+        neighbour = suffix.mesh if self.problem.transfer else -1
         return suffix.first, suffix.left, suffix.count, suffix.parts, neighbour
 
-    def _dominated(self, front: list[tuple[float, ...]], suffix: _Suffix) -> bool:
-        terms = (
-            suffix.total,
-            suffix.slowest,
-            suffix.once,
-            suffix.front if self.problem.transfer else 0.0,
-        )
-        if any(all(a <= b * _SAME for a, b in zip(other, terms, strict=True)) for other in front):
-            return True
-        front.append(terms)
+    def _terms(self, suffix: _Suffix) -> _Terms:
+        """Return what makes a suffix better than others of its state."""
+        front = suffix.front if self.problem.transfer else 0.0
+        return suffix.total, suffix.slowest, suffix.once, front
+
+    def _is_dominated(self, front: list[_Terms], suffix: _Suffix) -> bool:
+        """Return whether a suffix is nowhere better than one in the front of its state."""
+        total, slowest, once, first = (term * _SAME for term in self._terms(suffix))
+        for other in front:
+            if other[0] <= total and other[1] <= slowest and other[2] <= once and other[3] <= first:
+                return True
         return False
 
-    def _transfer(self, after: _Suffix, mesh: int) -> float:
+    def _transfers(self, after: _Suffix) -> np.ndarray:
+        """Return the seconds of the transfer from a stage on each submesh to `after`."""
         if after.stage is None or self.problem.transfer is None:
-            return 0.0
+            return np.zeros(len(self.problem.submeshes))
         destination = after.stage.submesh
-        before = after.left[destination.pool] * self.table.units[destination.pool]
-        return self.problem.transfer(after.first, self.problem.submeshes[mesh], destination, before)
+        left = after.left[destination.pool]
+        key = after.first, after.mesh, left
+        if key not in self._known_transfers:
+            before = left * self.table.units[destination.pool]
+            self._known_transfers[key] = np.array(
+                [
+                    self.problem.transfer(after.first, source, destination, before)
+                    for source in self.problem.submeshes
+                ]
+            )
+        return self._known_transfers[key]
 
-    def _children(self, after: _Suffix, mesh: int) -> Iterator[tuple[int, float]]:
-        """Yield first layers of a stage on `mesh` before `after`, with bounds of their plans."""
-        left = self.table.without(after.left, mesh)
-        if left is None or after.count >= len(self.in_flight) or self._parts(after, mesh) is None:
-            return
-        transfer = self._transfer(after, mesh)
-        if isinf(transfer):
-            return
-        seconds, busy = self.table.level(self.in_flight[after.count])[
-            :, mesh, : after.first, after.first
+    def _stages_before(self, after: _Suffix) -> list[tuple[int, int, float]]:
+        """Return the stages that may come in front of a suffix; see `_Extensions`."""
+        if after.count >= len(self.in_flight):
+            return []
+        transfers = self._transfers(after)
+        is_possible = [
+            transfers[mesh] < inf
+            and self.table.sizes[mesh] <= after.left[self.problem.submeshes[mesh].pool]
+            and self._parts(after, mesh) is not None
+            for mesh in self.table.usable
         ]
-        starts = np.flatnonzero(np.isfinite(seconds))
-        seconds, busy = seconds[starts], busy[starts]
-        rest = np.maximum(busy, self._slowest(after, transfer, seconds) + after.once)
+        meshes = np.array(self.table.usable, int)[is_possible]
+        level = self.table.level(self.in_flight[after.count])[:, :, : after.first, after.first]
+        of_stage, starts = np.nonzero(np.isfinite(level[0, meshes]))
+        meshes = meshes[of_stage]
+        seconds, busy = level[:, meshes, starts]
+        transfer = transfers[meshes]
+        slowest = self._slowest(after, transfer, seconds, np.maximum)
+        rest = np.maximum(busy, slowest + after.once)
+        left = [devices - used[meshes] for devices, used in zip(after.left, self.used, strict=True)]
         remainder = self._remainder(after.count + 1)
         bounds = remainder.bounds(starts, left, after.total + transfer + seconds, rest)
-        for i in np.flatnonzero(bounds < self.limit):
-            yield int(starts[i]), float(bounds[i])
+        order = np.lexsort((starts, bounds))
+        order = order[: np.searchsorted(bounds[order], self.limit)]
+        return list(
+            zip(starts[order].tolist(), meshes[order].tolist(), bounds[order].tolist(), strict=True)
+        )
 
     def _extended(self, after: _Suffix, start: int, mesh: int, cost: StageCost) -> _Suffix | None:
         left = self.table.without(after.left, mesh)
@@ -267,36 +323,39 @@ class _StageSearch:
             return None
         if not self.table.fits(mesh, cost, self.in_flight[after.count]):
             return None
-        transfer = self._transfer(after, mesh)
+        transfer = float(self._transfers(after)[mesh])
         return _Suffix(
             first=start,
             left=left,
             count=after.count + 1,
             total=after.total + transfer + cost.seconds,
-            slowest=float(self._slowest(after, transfer, cost.seconds)),
+            slowest=self._slowest(after, transfer, cost.seconds, max),
             once=max(after.once, cost.once_seconds),
             parts=parts,
+            mesh=mesh,
             stage=PlacedStage(start, after.first, self.problem.submeshes[mesh], cost),
             after=after,
         )
 
-    def _slowest(self, after: _Suffix, transfer: float, seconds: Any) -> Any:
+    def _slowest(
+        self, after: _Suffix, transfer: Any, seconds: Any, maximum: Callable[[Any, Any], Any]
+    ) -> Any:
         """Return the first maximum of the objective with one more stage in front of `after`.
 
         Args:
             after: the stages behind the new one.
-            transfer: seconds of the transfer between them.
-            seconds: seconds of the new stage, a number or an array of alternatives.
+            transfer: seconds of the transfer between them, a number or an array of alternatives.
+            seconds: seconds of the new stage, likewise.
+            maximum: returns the larger one of two numbers, or of each pair in two arrays.
         """
         repeats = self.table.repeats
         in_flight = self.in_flight[after.count]
-        slowest = np.maximum(max(after.slowest, repeats * transfer / 2), repeats * seconds)
-        slowest = np.maximum(
-            slowest, self.problem.num_returns(in_flight) * (after.total + transfer + seconds)
-        )
+        slowest = maximum(after.slowest, repeats * maximum(transfer / 2, seconds))
+        returns = self.problem.num_returns(in_flight)
+        slowest = maximum(slowest, returns * (after.total + transfer + seconds))
         if after.count:
             turns = self.problem.num_turns(in_flight, self.in_flight[after.count - 1])
-            slowest = np.maximum(slowest, turns * (after.front + transfer + seconds))
+            slowest = maximum(slowest, turns * (after.front + transfer + seconds))
         return slowest
 
     def _parts(self, after: _Suffix, mesh: int) -> tuple[int, ...] | None:
@@ -308,6 +367,11 @@ class _StageSearch:
         submeshes = [self.problem.submeshes[i] for i in parts]
         in_pool = [submesh for submesh in submeshes if submesh.pool == pool]
         return parts if fits(self.problem.pools[pool], in_pool) else None
+
+
+def _coarse(in_flight: int) -> int:
+    """Return a number without all but its three leading bits."""
+    return in_flight - in_flight % (1 << max(0, in_flight.bit_length() - 3))
 
 
 @dataclass(frozen=True, slots=True)
