@@ -182,6 +182,8 @@ class StepGraph:
             has none of its own.
         result: The user's result, some of whose arrays are outputs in pieces.
         retrace: A function that returns the same step for another number of microbatches.
+        divides_evenly: A function that returns whether it is known without a trace that every
+            microbatch can be split into a number of parts (`split_microbatches`).
         name: The name of the user's function.
         microbatching: How the step runs in microbatches; None if it does not.
         received_inputs: For a pipeline stage, the inputs that other stages send, with their batch
@@ -215,6 +217,7 @@ class StepGraph:
     retrace: "Callable[[int], StepGraph]" = field(repr=False)
     arguments: CutTree = field(default=NO_ARRAYS, repr=False)
     result: CutTree = field(default=NO_ARRAYS, repr=False)
+    divides_evenly: Callable[[int], bool] = field(default=lambda parts: False, repr=False)
     name: str = "the step"
     microbatching: Microbatching | None = None
     received_inputs: Mapping[int, frozenset[int]] = field(default_factory=dict)

@@ -59,27 +59,6 @@ class StageGraph:
                 task_of.setdefault(number, task)
         return task_of
 
-    def divides_evenly(self, parts: int) -> bool:
-        """Return whether microbatches surely divide into parts of several examples; see `divided`.
-
-        It is known without a trace for parts of that size: the microbatch and the whole batch are
-        computed alike, and so are the parts. It is not known if the examples of a microbatch share
-        more than weights, such as statistics or positions in the batch.
-        """
-        step, facts = self.partition.step, self.partition.batch_facts
-        micro = step.microbatching
-        if micro is None or micro.own_statistics or micro.parts > 1 or micro.chunks % parts:
-            return False
-        if step.positions is not None or step.preparation or step.first_pass:
-            return False
-        exchanged = (*self.received, *self.sent)
-        numbers = numbers_of(step)
-        return facts.mixed.isdisjoint(exchanged) and all(
-            numbers[var] in micro.powers and graph.aval_of(var).shape[facts.rows[var]] % parts == 0
-            for var in exchanged
-            if var in facts.rows
-        )
-
     def divided(self, parts: int) -> "StageGraph":
         """Return the graph of this stage for microbatches that are divided into `parts` parts.
 
@@ -110,6 +89,7 @@ def stage_graph(partition: Partition, stage: int) -> StageGraph:
     outvars = [*(whole.jaxpr.outvars[o] for o in outputs), *sent]
     position = {i: k for k, i in enumerate(inputs)}
     dims = partition.batch_facts.dims
+    divided = _DividedSteps(partition, stage, tuple(tasks), (*received, *sent))
     step = StepGraph(
         jaxpr=Jaxpr(
             constvars=list(consts),
@@ -141,7 +121,8 @@ def stage_graph(partition: Partition, stage: int) -> StageGraph:
         task_ends=stage_eqns.task_ends,
         saved_for_backward=_saved(partition, tasks, received, ("F",), ("B", "I", "W")),
         saved_for_weights=_saved(partition, tasks, received, ("F", "I"), ("W",)),
-        retrace=_DividedSteps(partition, stage, tuple(tasks), (*received, *sent)),
+        retrace=divided.step,
+        divides_evenly=divided.is_even,
         received_inputs={
             len(inputs) + k: dims.get(var, frozenset()) for k, var in enumerate(received)
         },
@@ -361,7 +342,7 @@ def _saved(
 
 @dataclass(frozen=True)
 class _DividedSteps:
-    """A stage as a step, for microbatches that are divided into parts: `StepGraph.retrace`.
+    """A stage as a step, for microbatches that are divided into parts.
 
     Attributes:
         exchanged: values that the stage receives and sends.
@@ -373,8 +354,8 @@ class _DividedSteps:
     exchanged: tuple[Var, ...]
     _steps: dict[int, StepGraph] = field(default_factory=dict, init=False, repr=False)
 
-    def __call__(self, count: int) -> StepGraph:
-        """Return the stage's step with another number of microbatches, `count`.
+    def step(self, count: int) -> StepGraph:
+        """Return the stage's step with another number of microbatches: `StepGraph.retrace`.
 
         Raises:
             MicrobatchError: the tasks would exchange other values, or values that cannot be put
@@ -383,6 +364,28 @@ class _DividedSteps:
         if count not in self._steps:
             self._steps[count] = self._divided(count)
         return self._steps[count]
+
+    def is_even(self, parts: int) -> bool:
+        """Return whether microbatches surely divide into parts: `StepGraph.divides_evenly`.
+
+        The microbatch and the whole batch are computed alike, and so are parts of several runs of
+        examples. It takes a trace if the examples of a microbatch share more than weights, such as
+        statistics or positions in the batch.
+        """
+        whole, facts = self.partition.step, self.partition.batch_facts
+        micro = whole.microbatching
+        if micro is None or micro.own_statistics or micro.parts > 1:
+            return False
+        if whole.positions is not None or whole.preparation or whole.first_pass:
+            return False
+        if micro.chunks % parts or micro.chunks == parts:
+            return False
+        numbers = numbers_of(whole)
+        return facts.mixed.isdisjoint(self.exchanged) and all(
+            numbers[var] in micro.powers and graph.aval_of(var).shape[facts.rows[var]] % parts == 0
+            for var in self.exchanged
+            if var in facts.rows
+        )
 
     def _divided(self, count: int) -> StepGraph:
         facts = self.partition.batch_facts

@@ -324,11 +324,8 @@ class StageCosts:
 
         This may take a trace, and seldom fails.
         """
-        mesh = logical_mesh(choice.shape)
-        if graph.divides_evenly(mesh.ways(choice.deferred)):
-            return True
         try:
-            check_parts(graph.step, mesh, choice.deferred)
+            check_parts(graph.step, logical_mesh(choice.shape), choice.deferred)
         except MicrobatchError:
             return False
         return True

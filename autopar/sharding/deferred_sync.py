@@ -47,7 +47,7 @@ def check_parts(step: StepGraph, mesh: LogicalMesh, deferred: Axes) -> None:
     Raises:
         MicrobatchError: they can't be split, or have other equations.
     """
-    if not deferred:
+    if not deferred or step.divides_evenly(mesh.ways(deferred)):
         return
     parts = step.split_microbatches(mesh.ways(deferred))
     is_partitioned = mesh.ways(deferred) < mesh.num_devices
