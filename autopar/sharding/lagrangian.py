@@ -21,7 +21,7 @@ from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem
-from autopar.sharding.solver import solve
+from autopar.sharding.solver import Solver, solve
 from autopar.sharding.step_memory import StepMemory
 
 _BRANCHING_GAP = 0.03
@@ -109,13 +109,15 @@ class PricedProblem:
         Raises:
             InfeasibleError, TimeoutError: see `solve`.
         """
-        problem = self._priced(price, in_flight)
-        if self.options.mode == "solve":
-            choice = start.choice if start else None
-            gap = _BRANCHING_GAP if tolerance else 0.0
-            solution = solve(problem, self.options.time_limit, tolerance, choice, branching_gap=gap)
-        else:
+        if self.options.mode != "solve":
             solution = propagate(self.decisions.problem())
+        else:
+            limit, gap = self.options.time_limit, _BRANCHING_GAP if tolerance else 0.0
+            if price:
+                problem, choice = self._priced(price, in_flight), start.choice if start else None
+                solution = solve(problem, limit, tolerance, choice, branching_gap=gap)
+            else:
+                solution = self._unpriced.solve(limit, tolerance, gap)
         choice = solution.choice
         resident = self._resident.used(choice)
         return Priced(
@@ -126,6 +128,11 @@ class PricedProblem:
             saved_bytes=self._saved.used(choice),
             extra_bytes=self._memory.reserved_bytes(choice) - resident,
         )
+
+    @cached_property
+    def _unpriced(self) -> Solver:
+        """The solver of the selection problem in which memory has no price."""
+        return Solver(self.decisions.problem())
 
     def _priced(self, price: float, in_flight: int) -> SelectionProblem:
         """Return the selection problem with the price of memory in its costs."""
@@ -150,8 +157,9 @@ class PricedProblem:
         """
         if self.options.mode != "solve":
             return self.solve(0.0, 1, tolerance).bound
-        problem = self.decisions.problem() if parts == 1 else self._in_parts(parts)
-        return solve(problem, self.options.time_limit, tolerance).bound
+        if parts == 1:
+            return self._unpriced.solve(self.options.time_limit, tolerance).bound
+        return solve(self._in_parts(parts), self.options.time_limit, tolerance).bound
 
     def _in_parts(self, parts: int) -> SelectionProblem:
         """Return the selection problem of a step whose microbatches are divided; see `bound`."""

@@ -94,6 +94,30 @@ def solve(
     return search.run()
 
 
+class Solver:
+    """Solves a selection problem several times, each time from where the last search ended.
+
+    A rough solution costs nothing then if a closer one follows.
+
+    Attributes:
+        problem: the problem.
+    """
+
+    def __init__(self, problem: SelectionProblem) -> None:
+        self.problem = problem
+        self._search: _SelectionSearch | None = None
+
+    def solve(
+        self, time_limit: float, tolerance: float = 0.0, branching_gap: float = 0.0
+    ) -> Solution:
+        """Return the cheapest choice within `tolerance`; see the function `solve`."""
+        search = self._search or _SelectionSearch(self.problem, time_limit, tolerance)
+        self._search = search
+        search.tolerance, search.branching_gap = tolerance, branching_gap
+        search.deadline = time.monotonic() + time_limit
+        return search.run()
+
+
 class _SelectionSearch:
     """The state of a search: the best choice, and the lower bound of all others.
 
@@ -101,6 +125,7 @@ class _SelectionSearch:
 
     Attributes:
         work: the reduced problem.
+        is_large: whether more than `_SMALL` pairs of options were left by the first reduction.
         choice: the best allowed choice.
         best: its cost, or the limit as long as there is none.
         bound: lower bound of all choices.
@@ -114,13 +139,14 @@ class _SelectionSearch:
         problem: SelectionProblem,
         time_limit: float,
         tolerance: float,
-        start: Sequence[int] | None,
-        bound: float,
-        allowed: Allowed,
+        start: Sequence[int] | None = None,
+        bound: float = -math.inf,
+        allowed: Allowed = lambda choice: True,
         limit: float = math.inf,
     ) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.branching_gap = 0.0
+        self.is_large = False
         self.deadline = time.monotonic() + time_limit
         self.work = Reduction(problem)
         self.choice: tuple[int, ...] | None = None
@@ -145,7 +171,8 @@ class _SelectionSearch:
     def search(self) -> int:
         """Look for the best choice; return the decisions that sweeps leave open."""
         self.work.reduce(dead_ends=self.work.size > _LARGE)
-        self.enough = max(self.tolerance, _ENOUGH if self.work.size > _SMALL else 0.0)
+        self.is_large = self.is_large or self.work.size > _SMALL
+        self.enough = max(self.tolerance, _ENOUGH if self.is_large else 0.0)
         make_finite(self.work)
         self.tighten()
         self.price(-self.prices)
@@ -369,8 +396,6 @@ class _SelectionSearch:
             problem,
             self.deadline - time.monotonic(),
             self.tolerance,
-            start=None,
-            bound=-math.inf,
             allowed=lambda choice: self.allowed(
                 self.work.complete(dict(zip(core, choice, strict=True)))
             ),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem
-from autopar.sharding.solver import _SelectionSearch, solve
+from autopar.sharding.solver import Solver, _SelectionSearch, solve
 from tests.generators import selection_problems
 
 
@@ -32,6 +32,38 @@ def test_the_solver_finds_the_optimum_of_brute_force(problem):
         assert problem.cost(solution.choice) == solution.objective == pytest.approx(best)
         assert problem.fits(solution.choice)
         assert (solution.gap or 0.0) < 1e-6
+
+
+@settings(max_examples=100)
+@given(selection_problems(), st.sampled_from([0, 50_000]))
+def test_a_rough_solution_is_continued_to_the_optimum_of_brute_force(problem, small):
+    best = brute_force(problem)
+    solver = Solver(problem)
+    with patch("autopar.sharding.solver._SMALL", small):
+        if np.isinf(best):
+            with pytest.raises(InfeasibleError):
+                solver.solve(60.0, 0.5)
+            return
+        rough, closer = (solver.solve(60.0, tolerance) for tolerance in (0.5, 0.0))
+    assert rough.bound - 1e-6 <= best <= rough.objective + 1e-6
+    assert rough.bound <= closer.bound
+    assert closer.objective <= rough.objective
+    assert problem.cost(closer.choice) == closer.objective
+    assert problem.fits(closer.choice)
+    assert (closer.gap or 0.0) <= (1e-6 if small else 0.01)
+    assert closer.bound - 1e-6 <= best
+
+
+def test_a_solution_is_continued_from_where_the_last_search_ended():
+    rng = np.random.default_rng(0)
+    nodes = [rng.random(4) for _ in range(5)]
+    problem = SelectionProblem(
+        nodes, {(i, j): rng.random((4, 4)) for j in range(5) for i in range(j)}
+    )
+    solver = Solver(problem)
+    solver.solve(60.0, 0.5)
+    with patch("autopar.sharding.solver.Reduction", side_effect=AssertionError):
+        assert solver.solve(60.0).objective == pytest.approx(brute_force(problem))
 
 
 @settings(max_examples=60)
