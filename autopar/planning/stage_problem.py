@@ -25,6 +25,7 @@ Two more terms of the first maximum come from the microbatches in flight:
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from autopar.pipeline.pipeline_schedules import schedule_kind
@@ -201,6 +202,9 @@ def in_flight_of(schedule: str, num_micro_batches: int) -> InFlight:
         num_micro_batches: number of microbatches per step.
     """
     kind = schedule_kind(schedule)
-    return lambda later, stages: kind.in_flight(
-        stages - 1 - later, Pipeline(stages, num_micro_batches)
-    )
+
+    @cache
+    def in_flight(later: int, stages: int) -> int:
+        return kind.in_flight(stages - 1 - later, Pipeline(stages, num_micro_batches))
+
+    return in_flight

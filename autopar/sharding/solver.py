@@ -106,16 +106,20 @@ class Solver:
     def __init__(self, problem: SelectionProblem) -> None:
         self.problem = problem
         self._search: _SelectionSearch | None = None
+        self._solution: Solution | None = None
 
     def solve(
         self, time_limit: float, tolerance: float = 0.0, branching_gap: float = 0.0
     ) -> Solution:
         """Return the cheapest choice within `tolerance`; see the function `solve`."""
+        if self._solution and (self._solution.gap or 0.0) <= tolerance:
+            return self._solution
         search = self._search or _SelectionSearch(self.problem, time_limit, tolerance)
-        self._search = search
         search.tolerance, search.branching_gap = tolerance, branching_gap
         search.deadline = time.monotonic() + time_limit
-        return search.run()
+        self._solution = search.run()
+        self._search = search if self._solution.gap else None  # an optimum is not continued
+        return self._solution
 
 
 class _SelectionSearch:
