@@ -99,7 +99,7 @@ class AutoLayerOption:
         """
         jaxpr = iterations.jaxpr
         debug_info = jaxpr.debug_info.with_unknown_names()
-        flops = np.array(iterations.spread([_flops(eqn, debug_info) for eqn in jaxpr.eqns]))
+        flops = np.array(iterations.spread([flops_of(eqn, debug_info) for eqn in jaxpr.eqns]))
         work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
         values = iterations.values()
         received = received_bytes(iterations.total, values)
@@ -191,7 +191,7 @@ class FollowLayerOption:
 LayerOption = AutoLayerOption | ManualLayerOption | FollowLayerOption
 
 
-def _flops(eqn: JaxprEqn, debug_info: Any) -> float:
+def flops_of(eqn: JaxprEqn, debug_info: Any) -> float:
     """Return the FLOP of all matrix products and convolutions in an equation and its calls."""
     invars = list(dict.fromkeys(variables(eqn.invars)))
     flat = flatten(Jaxpr([], invars, eqn.outvars, [eqn], debug_info=debug_info))

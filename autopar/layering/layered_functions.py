@@ -4,15 +4,15 @@
 its named scope (`autopar.layering.layer_scopes`).
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import jit_p, remat_p
 from jax.extend.source_info_util import user_context
@@ -32,10 +32,13 @@ from autopar.layering.layer_options import (
     LayerOption,
     ManualLayerOption,
     boundary_p,
+    flops_of,
 )
 from autopar.layering.layer_scopes import layer_scope
 from autopar.layering.scan_layers import Iterations, recomputed_scans, seeds_of
 from autopar.layering.stack_cutting import cut_stacks
+
+type Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 type Assignments = dict[Hashable, list[int]]
 """The layers of functions that have been divided, by their equations."""
@@ -85,7 +88,8 @@ def layered(
     """Return `fun` divided into layers.
 
     Inside a `layering` block, a function that runs layers in a `scan` inside of `jax.checkpoint` is
-    returned as it is: its differentiated step is divided (`autopar.layering.gradient_scans`).
+    returned as it is: its differentiated step is divided (`autopar.layering.gradient_scans`). A
+    `jax.checkpoint` around everything else becomes one around each layer.
 
     Args:
         fun: The function.
@@ -120,7 +124,8 @@ def layered(
 
         tracers = list(traced_leaves.values())
         traced, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
-        inlined = _inline_calls(traced, {jit_p} if differentiated else {jit_p, remat_p})
+        calls = {jit_p} if differentiated else {jit_p, remat_p}
+        inlined = _inline_calls(traced, lambda eqn: eqn.primitive in calls)
         numbers = [i for i, leaf in enumerate(leaves) if i in traced_leaves]
         weights = [
             var
@@ -135,10 +140,15 @@ def layered(
             )
         if recomputed:
             return fun(*args, **kwargs)
+        numbers = [inlined.invars.index(var) for var in weights]
+        inlined, checkpoint = _inside_checkpoint(inlined)
+        checkpoint = jax.checkpoint if remat else checkpoint
+        weights = [inlined.invars[number] for number in numbers]
+        _check_boundaries(inlined)
         jaxpr, layers = _divided(inlined, option, weights)
         if is_step_divided:
             jaxpr = jaxpr.replace(eqns=with_shared_bodies(jaxpr.eqns))
-        results = _evaluated(jaxpr, layers, tracers, remat)
+        results = _evaluated(jaxpr, layers, tracers, checkpoint)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     in_layers.layer_option = option  # pyright: ignore[reportAttributeAccessIssue]
@@ -193,8 +203,8 @@ def automatic_remat(
     return automatic_layer_construction(fun, layer_num=layer_num, eps=eps, remat_layer=True)
 
 
-def _inline_calls(jaxpr: Jaxpr, calls: Collection[Primitive]) -> Jaxpr:
-    """Return `jaxpr` with calls of some kinds inlined, of those with a parameter `jaxpr`.
+def _inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> Jaxpr:
+    """Return `jaxpr` with some calls inlined, which have a parameter `jaxpr`.
 
     Functions with derivative rules stay calls.
     """
@@ -208,15 +218,9 @@ def _inline_calls(jaxpr: Jaxpr, calls: Collection[Primitive]) -> Jaxpr:
             constants[new] = value
         for eqn in eqns_of_call(jaxpr, caller):
             invars = [atom if isinstance(atom, JaxLiteral) else env[atom] for atom in eqn.invars]
-            if eqn.primitive in calls:
+            if is_inlined(eqn):
                 outvars = inline(eqn.params["jaxpr"], invars, eqn.source_info.traceback)
             else:
-                if eqn.primitive is not boundary_p and _has_boundary(eqn):
-                    raise LayerError(
-                        f"mark_pipeline_boundary inside {eqn.primitive.name} (a loop, a branch or"
-                        " jax.checkpoint): layers are cut from the function itself; mark the"
-                        " boundary outside of it"
-                    )
                 outvars = [Var(var.aval) for var in eqn.outvars]
                 eqns.append(eqn.replace(invars=invars, outvars=list(outvars)))
             env.update(zip(eqn.outvars, outvars, strict=True))
@@ -232,6 +236,43 @@ def _inline_calls(jaxpr: Jaxpr, calls: Collection[Primitive]) -> Jaxpr:
         consts=list(constants.values()),
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
+
+
+def _inside_checkpoint(jaxpr: Jaxpr) -> tuple[Jaxpr, Checkpoint | None]:
+    """Return a function without a `jax.checkpoint` around all of its products and boundaries.
+
+    Returns:
+        The function, and the same `jax.checkpoint` for each layer; None if there was none.
+    """
+    if not any(eqn.primitive is remat_p for eqn in jaxpr.eqns):
+        return jaxpr, None
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    dividing = [
+        eqn
+        for eqn in jaxpr.eqns
+        if eqn.primitive is boundary_p or _has_boundary(eqn) or flops_of(eqn, debug_info) > 0
+    ]
+    if len(dividing) != 1 or dividing[0].primitive is not remat_p:
+        return jaxpr, None
+    (outer,) = dividing
+    inlined = _inline_calls(jaxpr, lambda eqn: eqn is outer or eqn.primitive is jit_p)
+    options = {name: outer.params[name] for name in ("policy", "prevent_cse")}
+    return _inside_checkpoint(inlined)[0], partial(jax.checkpoint, **options)
+
+
+def _check_boundaries(jaxpr: Jaxpr) -> None:
+    """Refuse boundaries inside of equations.
+
+    Raises:
+        LayerError: There is one.
+    """
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is not boundary_p and _has_boundary(eqn):
+            raise LayerError(
+                f"mark_pipeline_boundary inside {eqn.primitive.name} (a loop, a branch or"
+                " jax.checkpoint): layers are cut from the function itself; mark the"
+                " boundary outside of it"
+            )
 
 
 def _has_boundary(eqn: JaxprEqn) -> bool:
@@ -289,20 +330,23 @@ def _is_weight(
     return path[0].idx == 0 and path[1].idx in [i % num_args for i in argnums]
 
 
-def _evaluated(jaxpr: Jaxpr, layers: Sequence[int], args: Sequence[Any], remat: bool) -> list[Any]:
+def _evaluated(
+    jaxpr: Jaxpr, layers: Sequence[int], args: Sequence[Any], checkpoint: Checkpoint | None
+) -> list[Any]:
     """Evaluate a function layer by layer, each in its scope, and return its results.
 
     Args:
         jaxpr: The function.
         layers: The layer of each equation; -1 for equations before all layers.
         args: The arguments.
-        remat: Whether the backward pass recomputes each layer.
+        checkpoint: Makes the function of a layer one that the backward pass recomputes; None if
+            it does not.
     """
     env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
     env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     for layer, (eqns, results) in _layers(jaxpr, layers).items():
         with layer_scope(layer) if layer >= 0 else nullcontext():
-            _run(eqns, results, env, remat and layer >= 0)
+            _run(eqns, results, env, checkpoint if layer >= 0 else None)
     return [read(atom, env) for atom in jaxpr.outvars]
 
 
@@ -333,7 +377,10 @@ def _layers(jaxpr: Jaxpr, layers: Sequence[int]) -> dict[int, tuple[list[JaxprEq
 
 
 def _run(
-    eqns: Sequence[JaxprEqn], results: Sequence[Var], env: dict[Var, Any], remat: bool
+    eqns: Sequence[JaxprEqn],
+    results: Sequence[Var],
+    env: dict[Var, Any],
+    checkpoint: Checkpoint | None,
 ) -> None:
     """Evaluate the equations of a layer and add its results to `env`."""
     defined = {var for eqn in eqns for var in eqn.outvars}
@@ -354,5 +401,6 @@ def _run(
             inner.update(zip(eqn.outvars, outputs, strict=True))
         return [inner[var] for var in results]
 
-    values = (jax.checkpoint(layer) if remat else layer)(*(env[var] for var in inputs))
+    run = layer if checkpoint is None else checkpoint(layer)
+    values = run(*(env[var] for var in inputs))
     env.update(zip(results, values, strict=True))

@@ -113,7 +113,12 @@ def gradient_alone(loss, has_aux=True):
     return lambda params: ((0.0, jnp.zeros((1, CLASSES))), gradient(params))
 
 
-@pytest.mark.parametrize("value_and_grad", [checkpointed, gradient_alone])
+def marked_checkpointed(loss, has_aux=True):
+    """Return what `checkpointed` does, by autopar's gradients."""
+    return autopar.value_and_grad(jax.checkpoint(loss), has_aux=has_aux)
+
+
+@pytest.mark.parametrize("value_and_grad", [checkpointed, gradient_alone, marked_checkpointed])
 def test_a_loss_in_a_checkpoint_is_cut_into_layers(value_and_grad):
     step = make_step(value_and_grad)
     planned = autopar.parallelize(step, method=pipeline(), donate_argnums=())
@@ -125,14 +130,23 @@ def test_the_layers_in_a_checkpoint_around_the_loss_are_those_without_it():
     assert products_by_layer(checkpointed) == products_by_layer(jax.value_and_grad)
 
 
-def products_by_layer(value_and_grad):
+@pytest.mark.parametrize("around", [jax.checkpoint, lambda loss: jax.checkpoint(jax.jit(loss))])
+def test_a_checkpoint_around_a_marked_loss_recomputes_each_layer(around):
+    def value_and_grad(loss, has_aux):
+        return autopar.value_and_grad(around(loss), has_aux=has_aux)
+
+    recomputed = products_by_layer(autopar.value_and_grad, remat_layer=True)
+    assert products_by_layer(value_and_grad) == recomputed
+
+
+def products_by_layer(value_and_grad, **options):
     """Return how many products each layer has, forward and backward."""
     step = trace(
         make_step(value_and_grad),
         (PARAMS, BATCH),
         (1,),
         4,
-        layers=autopar.AutoLayerOption(4),
+        layers=autopar.AutoLayerOption(4, **options),
         marked=True,
     )
     eqns = [eqn for eqn in step.jaxpr.eqns if eqn.primitive is dot_general_p]
