@@ -410,7 +410,8 @@ class _Unsorting:
             self._add_product(eqn, sort)
             return
         self._arrange_results(eqn, sort)
-        self._emit(eqn)
+        unsorted = {"indices_are_sorted": False} if "indices_are_sorted" in eqn.params else {}
+        self._emit(eqn, params=eqn.params | unsorted)
 
     def _arrange_results(self, eqn: JaxprEqn, sort: int) -> None:
         """Note which dims of the results are sorted.

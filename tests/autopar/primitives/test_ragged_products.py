@@ -149,14 +149,17 @@ def test_a_device_multiplies_its_rows_of_its_groups(shards, share):
 
 
 def primitives(layer: Any, tokens: int = 64) -> set[str]:
+    return {eqn.primitive.name for eqn in gradient_eqns(layer, tokens)}
+
+
+def gradient_eqns(layer: Any, tokens: int = 64) -> list[Any]:
     params, _ = arguments()
     batch = jax.ShapeDtypeStruct((tokens, 16), np.float32)
 
     def loss(params: Any, batch: Any) -> Any:
         return (layer(params, batch) ** 2).sum()
 
-    graph = trace(jax.grad(loss), (params, batch), (1,))
-    return {eqn.primitive.name for eqn in graph.jaxpr.eqns}
+    return trace(jax.grad(loss), (params, batch), (1,)).jaxpr.eqns
 
 
 def routed(params: Any, tokens: Any) -> tuple[Any, Any, Any]:
@@ -192,6 +195,17 @@ def weighted_by_place(params: Any, tokens: Any) -> Any:
     order, sizes, _ = routed(params, tokens)
     rows = lax.ragged_dot(tokens[order // TOP], params["in"], sizes)
     return (rows * jnp.arange(2.0 * len(tokens))[:, None]).sum(0)
+
+
+def test_indices_of_unsorted_tokens_are_not_declared_sorted():
+    def layer(params, tokens):
+        order, sizes, chosen = routed(params, tokens)
+        experts = chosen[order]
+        rows = lax.ragged_dot(tokens[order // TOP], params["in"], sizes)
+        return jax.ops.segment_sum(rows, experts, NUM_EXPERTS, indices_are_sorted=True)
+
+    assert "sort" not in primitives(layer)
+    assert not any(eqn.params.get("indices_are_sorted") for eqn in gradient_eqns(layer))
 
 
 @pytest.mark.parametrize("layer", [first_rows, other_sizes, weighted_by_place])
