@@ -6,7 +6,7 @@ may hold, the same index is a short list, which is compared with what it should 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -21,13 +21,13 @@ class Origin(NamedTuple):
     """Where the numbers of a table come from.
 
     Attributes:
-        kind: "key": the keys that rows are sorted by, in the first order. "before": the place of a
-            row before a sort, in sorted order. "after": its place after the sort, in the first
-            order.
+        kind: "key": the keys that rows are sorted by, in the first order. "sorted": the same keys
+            in sorted order. "before": the place of a row before a sort, in sorted order. "after":
+            its place after the sort, in the first order.
         of: the array with the keys, or the number of the sort.
     """
 
-    kind: Literal["key", "before", "after"]
+    kind: Literal["key", "sorted", "before", "after"]
     of: Var | int
 
 
@@ -38,18 +38,34 @@ class RowTable:
     Attributes:
         origin: where the numbers come from.
         domain: the numbers that there may be, in ascending order.
-        rows: the sizes of the leading dims, which count the rows.
+        rows: the sizes of the consecutive dims that count the rows.
         values: the array's row for each number of the domain, shape (numbers, *other dims).
+        first: the first of the dims that count the rows.
     """
 
     origin: Origin
     domain: np.ndarray
     rows: tuple[int, ...]
     values: np.ndarray
+    first: int = 0
+
+    @property
+    def row_dims(self) -> tuple[int, ...]:
+        """The dims that count the rows."""
+        return tuple(range(self.first, self.first + len(self.rows)))
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the array has one number per row, and rows are its leading dims."""
+        return self.values.size == len(self.domain) and self.first == 0
 
     def is_column(self, of: np.ndarray) -> bool:
         """Return whether the array has one number per row, and these are `of`."""
-        return self.values.size == len(self.domain) and np.array_equal(self.values.ravel(), of)
+        return self.has_numbers and np.array_equal(self.values.ravel(), of)
+
+    def others(self, of: Sequence[int]) -> tuple[int, ...]:
+        """Return the entries of a sequence, one per dim, that are of no dim that counts rows."""
+        return (*of[: self.first], *of[self.first + len(self.rows) :])
 
 
 type Known = RowTable | np.ndarray
@@ -137,41 +153,47 @@ def _elementwise(
     fun: Callable[..., Any], operands: Sequence[Known | None], aval: Any
 ) -> Known | None:
     tables = [known for known in operands if isinstance(known, RowTable)]
-    if len({(table.origin, table.rows) for table in tables}) > 1:
+    if len({(table.origin, table.rows, table.first) for table in tables}) > 1:
         return None
-    count = len(tables[0].rows) if tables else 0
     parts: list[np.ndarray] = []
     for known in operands:
         if isinstance(known, RowTable):
             parts.append(known.values)
             continue
         assert known is not None
-        if known.ndim and any(size > 1 for size in core(known).shape[:count]):
-            return None  # rows differ by their position
-        parts.append(core(known)[(0,) * count][None] if known.ndim and count else core(known))
+        values = core(known)
+        if known.ndim and tables:
+            if any(values.shape[dim] > 1 for dim in tables[0].row_dims):
+                return None  # rows differ by their position
+            values = values.reshape(1, *tables[0].others(values.shape))
+        parts.append(values)
     if prod(np.broadcast_shapes(*(part.shape for part in parts))) > MOST_ELEMENTS:
         return None
     with np.errstate(all="ignore"):
         values = np.asarray(fun(*parts)).astype(aval.dtype)
     if not tables:
         return np.broadcast_to(values, aval.shape)
-    values = np.broadcast_to(values, (len(tables[0].domain), *aval.shape[count:]))
-    return RowTable(tables[0].origin, tables[0].domain, tables[0].rows, values)
+    values = np.broadcast_to(values, (len(tables[0].domain), *tables[0].others(aval.shape)))
+    return replace(tables[0], values=values)
 
 
 def _broadcast(known: Known | None, shape: tuple[int, ...], dims: Sequence[int]) -> Known | None:
-    """Return what is known after `broadcast_in_dim`; rows stay in front."""
+    """Return what is known after `broadcast_in_dim`; the dims of rows stay together."""
     if isinstance(known, np.ndarray):
         return _spread(known, shape, dims)
     assert known is not None
-    count = len(known.rows)
-    if tuple(dims[:count]) != tuple(range(count)) or shape[:count] != known.rows:
+    first = int(dims[known.first])
+    table = replace(known, first=first)
+    if tuple(dims[dim] for dim in known.row_dims) != table.row_dims:
         return None
-    rest = (len(known.domain), *shape[count:])
+    if tuple(shape[dim] for dim in table.row_dims) != known.rows:
+        return None
+    rest = (len(known.domain), *table.others(shape))
     if prod(rest) > MOST_ELEMENTS:
         return None
-    values = _spread(known.values, rest, [0, *(dim - count + 1 for dim in dims[count:])])
-    return RowTable(known.origin, known.domain, known.rows, values)
+    count = len(known.rows)
+    placed = [dim + 1 if dim < first else dim + 1 - count for dim in known.others(dims)]
+    return replace(table, values=_spread(known.values, rest, [0, *placed]))
 
 
 def _spread(values: np.ndarray, shape: tuple[int, ...], dims: Sequence[int]) -> np.ndarray:
@@ -188,6 +210,8 @@ def _reshaped(known: Known | None, shape: tuple[int, ...]) -> Known | None:
             return np.broadcast_to(core(known).reshape(()), shape)
         return known.reshape(shape) if known.size <= MOST_ELEMENTS else None
     assert known is not None
+    if known.first:
+        return None
     for count in (1, 2):
         if prod(shape[:count]) == prod(known.rows) and len(shape) >= count:
             values = known.values.reshape(len(known.domain), *shape[count:])

@@ -11,6 +11,7 @@ A sort stays if something else depends on its order, such as an index that is an
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -164,9 +165,15 @@ class _Unsorting:
     def _column(self, atom: Atom, origin: str) -> RowTable | None:
         """Return the table of an array with one number per row, if it is of this origin."""
         known = self._of(atom)
-        if not isinstance(known, RowTable) or known.values.size != len(known.domain):
+        if not isinstance(known, RowTable) or not known.has_numbers:
             return None
         return known if known.origin.kind == origin and len(known.rows) == 1 else None
+
+    def _keys_of(self, table: RowTable) -> Var | None:
+        """Return the keys that a table depends on, in the first or in sorted order, if any."""
+        if table.origin.kind == "sorted":
+            return self.keys_of_sort[_sort_of(table)]
+        return table.origin.of if isinstance(table.origin.of, Var) else None
 
     def _check_order_unread(self, *atoms: Atom) -> None:
         """Refuse a sort whose order the atoms depend on."""
@@ -237,7 +244,10 @@ class _Unsorting:
             self.first_order[var] = self._read(atom)
             if is_counted:
                 self.known[var] = RowTable(Origin("before", number), places, places.shape, places)
-        self.keys_of_sort[number] = _keys_of(table)
+        keys = self._keys_of(table)
+        assert keys is not None
+        self.keys_of_sort[number] = keys
+        self.known[eqn.outvars[0]] = replace(table, origin=Origin("sorted", number))
         return True
 
     def _add_gather(self, eqn: JaxprEqn) -> bool:
@@ -268,6 +278,9 @@ class _Unsorting:
             self.first_order[out] = (
                 source if size == count else self._compute(eqn, repeat, source, aval_of(out))
             )
+            keys = self._column(operand, "key")
+            if keys is not None and keys.origin.of is self.keys_of_sort[sort] and size == count:
+                self.known[out] = replace(keys, origin=Origin("sorted", sort))
             return True
         if after is not None and rows == _Rows(_sort_of(after), 0):
             if not after.is_column(after.domain) or len(after.domain) != aval_of(operand).shape[0]:
@@ -358,18 +371,18 @@ class _Unsorting:
         if eqn.primitive is scatter_add_p:
             start, indices, updates = eqn.invars
             table = self._of(indices)
-            if not (isinstance(table, RowTable) and table.values.size == len(table.domain)):
+            if not (isinstance(table, RowTable) and table.has_numbers):
                 return
             counts = is_uniform(self._of(updates), 1.0) and self._is_zero(start)
-            if table.origin.kind == "key" and counts and _are_groups(eqn, table, num_groups):
+            if self._keys_of(table) and counts and _are_groups(eqn, table, num_groups):
                 self._note_sizes(eqn, table, indices)
         elif eqn.primitive is reduce_sum_p:
             table = self._of(eqn.invars[0])
-            if not isinstance(table, RowTable) or table.origin.kind != "key":
+            if not isinstance(table, RowTable) or self._keys_of(table) is None:
                 return
             one_hot = table.domain[:, None] == np.arange(num_groups)
             is_nonnegative = table.domain[0] >= 0
-            counts = tuple(eqn.params["axes"]) == tuple(range(len(table.rows)))
+            counts = tuple(eqn.params["axes"]) == table.row_dims
             if counts and is_nonnegative and np.array_equal(table.values, one_hot):
                 self._note_sizes(eqn, table)
         elif eqn.primitive is convert_element_type_p and isinstance(eqn.invars[0], Var):
@@ -380,7 +393,8 @@ class _Unsorting:
 
     def _note_sizes(self, eqn: JaxprEqn, table: RowTable, indices: Atom | None = None) -> None:
         """Note that a result counts the rows of each group: of each key, or at each index."""
-        keys = _keys_of(table)
+        keys = self._keys_of(table)
+        assert keys is not None
         group = keys if indices is None or table.is_column(table.domain) else indices
         column = self._read(group)
         if len(aval_of(column).shape) != 1:
@@ -541,11 +555,6 @@ class _Unsorting:
 
 def _sort_of(table: RowTable) -> int:
     assert isinstance(table.origin.of, int)
-    return table.origin.of
-
-
-def _keys_of(table: RowTable) -> Var:
-    assert isinstance(table.origin.of, Var)
     return table.origin.of
 
 

@@ -197,6 +197,34 @@ def weighted_by_place(params: Any, tokens: Any) -> Any:
     return (rows * jnp.arange(2.0 * len(tokens))[:, None]).sum(0)
 
 
+def compared(keys: Any) -> Any:
+    return keys == jnp.arange(NUM_EXPERTS).reshape(-1, *[1] * keys.ndim)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda chosen, order: compared(chosen).sum((1, 2)),
+        lambda chosen, order: compared(chosen.reshape(-1)).sum(1),
+        lambda chosen, order: compared(chosen.reshape(-1)[order]).sum(1),
+        lambda chosen, order: jax.vmap(lambda e: (chosen == e).sum())(jnp.arange(NUM_EXPERTS)),
+        lambda chosen, order: jnp.bincount(chosen.reshape(-1)[order], length=NUM_EXPERTS),
+        lambda chosen, order: jnp.bincount(jnp.sort(chosen.reshape(-1)), length=NUM_EXPERTS),
+    ],
+)
+def test_tokens_of_experts_may_be_counted_in_any_order(count):
+    def layer(params, tokens):
+        weights, chosen = lax.top_k(tokens @ params["router"], TOP)
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = count(chosen, order).astype(jnp.int32)
+        rows = lax.ragged_dot(tokens[order // TOP], params["in"], sizes)
+        by_token = rows[jnp.argsort(order)].reshape(len(tokens), TOP, -1)
+        return (by_token * weights[..., None]).sum(1)
+
+    assert "sort" not in primitives(layer)
+    assert_equals_one_device(layer)
+
+
 def test_indices_of_unsorted_tokens_are_not_declared_sorted():
     def layer(params, tokens):
         order, sizes, chosen = routed(params, tokens)
