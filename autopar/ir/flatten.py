@@ -181,8 +181,7 @@ class _FlatJaxprBuilder:
             called = called_jaxpr(eqn)
             if called is not None:
                 if eqn.primitive is remat_p and self._keeps_checkpoint(eqn):
-                    own = eqn.source_info.name_stack
-                    invars = self._barrier(invars, _at(eqn, own))
+                    invars = self._barrier(invars, _at(eqn, stack))
                 outvars = self.inline(called, invars, stack, call)
             elif eqn.primitive in self._with_bodies:
                 outvars = self._with_bodies[eqn.primitive](_at(eqn, stack), invars, stack)

@@ -25,6 +25,7 @@ from autopar.layering.layer_clustering import (
 )
 from autopar.layering.layer_options import AutoLayerOption, LayerError
 from autopar.layering.layer_scopes import in_layer, layer_of
+from autopar.layering.recomputed_layers import recompute_in_layers
 from autopar.layering.scan_layers import LAYERS_IN_LOOPS
 from autopar.primitives import is_product, kernel_of
 
@@ -65,6 +66,21 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
             raise NoLayersError(f"{error}{_reasons(groups, forward)}") from None
         layer_of_unit.update(zip((unit.number for unit in forward), layers, strict=True))
     last_reader = _last_readers(forward, (layer_of_unit[unit.number] for unit in forward))
+    if not is_divided:
+        layer_of_var = {var: layer_of_unit[unit.number] for unit in forward for var in unit.makes}
+        recomputed = recompute_in_layers(jaxpr, layer_of_var, last_reader)
+        if recomputed is not jaxpr:
+            jaxpr = recomputed
+            groups = units(enumerate(jaxpr.eqns))
+            labels = {unit.number: layer_of(unit.eqns[0][1]) for unit in groups}
+            layer_of_unit = {
+                unit.number: layer_of_var[unit.makes[0]]
+                for unit in groups
+                if unit.makes and unit.makes[0] in layer_of_var
+            }
+            for unit in groups:
+                if (label := labels[unit.number]) is not None:
+                    last_reader.update(dict.fromkeys(unit.makes, label[0]))
     eqns: list[JaxprEqn] = []
     for unit in groups:
         layer = layer_of_unit.get(unit.number)

@@ -1,5 +1,6 @@
 """Steps that take gradients with JAX's own functions are divided into layers after the fact."""
 
+import functools
 import re
 from collections import Counter
 from typing import Any
@@ -14,6 +15,7 @@ from flax import nnx
 from jax.extend.core.primitives import dot_general_p
 
 import autopar
+from autopar.ir.graph import scopes
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layer_scopes import layer_of
 from autopar.testing import assert_allclose
@@ -113,12 +115,19 @@ def gradient_alone(loss, has_aux=True):
     return lambda params: ((0.0, jnp.zeros((1, CLASSES))), gradient(params))
 
 
+def jitted_checkpoint(loss, has_aux=True):
+    """Return what `checkpointed` does, inside of a call."""
+    return jax.value_and_grad(jax.jit(jax.checkpoint(loss)), has_aux=has_aux)
+
+
 def marked_checkpointed(loss, has_aux=True):
     """Return what `checkpointed` does, by autopar's gradients."""
     return autopar.value_and_grad(jax.checkpoint(loss), has_aux=has_aux)
 
 
-@pytest.mark.parametrize("value_and_grad", [checkpointed, gradient_alone, marked_checkpointed])
+@pytest.mark.parametrize(
+    "value_and_grad", [checkpointed, gradient_alone, jitted_checkpoint, marked_checkpointed]
+)
 def test_a_loss_in_a_checkpoint_is_cut_into_layers(value_and_grad):
     step = make_step(value_and_grad)
     planned = autopar.parallelize(step, method=pipeline(), donate_argnums=())
@@ -137,6 +146,51 @@ def test_a_checkpoint_around_a_marked_loss_recomputes_each_layer(around):
 
     recomputed = products_by_layer(autopar.value_and_grad, remat_layer=True)
     assert products_by_layer(value_and_grad) == recomputed
+
+
+RESIDUAL_WEIGHTS = list(RNG.standard_normal((8, WIDTH, WIDTH)).astype(np.float32) / 8)
+
+
+def residual(x, weight):
+    return x + jnp.tanh(x @ weight)
+
+
+def whole(weights, x):
+    return jax.checkpoint(lambda weights, x: functools.reduce(residual, weights, x))(weights, x)
+
+
+def halves(weights, x):
+    return whole(weights[4:], whole(weights[:4], x))
+
+
+def nested(weights, x):
+    return jax.checkpoint(
+        lambda weights, x: functools.reduce(jax.checkpoint(residual), weights, x)
+    )(weights, x)
+
+
+def step_of(model):
+    def step(weights, batch):
+        value, grads = jax.value_and_grad(lambda w: (model(w, batch["x"]) ** 2).mean())(weights)
+        return [weight - grad for weight, grad in zip(weights, grads, strict=True)], value
+
+    return step
+
+
+@pytest.mark.parametrize("model", [whole, halves, nested, jax.jit(whole)])
+def test_layers_in_a_checkpoint_are_recomputed_in_their_stages(model):
+    step = step_of(model)
+    planned = autopar.parallelize(step, method=pipeline(), donate_argnums=())
+    args = RESIDUAL_WEIGHTS, BATCH
+    assert_allclose(planned(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5)
+    if model is not nested:  # which recomputes twice
+        graph = trace(step, args, (1,), 4, layers=autopar.AutoLayerOption(4), marked=True)
+        recomputed = Counter(
+            layer_of(eqn)
+            for eqn in graph.jaxpr.eqns
+            if eqn.primitive is dot_general_p and "rematted_computation" in scopes(eqn)
+        )
+        assert recomputed == {(layer, True): 2 for layer in range(4)}
 
 
 def products_by_layer(value_and_grad, **options):
