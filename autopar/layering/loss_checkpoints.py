@@ -8,13 +8,13 @@ its last stage, where the backward pass begins. Without the checkpoint, they are
 from collections.abc import Sequence
 from typing import Any
 
-from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.ir.equation_groups import Unit, units
 from autopar.ir.flatten import value_number
 from autopar.ir.graph import Atom, is_forward, is_outer_backward, renamed, variables
 from autopar.layering.gradient_layers import forward_pass
+from autopar.layering.recomputed_layers import begins_recomputation
 from autopar.primitives import is_product
 
 _RECOMPUTATION = "rematted_computation"
@@ -25,7 +25,7 @@ def without_loss_checkpoint(jaxpr: Jaxpr) -> Jaxpr:
 
     Steps whose backward pass reads a product of the forward pass are returned as they are.
     """
-    if not any(map(_is_barrier, jaxpr.eqns)):
+    if not any(map(begins_recomputation, jaxpr.eqns)):
         return jaxpr
     groups = units(enumerate(jaxpr.eqns))
     if any(map(_has_product, forward_pass(groups))):
@@ -37,7 +37,7 @@ def without_loss_checkpoint(jaxpr: Jaxpr) -> Jaxpr:
     for unit in groups:
         first = unit.eqns[0][1]
         own = [eqn.replace(invars=renamed(eqn.invars, names)) for _, eqn in unit.eqns]
-        if _is_barrier(first):
+        if begins_recomputation(first):
             names.update(zip(first.outvars, own[0].invars, strict=True))
             continue
         reads_late = any(not late.isdisjoint(variables(eqn.invars)) for eqn in own)
@@ -53,11 +53,6 @@ def without_loss_checkpoint(jaxpr: Jaxpr) -> Jaxpr:
             known[number] = first.outvars
         eqns += own
     return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, names))
-
-
-def _is_barrier(eqn: JaxprEqn) -> bool:
-    """Return whether an equation begins the recomputation of a `jax.checkpoint`."""
-    return eqn.primitive is lax.optimization_barrier_p and is_outer_backward(eqn)
 
 
 def _has_product(unit: Unit) -> bool:

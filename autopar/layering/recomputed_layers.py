@@ -31,7 +31,7 @@ def recompute_in_layers(
         last_reader: The last layer of the forward pass that reads each value, or computes it.
     """
     groups = units(enumerate(jaxpr.eqns))
-    if not any(_is_barrier(unit.eqns[0][1]) for unit in groups):
+    if not any(begins_recomputation(unit.eqns[0][1]) for unit in groups):
         return jaxpr
     values = EqualValues()
     for unit in groups:
@@ -41,7 +41,7 @@ def recompute_in_layers(
     checkpoint_of: dict[Var, int] = {}
     layers_of_checkpoint: dict[int, set[int]] = {}
     for unit in groups:
-        if _is_barrier(unit.eqns[0][1]):
+        if begins_recomputation(unit.eqns[0][1]):
             checkpoint_of.update(dict.fromkeys(unit.makes, unit.number))
         if not _is_recomputed(unit):
             continue
@@ -65,7 +65,7 @@ def recompute_in_layers(
     return jaxpr.replace(eqns=_Recomputation(groups, values, layers, last_reader).eqns)
 
 
-def _is_barrier(eqn: JaxprEqn) -> bool:
+def begins_recomputation(eqn: JaxprEqn) -> bool:
     """Return whether an equation begins the recomputation of a `jax.checkpoint`."""
     return eqn.primitive is lax.optimization_barrier_p and is_outer_backward(eqn)
 
@@ -74,7 +74,7 @@ def _is_recomputed(unit: Unit) -> bool:
     """Return whether the backward pass recomputes a unit of the forward pass."""
     eqn = unit.eqns[0][1]
     is_behind = is_outer_backward(eqn) and "rematted_computation" in scopes(eqn)
-    return is_behind and not _is_barrier(eqn)
+    return is_behind and not begins_recomputation(eqn)
 
 
 class _Recomputation:
@@ -99,7 +99,7 @@ class _Recomputation:
         barrier: JaxprEqn | None = None
         for unit in groups:
             eqn = unit.eqns[0][1]
-            if _is_barrier(eqn):
+            if begins_recomputation(eqn):
                 barrier = eqn
                 invars = renamed(eqn.invars, self._behind)
                 self._behind.update(zip(eqn.outvars, invars, strict=True))
