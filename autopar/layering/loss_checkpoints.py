@@ -62,7 +62,7 @@ def _has_product(unit: Unit) -> bool:
 def _number(eqns: Sequence[JaxprEqn]) -> Any:
     """Return a key of what a unit computes; None if it may not be merged with an equal one.
 
-    What is computed from literals alone is merged with that of the same call only, as in `flatten`.
+    Equations that read literals alone are merged only within one call, as in `flatten`.
     """
     if len(eqns) > 1:
         return None

@@ -117,7 +117,7 @@ class _Recomputation:
                 ]
 
     def _recompute(self, unit: Unit, layer: int, barrier: JaxprEqn) -> None:
-        """Add a unit, whose operands of other layers are those of the forward pass."""
+        """Add a unit. It reads results of other layers as the forward pass computed them."""
         names: dict[Var, Atom] = {}
         for var in unit.reads:
             if var not in self._behind and self._layers.get(var, layer) == layer:

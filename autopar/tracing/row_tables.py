@@ -64,7 +64,7 @@ class RowTable:
         return self.has_numbers and np.array_equal(self.values.ravel(), of)
 
     def others(self, of: Sequence[int]) -> tuple[int, ...]:
-        """Return the entries of a sequence, one per dim, that are of no dim that counts rows."""
+        """Return the entries of a sequence, one per dim, for the dims that do not count rows."""
         return (*of[: self.first], *of[self.first + len(self.rows) :])
 
 

@@ -355,7 +355,7 @@ def residual_passes(
     if not execution.autocast:
         return passes
     # Beyond the kernels above: the input of the norm r4 w2, and 4 more of the sum. Backward: the
-    # gradient of the output r4 w2, that of the norm's input r2 w4, and 6 more of their sum.
+    # gradient of the output r4 w2, gradient of the norm's input r2 w4, and 6 more for their sum.
     return (
         passes[0] + PassCost(machine.memory_seconds(10.0 * stream, 2), 1),
         passes[1] + PassCost(machine.memory_seconds(18.0 * stream, 3), 2),
