@@ -36,9 +36,10 @@ def compile_within(
     and so keeps their operands and results longer. It does so while the program needs less than a
     limit, by default most of the device's memory. Above the limit, it places kernels so that they
     need little memory, and XLA recomputes. A program that needs more than the budget is compiled
-    again: with the budget as the limit, by that scheduler with a limit of zero, without early
-    collectives, and so with a limit of zero. None of these needs the least memory for all programs.
-    All are slower, because more of the collectives is exposed or because XLA recomputes.
+    again, in this order: with the budget as the limit; by that scheduler with a limit of zero;
+    without early collectives; without early collectives and with a limit of zero. None of the four
+    needs the least memory for all programs. All are slower, because more of the collectives is
+    exposed or because XLA recomputes.
 
     Args:
         lowered: the program.
