@@ -9,9 +9,9 @@ That needs a proof that no example refers to the rows of another one: the number
 a constant plus numbers within bounds, such as those of `top_k`, `argsort` or `clip`.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -32,13 +32,17 @@ from autopar.primitives.index import is_scatter
 from autopar.tracing.row_tables import MOST_ELEMENTS, core, known_literal, known_result
 
 
-def with_own_blocks(jaxpr: Jaxpr, batch: Collection[int]) -> Jaxpr:
+def with_own_blocks(
+    jaxpr: Jaxpr, batch: Collection[int], resized: Callable[[], Jaxpr | None]
+) -> Jaxpr:
     """Return a flat jaxpr whose lookups among an example's own rows have a batch dim.
 
     Args:
         jaxpr: the flat jaxpr of a step.
         batch: inputs whose first dim is the batch. What is read from arrays that depend on others
             alone is left: a table has as many rows by coincidence.
+        resized: returns the jaxpr of the step for a batch of another size, or None. Rows that are
+            as many in both are no rows of examples, such as the positions in a sequence.
     """
     examples = gcd(*(aval_of(jaxpr.invars[i]).shape[0] for i in batch))
     if examples < 2 or not any(_is_lookup(eqn) for eqn in jaxpr.eqns):
@@ -48,11 +52,12 @@ def with_own_blocks(jaxpr: Jaxpr, batch: Collection[int]) -> Jaxpr:
         examples,
         dependents(numbered, (jaxpr.invars[i] for i in batch)),
         dependents(numbered, (*jaxpr.constvars, *jaxpr.invars)),
+        _Growth(jaxpr, resized),
     )
     for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
         lookups.add_constant(var, value)
-    for eqn in jaxpr.eqns:
-        lookups.add(eqn)
+    for number, eqn in numbered:
+        lookups.add(number, eqn)
     if not lookups.num_changed:
         return jaxpr
     eqns = [eqn for _, eqn in needed(enumerate(lookups.eqns), jaxpr.outvars)]
@@ -82,6 +87,40 @@ class _Bounds(NamedTuple):
 
 
 @dataclass
+class _Growth:
+    """Which dims grow with the batch.
+
+    Attributes:
+        jaxpr: the jaxpr of a step.
+        resized: returns its jaxpr for a batch of another size, or None.
+    """
+
+    jaxpr: Jaxpr
+    resized: Callable[[], Jaxpr | None]
+
+    @cached_property
+    def _other(self) -> Jaxpr | None:
+        other = self.resized()
+        return other if other and len(other.eqns) == len(self.jaxpr.eqns) else None
+
+    def of_operand(self, number: int, operand: int, dim: int) -> bool:
+        """Return whether a dim of an operand grows, also if no other size tells.
+
+        Args:
+            number: the number of the equation.
+            operand: the number of the operand.
+            dim: the dim.
+        """
+        if self._other is None:
+            return True
+        eqns = self.jaxpr.eqns[number], self._other.eqns[number]
+        if eqns[0].primitive is not eqns[1].primitive:
+            return True
+        size, other = (aval_of(eqn.invars[operand]).shape[dim] for eqn in eqns)
+        return size != other
+
+
+@dataclass
 class _BlockLookups:
     """The equations so far, and what is known of integers.
 
@@ -89,6 +128,7 @@ class _BlockLookups:
         examples: the number of examples in the batch.
         depending: the values that depend on the batch.
         of_inputs: the values that depend on some input or constant of the trace.
+        growth: which dims grow with the batch.
         eqns: the equations, with lookups among own rows written with batch dims.
         tables: constants of the new equations.
         num_changed: the number of lookups that were changed.
@@ -100,6 +140,7 @@ class _BlockLookups:
     examples: int
     depending: Collection[Atom]
     of_inputs: Collection[Atom]
+    growth: _Growth
     eqns: list[JaxprEqn] = field(default_factory=list)
     tables: dict[Var, np.ndarray] = field(default_factory=dict)
     num_changed: int = 0
@@ -117,15 +158,15 @@ class _BlockLookups:
         elif aval.size and jnp.issubdtype(aval.dtype, jnp.integer):
             self.bounds[var] = _known(np.asarray(value))
 
-    def add(self, eqn: JaxprEqn) -> None:
-        """Append an equation."""
+    def add(self, number: int, eqn: JaxprEqn) -> None:
+        """Append an equation, which has this number in the trace."""
         eqn = rewired(eqn, self.same)
-        if not (_is_lookup(eqn) and self._add_lookup(eqn)):
+        if not (_is_lookup(eqn) and self._add_lookup(number, eqn)):
             self.eqns.append(eqn)
         if eqn.primitive is select_n_p and (truth := self._truth(eqn.invars[0])) is not None:
             self.same[eqn.outvars[0]] = eqn.invars[1 + truth]
             return
-        for number, var in enumerate(eqn.outvars):
+        for result, var in enumerate(eqn.outvars):
             aval = aval_of(var)
             if not hasattr(aval, "dtype") or not aval.size:
                 continue
@@ -133,7 +174,7 @@ class _BlockLookups:
                 if (truth := self._compared(eqn)) is not None:
                     self.truths[var] = truth
             elif jnp.issubdtype(aval.dtype, jnp.integer):
-                known = self._result(eqn, number)
+                known = self._result(eqn, result)
                 if known is not None and _fits(known.interval(), aval.dtype):
                     self.bounds[var] = known
 
@@ -222,7 +263,7 @@ class _BlockLookups:
 
     # -- lookups
 
-    def _add_lookup(self, eqn: JaxprEqn) -> bool:
+    def _add_lookup(self, number: int, eqn: JaxprEqn) -> bool:
         """Append a gather or scatter with a batch dim; return whether it can have one."""
         operand = eqn.invars[0]
         is_table = operand in self.of_inputs and operand not in self.depending
@@ -245,6 +286,9 @@ class _BlockLookups:
                 continue
             is_constant = known.low == known.high == 0
             if is_constant and np.any(core(local.base) != np.take(core(local.base), [0], at)):
+                continue
+            dims = (0, lookup.dim), (1, at)
+            if not all(self.growth.of_operand(number, *each) for each in dims):
                 continue
             self.num_changed += 1
             indices = eqn.invars[1]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -127,6 +127,7 @@ class StepTraces:
         self.scan_assignments: Assignments = {}
         self._assignments: Assignments = {}
         self.trace = cache(self._trace)
+        self._flat_trace = cache(self._make_flat_trace)
 
     def _trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> TracedStep:
         """Return the step for a batch that is larger by `scale`, or smaller if that is below one.
@@ -167,17 +168,31 @@ class StepTraces:
 
     def _own_trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> TracedStep:
         """Return what JAX traces for a batch of this size; see `_trace`."""
+        traced = self._flat_trace(scale, whole_arrays)
+        if not in_microbatches:
+            return traced
+        own = with_own_rows(traced.jaxpr, traced.batch)
+        resized = partial(self._resized, scale, whole_arrays)
+        return traced._replace(jaxpr=with_own_blocks(own, traced.batch, resized))
+
+    def _resized(self, scale: Fraction, whole_arrays: bool) -> Jaxpr | None:
+        """Return the step for a batch of another size than `scale`; None if it can't be traced."""
+        other = Fraction(2) if scale == 1 else Fraction(1)
+        try:
+            traced = self._flat_trace(other, whole_arrays)
+        except Exception:
+            return None  # the size that is wanted may be traced nonetheless
+        return with_own_rows(traced.jaxpr, traced.batch)
+
+    def _make_flat_trace(self, scale: Fraction, whole_arrays: bool) -> TracedStep:
+        """Return what JAX traces for a batch of this size, flat; see `_trace`."""
         scaled = [
             _with_rows(aval, int(aval.shape[0] * scale)) if i in self.batch else aval
             for i, aval in enumerate(self.avals)
         ]
         whole = tracing_whole_arrays() if whole_arrays else nullcontext()
         with layering(self.options.layers, self._assignments), whole:
-            traced = self.flat(*self._jaxpr(scaled))
-        if not in_microbatches:
-            return traced
-        own = with_own_blocks(with_own_rows(traced.jaxpr, traced.batch), traced.batch)
-        return traced._replace(jaxpr=own)
+            return self.flat(*self._jaxpr(scaled))
 
     def flat(self, jaxpr: Jaxpr, out_keys: list[Any], out_tree: Any) -> TracedStep:
         """Return a traced step with its scans divided into layers, and flat.

@@ -219,7 +219,32 @@ def test_a_table_with_as_many_rows_by_coincidence_keeps_its_lookups():
         return x + table[jnp.arange(4)[:, None] * 5 + jnp.arange(5)]
 
     jaxpr = jax.make_jaxpr(positions)(jnp.ones((4, 5)), jnp.ones(20)).jaxpr
-    assert with_own_blocks(jaxpr, {0}) is jaxpr
+    assert with_own_blocks(jaxpr, {0}, lambda: None) is jaxpr
+
+
+@pytest.mark.parametrize("positions", [16, 64])
+def test_gradients_of_position_embeddings_are_sums_over_microbatches(positions):
+    """The number of positions is a multiple of the number of examples by coincidence."""
+
+    def step(params, batch):
+        def loss(params):
+            positions = jnp.arange(batch["x"].shape[1])
+            at = jnp.broadcast_to(positions, batch["x"].shape)
+            hidden = params["tokens"][batch["x"]] + params["positions"][jnp.array(at)]
+            return jnp.mean((jnp.tanh(hidden @ params["in"]) @ params["out"]).sum((1, 2)) ** 2)
+
+        return jax.value_and_grad(loss)(params)
+
+    params = {
+        "tokens": RNG.standard_normal((8, WIDTH)).astype(np.float32),
+        "positions": RNG.standard_normal((positions, WIDTH)).astype(np.float32),
+        "in": RNG.standard_normal((WIDTH, WIDTH)).astype(np.float32),
+        "out": RNG.standard_normal((WIDTH, 1)).astype(np.float32),
+    }
+    batch = {"x": RNG.integers(0, 8, (16, positions)).astype(np.int32)}
+    planned = autopar.parallelize(step, method=METHODS["shards"], donate_argnums=())
+    assert_allclose(planned(params, batch), step(params, batch), rtol=2e-4, atol=2e-5)
+    assert planned.get_last_executable().plan.num_passes == 1
 
 
 def test_the_positions_of_a_large_array_take_no_memory():
@@ -229,4 +254,4 @@ def test_the_positions_of_a_large_array_take_no_memory():
 
     jaxpr = jax.make_jaxpr(step)(jnp.ones(4)).jaxpr
     assert [eqn.primitive.name for eqn in jaxpr.eqns].count("iota") == 2
-    assert with_own_blocks(jaxpr, {0}).outvars
+    assert with_own_blocks(jaxpr, {0}, lambda: None).outvars
