@@ -6,7 +6,7 @@ gather the tokens that they share.
 """
 
 from dataclasses import dataclass
-from math import comb
+from math import comb, gcd, lcm
 
 from simulator.transformer.layer_kinds import Experts
 from simulator.transformer.machine import Machine
@@ -121,8 +121,8 @@ def dispatch_seconds(model: Transformer, execution: Execution, machine: Machine)
             both_ways += network.seconds("reduce_scatter", gathered, ring)
         case "deduplicated":
             hosts = min(experts.max_hosts or ring.hosts, ring.hosts)
-            far = _distinct(experts, ring.hosts, hosts) * routing.tokens * row
-            near = _distinct(experts, ring.size, ring.size) * routing.tokens * row
+            far = distinct_places(experts, ring.hosts, hosts) * routing.tokens * row
+            near = distinct_places(experts, ring.size, ring.size) * routing.tokens * row
             within = network.ring(ring.per_host, execution.expert_shards)
             # devices of a host share what it gets, so each of them forwards its part
             both_ways = 2 * network.seconds("all_to_all", near, within)
@@ -136,8 +136,8 @@ def dispatch_seconds(model: Transformer, execution: Execution, machine: Machine)
     return both_ways
 
 
-def _distinct(experts: Experts, places: int, most: int) -> float:
-    """Return the mean number of places of the experts of a token, which are spread evenly.
+def distinct_places(experts: Experts, places: int, most: int) -> float:
+    """Return the mean number of places of the experts of a token.
 
     Args:
         experts: the experts.
@@ -146,6 +146,12 @@ def _distinct(experts: Experts, places: int, most: int) -> float:
     """
     if places == 1:
         return 1.0
+    if experts.consecutive:
+        size, step = experts.count // places, gcd(experts.top_k, experts.count)
+        # the first expert is any multiple of the step; the next place starts at `size`
+        starts = range(0, lcm(size, step), step)
+        ends = (start % size + experts.top_k - 1 for start in starts)
+        return min(float(most), sum(end // size + 1 for end in ends) / len(starts))
     others = experts.count - experts.count // places
     absent = comb(others, experts.top_k) / comb(experts.count, experts.top_k)
     return min(float(most), places * (1 - absent))

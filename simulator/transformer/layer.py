@@ -178,6 +178,9 @@ def _loss_traffic(execution: Execution) -> tuple[tuple[float, int], tuple[float,
     if execution.compiled_loss:
         # f32 logits, maximum 6, exponential 8, copy 8, quotient 8; gradient 8, scaled and cast 10
         return (30.0, 4), (18.0, 2)
+    if execution.log_softmax_loss and execution.loss_in_16_bits:
+        # maximum 2, sum 2, log_softmax 4; gradients 2, sum 2, of logits 6
+        return (8.0, 1), (10.0, 3)
     if execution.log_softmax_loss:
         # f32 logits 6, maximum 4, sum 4, log_softmax 8; gradients 4, sum 4, of logits 12, cast 6
         return (22.0, 3), (26.0, 4)

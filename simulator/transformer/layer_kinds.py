@@ -59,6 +59,9 @@ class Experts(Description):
             2408.15664, table 2); benchmarks that force an even balance have 1.
         max_hosts: hosts that the experts of a token are on, at most, where the router limits them
             (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        consecutive: whether the experts of a token follow each other, as in benchmarks without a
+            router (AutoModel's FakeBalancedGate). They are on few devices, to which a deduplicated
+            dispatch sends the token once. By default they are spread evenly.
         biases: whether the products of routed experts have biases.
         clamped: whether both inputs of a gated activation are clamped before it (gpt-oss). Unless
             experts are one kernel, these are kernels of their own.
@@ -74,6 +77,7 @@ class Experts(Description):
     capacity_factor: PositiveFloat | None = None
     imbalance: float = Field(default=1.04, ge=1)
     max_hosts: PositiveInt | None = None
+    consecutive: bool = False
     biases: bool = False
     clamped: bool = False
 

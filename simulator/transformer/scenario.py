@@ -113,7 +113,8 @@ class Execution(Description):
         optimizer_bytes: bytes of optimizer state per parameter, including a master copy.
         fused_loss: whether the loss is one kernel, which writes only the gradient of the logits.
         loss_in_16_bits: whether the kernels of a loss that isn't fused read and write 16 bits.
-        log_softmax_loss: whether a loss that isn't fused is PyTorch's cross_entropy of f32 logits.
+        log_softmax_loss: whether a loss that isn't fused is PyTorch's cross_entropy, of f32 logits
+            unless `loss_in_16_bits`.
         compiled_loss: whether torch.compile fuses the kernels of a loss that isn't one kernel
             (Megatron-LM's cross_entropy_loss_fusion with its implementation "native").
         gathered_logits: whether each device of a tensor group computes the loss from all logits,

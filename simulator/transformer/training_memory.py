@@ -280,14 +280,15 @@ def _bytes_per_logit(execution: Execution) -> float:
     Fused: the logits, which their gradient replaces. Parallel over the vocabulary: the logits, a
     copy in f32 and their softmax; of PyTorch's cross_entropy the log_softmax and both gradients in
     f32, after the logits are gone; in 16 bits the logits, their softmax, which their gradient
-    replaces, and an array as large for reductions (OneFlow). Gathered logits go to PyTorch's
+    replaces, and an array as large for reductions (OneFlow), or the log_softmax and both gradients
+    (PyTorch). Gathered logits go to PyTorch's
     cross_entropy: the logits, a copy in f32, its log_softmax and the gradients of both, all of them
     complete; a gather of several parts has the parts beside their concatenation.
     """
     t = execution.tensor
     if not execution.gathered_logits:
-        unfused = 6.0 if execution.loss_in_16_bits else 10.0
-        unfused = 12.0 if execution.log_softmax_loss else unfused
+        unfused = 12.0 if execution.log_softmax_loss else 10.0
+        unfused = 6.0 if execution.loss_in_16_bits else unfused
         return (2.0 if execution.fused_loss else unfused) / t
     parts = 2.0 + 2.0 / t if t > 1 else 0.0
     return (2.0 if execution.fused_loss else 18.0) + parts

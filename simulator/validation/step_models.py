@@ -243,6 +243,8 @@ def expert_model(row: StepRow, precision: str, attention: str) -> Transformer:
     sizes = dict(family.model)
     base = _example(family.example)
     experts = {**base.experts_section.fields(), "imbalance": 1.0, **sizes.pop("experts", {})}
+    if notes_of(row).balanced_gate and row.framework.lower().startswith(_AUTOMODEL):
+        experts |= {"consecutive": True, "max_hosts": None}
     given = {name: getattr(row, name) for name in _SIZES if getattr(row, name) is not None}
     if base.pattern is not None:
         given.pop("layers", None)
@@ -296,6 +298,10 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
         if not row.recompute and _RECOMPUTES_EXPERTS.search(f"{recipe_name(row)} tp{row.tp}"):
             fields["recompute"] = "mlp"
         fields |= _stages_before_predictions(row, model)
+    if row.framework.lower().startswith(_AUTOMODEL):
+        fields["loss_in_16_bits"] = True
+        if not row.recompute and not _SAVES_ACTIVATIONS.search(row.model.lower()):
+            fields["recompute"] = "full"
     return fields
 
 
@@ -312,6 +318,14 @@ def _stages_before_predictions(row: StepRow, model: Transformer) -> dict[str, An
     last = model.layers - layers * (stages - 1)
     return {"stage_layers": (layers,) * (stages - 1) + (last,)} if last >= 0 else {}
 
+
+_AUTOMODEL = "nemo automodel"
+
+_SAVES_ACTIVATIONS = re.compile(r"moonlight|gpt.?oss.?20b")
+"""Models whose recipes in AutoModel have no activation_checkpointing. All recipes of models with
+experts compute the loss without fp32_upcast (github.com/NVIDIA-NeMo/Automodel,
+examples/llm_benchmark), and "balanced gate" is fake_balanced_gate: consecutive experts
+(FakeBalancedGate in nemo_automodel/components/moe/layers.py)."""
 
 _ALL_TO_ALL = re.compile(r"235b\S* (h100|h200|b200|b300)|gpt.?oss\S* \S+ bf16")
 """Models, GPUs and precisions whose recipes have no moe_flex_dispatcher_backend."""
@@ -395,7 +409,7 @@ def _trains_further_tokens(row: StepRow) -> bool:
     examples/llm_benchmark/nemotron).
     """
     framework = row.framework.lower()
-    if framework.startswith("nemo automodel"):
+    if framework.startswith(_AUTOMODEL):
         return re.search("nemotron.?3.?ultra", row.model.lower()) is not None
     return framework.startswith("megatron-bridge")
 

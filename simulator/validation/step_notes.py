@@ -27,6 +27,7 @@ class Notes:
         nic_gbit: Gb/s of each NIC.
         squared_relu: whether the MLP has two matrices and a squared ReLU between them.
         experts: whether the model has experts.
+        balanced_gate: whether consecutive experts take the place of those that a router chooses.
         adapters: whether only adapters (LoRA) are trained.
         adapter_rank: rank of adapters; None if not said.
         overlap_tensor: whether communication of tensor parallelism overlaps with products.
@@ -46,6 +47,7 @@ class Notes:
     nic_gbit: float | None = None
     squared_relu: bool = False
     experts: bool = False
+    balanced_gate: bool = False
     adapters: bool = False
     adapter_rank: int | None = None
     overlap_tensor: bool = False
@@ -65,6 +67,7 @@ def notes_of(row: StepRow) -> Notes:
     notes = Notes(
         squared_relu="squared-relu" in text,
         experts="experts" in text,
+        balanced_gate="balanced gate" in text,
         adapters="LoRA" in f"{row.framework} {text}",
         compiled=_COMPILED.search(text) is not None,
         overlap_tensor=_OVERLAPS_TENSOR.search(text) is not None,

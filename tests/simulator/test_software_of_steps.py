@@ -340,3 +340,9 @@ def test_a_loss_in_16_bits_moves_and_keeps_less_than_one_in_32_bits() -> None:
     assert seconds == sorted(seconds)
     moved = A100.memory_seconds(12.0 * logits, 4) - A100.memory_seconds(2.0 * logits, 1)
     assert seconds[1] - seconds[0] == pytest.approx(moved, rel=1e-3)
+    torch = differently(short, log_softmax_loss=True)
+    assert memory_of(model, torch).temporaries == sizes[1]
+    added = predict(model, torch, A100).seconds - seconds[0]
+    moved = A100.memory_seconds(8.0 * logits, 1) + A100.memory_seconds(10.0 * logits, 3)
+    moved -= A100.memory_seconds(4.0 * logits, 1) + A100.memory_seconds(2.0 * logits, 1)
+    assert added == pytest.approx(moved, rel=1e-3)

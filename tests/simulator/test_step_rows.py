@@ -499,6 +499,24 @@ def test_experts_of_automodel_are_divided_where_the_rest_of_a_tensor_group_has_c
     assert (divided.expert, divided.expert_shards) == (8, 2)
 
 
+def test_recipes_of_automodel_recompute_layers_with_consecutive_experts() -> None:
+    rows = {"framework": "NeMo AutoModel", "gpus": 64, "ep": 64, "zero": 3}
+    rows |= {"layers": 4, "notes": "balanced gate", "vocab": 128000}
+    recipe = scenario_of(row_with(**rows, model="deepseek-v3"))
+    assert recipe.execution.recompute == "full"
+    assert recipe.execution.loss_in_16_bits
+    assert recipe.model.experts_section.consecutive
+    assert recipe.model.experts_section.max_hosts is None
+    said = scenario_of(row_with(**rows, model="deepseek-v3", recompute="none"))
+    assert said.execution.recompute == "none"
+    small = scenario_of(row_with(**rows | {"ep": 8, "kv_heads": 4}, model="gpt-oss-20b"))
+    assert small.execution.recompute == "none"
+    routed = scenario_of(row_with(**rows | {"notes": ""}, model="deepseek-v3"))
+    assert not routed.model.experts_section.consecutive
+    dense = scenario_of(row_with(framework="NeMo AutoModel", zero=3, notes="balanced gate"))
+    assert not dense.execution.loss_in_16_bits
+
+
 def test_deepseek_v4_has_the_parameters_and_nearly_the_flops_that_are_published() -> None:
     sizes = dict.fromkeys(("layers", "hidden", "ffn", "heads", "kv_heads", "vocab"))
     row = row_with(model="DeepSeekV4 Flash", seq=4096, ep=8, framework="NeMo AutoModel", **sizes)

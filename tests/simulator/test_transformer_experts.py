@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simulator.hardware.cluster import Cluster
 from simulator.transformer import EAGER, Execution, Machine, Transformer, memory_of, predict
 from simulator.transformer.attention_passes import imbalance
-from simulator.transformer.experts import Routing, dispatch_seconds
+from simulator.transformer.experts import Routing, dispatch_seconds, distinct_places
 from simulator.transformer.layer import layer_passes
-from simulator.transformer.layer_kinds import LatentAttention, LayerKind
+from simulator.transformer.layer_kinds import Experts, LatentAttention, LayerKind
 from simulator.transformer.precision import RECIPES
 from simulator.transformer.scenario_files import Scenario
 from simulator.transformer.stages import division_of, stage_sizes
@@ -181,6 +181,28 @@ def test_a_token_is_sent_once_to_each_host_and_device() -> None:
         update={"experts": {**model.experts_section.fields(), "max_hosts": 1}}
     )
     assert dispatch_seconds(limited, once, h100(32)) < hosts
+    consecutive = model.model_copy(
+        update={"experts": {**model.experts_section.fields(), "consecutive": True}}
+    )
+    # 8 experts of 16 on a host, from a multiple of 8
+    one_host = dispatch_seconds(limited, once, h100(32))
+    assert dispatch_seconds(consecutive, once, h100(32)) <= one_host
+
+
+@given(st.sampled_from([(8, 2), (64, 8), (128, 4), (512, 22), (60, 7)]), st.integers(0, 3))
+def test_consecutive_experts_are_on_as_many_places_as_when_counted(
+    sizes: tuple[int, int], halvings: int
+) -> None:
+    count, chosen = sizes
+    places = min(count, 4 * 2**halvings)
+    assume(count % places == 0)
+    experts = Experts(count=count, top_k=chosen, ffn=1, consecutive=True)
+    of_token = [
+        {(token * chosen + expert) % count // (count // places) for expert in range(chosen)}
+        for token in range(count)
+    ]
+    mean = sum(map(len, of_token)) / count
+    assert distinct_places(experts, places, places) == pytest.approx(mean)
 
 
 def test_capacity_pads_and_drops_instead_of_waiting_for_the_busiest() -> None:
