@@ -5,7 +5,8 @@ Modules in the order in which to read them:
 1. `splitting` splits a traced step into what runs for each microbatch and what runs once.
 2. `batch_scaling` decides whether values of microbatches are added, averaged, joined or the same.
    `batch_scaling_rules` and `batch_scaling_constants` have its rules, for which `example_blocks`
-   and `inner_bodies` find the rows of the examples; `row_loops` has those of loops over them.
+   and `inner_bodies` find the rows of the examples. `loop_scalings` and `row_loops` have the rules
+   of loops, and `batch_statistics` those of statistics that are used before they are complete.
 3. `body_boundary` selects the values that are accumulated; `gradients` marks those of the user's
    gradient functions.
 4. `accumulation` runs the loop over microbatches, whose rows `batch_rows` cuts and joins.

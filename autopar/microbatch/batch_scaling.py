@@ -8,9 +8,9 @@ linear with power zero: a mean. A quotient by a statistic of the batch, as in a 
 as its numerator, `per` that statistic. Other values are not separable.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -22,8 +22,8 @@ from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents, flow, units
 from autopar.ir.graph import Atom, Where, aval_of, is_backward, is_forward, source_line, variables
 from autopar.ir.step_graph import MicrobatchError
-from autopar.microbatch import row_loops
 from autopar.microbatch.batch_scaling_constants import (
+    atom_scaling,
     check_parameters,
     constant_scaling,
     own_constant_scaling,
@@ -32,55 +32,23 @@ from autopar.microbatch.batch_scaling_rules import (
     BatchScaling,
     ConstantDiffers,
     DependsOnOwnLoop,
-    LoopOverExamples,
-    LoopUntilLastExample,
     NotSeparable,
     PartOfBatch,
     SecondGradient,
     result_scalings,
 )
-from autopar.microbatch.example_blocks import common_blocks
-from autopar.microbatch.example_loops import ExampleLoops, is_over_examples
+from autopar.microbatch.batch_statistics import (
+    DEFAULT_RULES,
+    Repair,
+    StatisticRules,
+    StatisticUses,
+    divisions,
+)
+from autopar.microbatch.example_loops import is_over_examples
+from autopar.microbatch.loop_scalings import LoopScalings
 from autopar.microbatch.same_step import check_same_step
 from autopar.primitives import record_of
-from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
-
-
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """Replacements of an equation's operands that make it separable.
-
-    Attributes:
-        totals: positions of operands that are replaced by the same statistic of the whole batch.
-        scaled: maps positions of operands to the power of the number of microbatches by which they
-            are divided.
-    """
-
-    totals: tuple[int, ...]
-    scaled: Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class StatisticRules:
-    """What the analysis may do with statistics of the batch that do not scale by themselves.
-
-    Attributes:
-        repaired: numbers of the equations whose operands may be replaced (`Repair`).
-        totals: whether operands may be replaced by statistics of the whole batch, which an earlier
-            loop accumulates. These are scalars that do not need the model.
-        functions: whether scalars may be functions of statistics, computed when these are complete.
-        own: numbers of the equations that may use a statistic of each microbatch in place of that
-            of the batch.
-        never_completed: values whose statistics are not computed for the whole batch before they
-            are used, nor divided by afterwards. `own` equations use no other statistics.
-    """
-
-    repaired: Set[int] = frozenset()
-    totals: bool = False
-    functions: bool = True
-    own: Set[int] = frozenset()
-    never_completed: Set[Var] = frozenset()
-
+from autopar.primitives.linearity import adds, data_operands, is_exact, is_linear
 
 _LARGEST_POWER = 2
 """Largest power to which the carry of a loop is raised, so that no loop raises it forever."""
@@ -108,7 +76,7 @@ class BatchScalings:
         full: Jaxpr,
         batch: frozenset[int],
         count: int,
-        rules: StatisticRules = StatisticRules(),
+        rules: StatisticRules = DEFAULT_RULES,
         own_loops: bool = False,
     ) -> None:
         """Derive the scalings from the first equation to the last.
@@ -131,11 +99,8 @@ class BatchScalings:
         self._allows_own_loops = own_loops
         self.own_loops: dict[str, None] = {}
         self._own_tests: set[Var] = set()
-        self._over_rows: set[Var] = set()
-        self._micro, self._full = micro, full
         self._eqns = micro.eqns
-        self._costly = _costly(micro) if rules.totals else set()
-        self._inside = _inside_of_loops(micro.eqns)
+        self._uses = StatisticUses(micro, rules)
         self.kinds: dict[Var, BatchScaling | NotSeparable] = dict.fromkeys(
             (*micro.constvars, *micro.invars), BatchScaling("same")
         )
@@ -151,6 +116,7 @@ class BatchScalings:
             except NotSeparable as unfit:
                 self.kinds[var] = unfit
         check_same_step(micro, full)
+        self._loops = LoopScalings(micro, full, count, self.kinds, own_loops)
         self.carries: dict[Var, BatchScaling | NotSeparable] = {}
         self._unrepaired: set[int] = set()
         while True:
@@ -190,7 +156,7 @@ class BatchScalings:
         """Return whether a loop changes the scaling of its carry, and note the new one."""
         carry = eqn.invars[0]
         assert isinstance(carry, Var)
-        if control_flow.token_of(eqn) in self._over_rows:
+        if self._loops.is_over_rows(eqn):
             return False
         result = self.kinds[eqn.outvars[0]]
         if isinstance(result, NotSeparable) and self._is_repairable(number):
@@ -312,66 +278,20 @@ class BatchScalings:
 
     def _of_marker(
         self, number: int, eqn: JaxprEqn, whole: JaxprEqn
-    ) -> list[BatchScaling | NotSeparable]:
-        """Return the scalings of the results of a marker of a loop or branch.
+    ) -> Sequence[BatchScaling | NotSeparable]:
+        """Return the scalings of the results of a marker of a loop or branch."""
+        results = self._loops.of(eqn, whole)
+        if eqn.primitive is control_flow.loop_carry_p and not self._loops.is_over_rows(eqn):
+            return [self._of_carry(number, eqn, results[0])]
+        return results
 
-        What a loop computes is not separable if its token is not: if it runs for another number of
-        iterations in a microbatch.
+    def _of_carry(
+        self, number: int, eqn: JaxprEqn, start: BatchScaling
+    ) -> BatchScaling | NotSeparable:
+        """Return the scaling of the carry of a loop whose initial value has the scaling `start`.
+
+        The initial value is divided if the iterations compute a value with a larger power.
         """
-        if eqn.primitive not in control_flow.OPENING:
-            self._operand(control_flow.token_of(eqn), control_flow.token_of(whole))
-        match eqn.primitive:
-            case control_flow.loop_p | control_flow.switch_p:
-                if eqn.params != whole.params:
-                    row_loops.check_over_rows(eqn, whole, self.count)
-                    self._over_rows.add(eqn.outvars[0])
-                return [
-                    self._operand(eqn.invars[0], whole.invars[0])
-                    if eqn.invars
-                    else BatchScaling("same")
-                ]
-            case control_flow.loop_carry_p if control_flow.token_of(eqn) in self._over_rows:
-                row_loops.check_carry(eqn, self._loops)
-                return [self._operand(eqn.invars[0], whole.invars[0])]
-            case control_flow.loop_carry_p:
-                return [self._of_carry(number, eqn, whole)]
-            case control_flow.loop_result_p if control_flow.token_of(eqn) in self._over_rows:
-                return [self._summed(eqn, whole)]
-            case control_flow.loop_result_p:
-                return [self._joined(eqn, whole, 2)]
-            case control_flow.switch_result_p:
-                token = self._operand(eqn.invars[-1], whole.invars[-1])
-                if token.form not in ("same", "item") or token.power or token.per:
-                    raise NotSeparable(
-                        f"a branch at {source_line(eqn)} is taken for what is in the batch"
-                    )
-                return [self._joined(eqn, whole, len(eqn.invars) - 1)]
-            case control_flow.loop_slice_p if control_flow.token_of(eqn) in self._over_rows:
-                return [row_loops.item(eqn, self._operand(eqn.invars[0], whole.invars[0]))]
-            case control_flow.loop_stack_p if control_flow.token_of(eqn) in self._over_rows:
-                return [row_loops.stacked(eqn, self._operand(eqn.invars[0], whole.invars[0]))]
-            case control_flow.loop_slice_p | control_flow.loop_stack_p:
-                kind = self._operand(eqn.invars[0], whole.invars[0])
-                if kind.form != "rows":
-                    return [kind]
-                return [
-                    replace(
-                        kind,
-                        dim=kind.dim + (1 if eqn.primitive is control_flow.loop_stack_p else -1),
-                    )
-                ]
-            case control_flow.loop_const_p:
-                return [self._operand(eqn.invars[0], whole.invars[0])]
-            case control_flow.loop_test_p:
-                self._check_condition(eqn, whole)
-        return []
-
-    def _of_carry(self, number: int, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling | NotSeparable:
-        """Return the scaling of the carry of a loop that is not over examples.
-
-        Its initial value is divided if the iterations compute a value with a larger power.
-        """
-        start = self._operand(eqn.invars[0], whole.invars[0])
         carry = self.carries.get(eqn.outvars[0], start)
         if isinstance(carry, NotSeparable) or carry.power == start.power:
             return carry
@@ -381,80 +301,6 @@ class BatchScalings:
             return start
         self.repairs[eqn.outvars[0]] = Repair((), {0: carry.power - start.power})
         return carry
-
-    def _check_condition(self, eqn: JaxprEqn, whole: JaxprEqn) -> None:
-        """Mark a while loop as not separable if microbatches run it for different times.
-
-        Under `jax.vmap` every example has a condition of its own.
-        """
-        try:
-            kind = self._operand(eqn.invars[0], whole.invars[0])
-        except NotSeparable:
-            kind = None
-        if kind and kind.form in ("same", "rows", "item") and not kind.power and not kind.per:
-            if kind.form == "item":
-                self.kinds[control_flow.token_of(eqn)] = kind
-            return
-        if self._loops.stop_alone(eqn, self._form_of):
-            return
-        where = f"a while_loop at {source_line(eqn)} runs until"
-        self.kinds[control_flow.token_of(eqn)] = (
-            LoopUntilLastExample(
-                f"{where} its last example is done, and what it keeps of the others may depend on"
-                " the number of iterations"
-            )
-            if self._loops.is_of_equinox(eqn) and not self._allows_own_loops
-            else LoopOverExamples(
-                f"{where} the batch meets a condition, so microbatches would run it for different"
-                " times"
-            )
-        )
-
-    @cached_property
-    def _loops_of_whole(self) -> ExampleLoops:
-        return ExampleLoops(self._full)
-
-    @cached_property
-    def _loops(self) -> ExampleLoops:
-        return ExampleLoops(self._micro)
-
-    def _form_of(self, atom: Atom) -> str | None:
-        """Return the form of a value's scaling; None if it is not separable."""
-        kind = self.kinds[atom] if isinstance(atom, Var) else BatchScaling("same")
-        return kind.form if isinstance(kind, BatchScaling) else None
-
-    def _summed(self, eqn: JaxprEqn, whole: JaxprEqn) -> BatchScaling:
-        """Return the scaling of a carry to which each iteration of a loop over rows adds."""
-        carry, of_whole = eqn.invars[0], whole.invars[0]
-        assert isinstance(carry, Var)
-        assert isinstance(of_whole, Var)
-        start = self._operand(carry, of_whole)
-        added, also = self._loops.summands(carry), self._loops_of_whole.summands(of_whole)
-        kinds = [self._operand(*atoms) for atoms in zip(added or (), also or (), strict=True)]
-        return row_loops.summed(eqn, start, kinds)
-
-    def _joined(self, eqn: JaxprEqn, whole: JaxprEqn, count: int) -> BatchScaling:
-        """Return the common scaling of the first `count` operands, one of which is the result."""
-        kinds = [
-            self._operand(a, b)
-            for a, b in zip(eqn.invars[:count], whole.invars[:count], strict=True)
-        ]
-        powers = {kind.power for kind in kinds} - {None}
-        forms = [kind for kind in kinds if kind.form != "same"]
-        pers = {kind.per for kind in kinds if kind.power is not None}
-        blocks = common_blocks(kind.blocks for kind in forms if kind.form == "rows")
-        alike = len({(kind.form, kind.dim) for kind in forms}) <= 1 and blocks != "none"
-        token = self._operand(eqn.invars[-1], whole.invars[-1])
-        if token.form == "item":  # each iteration of a loop outside chooses by its own example
-            alike &= {kind.form for kind in forms} <= {"item"}
-            forms = [token]
-        if len(powers) > 1 or len(pers) > 1 or not alike:
-            raise NotSeparable(
-                f"a loop or branch at {source_line(eqn)} mixes sums, means or examples of the batch"
-            )
-        power, per = powers.pop() if powers else None, pers.pop() if pers else None
-        joined = replace(forms[0] if forms else kinds[0], power=power, per=per)
-        return replace(joined, blocks=blocks) if joined.form == "rows" else joined
 
     def of(self, atom: Atom, whole: Atom) -> BatchScaling:
         """Return the scaling of an accumulated value.
@@ -499,9 +345,9 @@ class BatchScalings:
     @cached_property
     def _of_own_loops(self) -> Set[Atom]:
         """The values that depend on how often a microbatch runs loops of its own."""
-        eqns = self._micro.eqns
-        loops = (u for u in units(enumerate(eqns)) if not self._own_tests.isdisjoint(u.makes))
-        return dependents(enumerate(eqns), {var for loop in loops for var in loop.makes})
+        numbered = list(enumerate(self._eqns))
+        loops = (u for u in units(numbered) if not self._own_tests.isdisjoint(u.makes))
+        return dependents(numbered, {var for loop in loops for var in loop.makes})
 
     def why_not(self, values: Iterable[Var]) -> MicrobatchError | None:
         """Return why some value can't be accumulated; None if all can."""
@@ -534,32 +380,29 @@ class BatchScalings:
         return powers
 
     def _operand(self, atom: Atom, whole: Atom) -> BatchScaling:
-        if isinstance(atom, Var):
-            kind = self.kinds[atom]
-            if isinstance(kind, NotSeparable):
-                raise kind
-            return kind
-        assert isinstance(whole, Literal)
-        return constant_scaling(atom.val, whole.val, self.count)
+        return atom_scaling(self.kinds, atom, whole, self.count)
+
+    def _operands(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
+        return [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
 
     def _results(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:
-        operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
+        operands = self._operands(eqn, whole)
         if record_of(eqn).passes_through:
-            return list(operands)
-        where = Where(eqn)
-        if eqn.primitive is div_p and self._is_ratio(eqn, whole):
+            return operands
+        if eqn.primitive is div_p and self._uses.is_ratio(eqn, operands):
             weight = eqn.invars[1]
             assert isinstance(weight, Var)
             return [replace(operands[0], per=weight)]
-        if self._is_function(eqn, operands):
+        if self._uses.is_function(eqn, operands):
             self.functions[eqn.outvars[0]] = eqn
             return [BatchScaling("function")]
         if any(kind.form == "function" for kind in operands):
             raise NotSeparable(
-                f"{where} uses a function of sums over the batch otherwise than to divide by it"
+                f"{Where(eqn)} uses a function of sums over the batch otherwise than to divide by"
+                " it"
             )
         if any(kind.per for kind in operands):
-            return self._of_ratios(eqn, whole, operands, where)
+            return self._of_ratios(eqn, whole, operands)
         return self._plain(eqn, whole, operands)
 
     def _plain(
@@ -588,7 +431,7 @@ class BatchScalings:
         batch, added to a sum over the batch, is divided by the number of microbatches. What a
         nonlinear equation reads is scaled to its value in the whole batch.
         """
-        operands = [self._operand(a, b) for a, b in zip(eqn.invars, whole.invars, strict=True)]
+        operands = self._operands(eqn, whole)
         if any(kind.per or kind.form == "function" for kind in operands):
             return None
         linear = {
@@ -598,98 +441,22 @@ class BatchScalings:
         }
         with suppress(NotSeparable):
             return self._plain(eqn, whole, operands)
-        early = tuple(k for k, var in linear.items() if self._is_completed_early(var))
+        early = tuple(k for k, var in linear.items() if self._uses.is_completed_early(var))
         for chosen in ((), early):
             kinds = list(operands)
             for k in chosen:
                 kinds[k] = BatchScaling("same", None if kinds[k].power is None else 0)
-            scaled = self._scaled(eqn, kinds)
+            divided = divisions(eqn, kinds)
+            for k, power in divided.items():
+                kinds[k] = replace(kinds[k], power=(kinds[k].power or 0) + power)
             with suppress(NotSeparable):
-                found = self._plain(eqn, whole, kinds)
-                self.repairs[eqn.outvars[0]] = Repair(chosen, scaled)
-                return found
+                results = self._plain(eqn, whole, kinds)
+                self.repairs[eqn.outvars[0]] = Repair(chosen, divided)
+                return results
         return None
 
-    def _is_completed_early(self, var: Var) -> bool:
-        """Return whether an earlier loop may accumulate a statistic that a later one reads."""
-        return (
-            self._rules.totals
-            and var not in self._inside
-            and var not in self._rules.never_completed
-            and not aval_of(var).shape
-            and var not in self._costly
-        )
-
-    def _scaled(self, eqn: JaxprEqn, kinds: list[BatchScaling]) -> dict[int, int]:
-        """Return the powers of `count` by which to divide operands; update `kinds`.
-
-        The summands of a sum get the same power, and so do values that are compared. The operands
-        of a nonlinear equation get the values that they have in the whole batch.
-        """
-        algebra, data = algebra_of(eqn), data_operands(eqn)
-        if algebra is None:
-            grown = {k: -kind.power for k, kind in enumerate(kinds) if kind.power}
-            if any(is_exact(eqn.invars[k]) for k in grown):
-                return {}
-            for k in grown:
-                kinds[k] = replace(kinds[k], power=0)
-            return grown
-        is_alike = adds(eqn) or algebra in ("homogeneous", "invariant")
-        if not is_alike or any(is_exact(eqn.invars[k]) for k in data):
-            return {}
-        known = {k: power for k in data if (power := kinds[k].power) is not None}
-        largest = max(known.values(), default=0)
-        found = {k: largest - power for k, power in known.items() if power < largest}
-        for k in found:
-            kinds[k] = replace(kinds[k], power=largest)
-        return found
-
-    def _is_ratio(self, eqn: JaxprEqn, whole: JaxprEqn) -> bool:
-        """Return whether a division of what can be accumulated is by a statistic of the batch."""
-        of = self._operand(eqn.invars[0], whole.invars[0])
-        by = self._operand(eqn.invars[1], whole.invars[1])
-        statistic = by.form == "function" or (
-            by.form == "linear" and by.power is not None and not by.per
-        )
-        is_statistic = statistic and not aval_of(eqn.invars[1]).shape
-        return (
-            is_statistic
-            and eqn.invars[1] not in self._inside
-            and eqn.invars[1] not in self._rules.never_completed
-            and of.form != "function"
-            and not of.per
-        )
-
-    def _is_function(self, eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
-        """Return whether a scalar is a function of statistics that can't itself be accumulated."""
-        statistics = [
-            atom for atom, kind in zip(eqn.invars, operands, strict=True) if kind.form != "same"
-        ]
-        linear = [k for k, kind in enumerate(operands) if kind.form == "linear"]
-        if (
-            not self._rules.functions
-            or not statistics
-            or any(atom in self._rules.never_completed for atom in statistics)
-            or any(kind.per or kind.form in ("rows", "item") for kind in operands)
-        ):
-            return False
-        if len(eqn.outvars) != 1 or eqn.outvars[0] in self._inside:
-            return False
-        if len(linear) == len(statistics) and is_linear(eqn, linear) and _adds_alike(eqn, operands):
-            return False
-        scalars = not any(aval_of(atom).shape for atom in (*eqn.invars, *eqn.outvars))
-        others = (
-            atom for atom, kind in zip(eqn.invars, operands, strict=True) if kind.form == "same"
-        )
-        known = all(isinstance(atom, Literal) for atom in others)
-        return (
-            scalars
-            and known
-            and all(kind.power in (0, None) for kind in operands if kind.form == "same")
-        )
-
     def _of_ratios(
-        self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling], where: Where
+        self, eqn: JaxprEqn, whole: JaxprEqn, operands: Sequence[BatchScaling]
     ) -> list[BatchScaling]:
         """Return the scalings of results that are linear in quotients by one statistic."""
         divided = [k for k, kind in enumerate(operands) if kind.per]
@@ -697,34 +464,9 @@ class BatchScalings:
         pers = {operands[k].per for k in {*divided, *together} if operands[k].power is not None}
         if len(pers) > 1 or not is_linear(eqn, divided):
             raise NotSeparable(
-                f"{where} puts what is divided by a sum over the batch together with something"
+                f"{Where(eqn)} puts what is divided by a sum over the batch together with something"
                 " else (a masked mean and a mean?)"
             )
         per = pers.pop() if pers else operands[divided[0]].per
         plain = self._plain(eqn, whole, [replace(kind, per=None) for kind in operands])
         return [replace(kind, per=per) for kind in plain]
-
-
-def _adds_alike(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
-    """Return whether all summands of an equation have the same power."""
-    powers = {operands[k].power for k in data_operands(eqn)} if adds(eqn) else set()
-    return len(powers - {None}) <= 1
-
-
-def _costly(jaxpr: Jaxpr) -> set[Var]:
-    """Return the values that take too long to compute a second time for a statistic."""
-    numbered = list(enumerate(jaxpr.eqns))
-    costly = (u for u in units(numbered) if any(record_of(eqn).is_costly for _, eqn in u.eqns))
-    return dependents(numbered, [var for unit in costly for var in unit.makes])
-
-
-def _inside_of_loops(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """Return the values that exist only inside a loop or branch."""
-    inside: set[Var] = set()
-    depth = 0
-    for eqn in eqns:
-        depth -= eqn.primitive is control_flow.end_p
-        if depth > (eqn.primitive in control_flow.LEAVING):
-            inside.update(eqn.outvars)
-        depth += eqn.primitive in control_flow.OPENING
-    return inside

@@ -2,18 +2,41 @@
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 from typing import Literal as OneOf
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import integer_pow_p, pad_p, slice_p
 
 from autopar.ir.graph import Atom, aval_of, constant
-from autopar.microbatch.batch_scaling_rules import BatchScaling, ConstantDiffers
+from autopar.microbatch.batch_scaling_rules import BatchScaling, ConstantDiffers, NotSeparable
+
+
+def atom_scaling(
+    kinds: Mapping[Var, BatchScaling | NotSeparable], atom: Atom, whole: Atom, count: int
+) -> BatchScaling:
+    """Return the scaling of an operand, a variable or a literal.
+
+    Args:
+        kinds: the scalings of variables.
+        atom: the operand for the smaller batch.
+        whole: the operand for the larger batch.
+        count: ratio of the batch sizes.
+
+    Raises:
+        NotSeparable: the operand is not separable.
+    """
+    if isinstance(atom, Var):
+        kind = kinds[atom]
+        if isinstance(kind, NotSeparable):
+            raise kind
+        return kind
+    assert isinstance(whole, Literal)
+    return constant_scaling(atom.val, whole.val, count)
 
 
 def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:

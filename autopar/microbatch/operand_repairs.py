@@ -1,4 +1,4 @@
-"""Replacements of operands with which a step is separable (`batch_scaling.Repair`), in its jaxpr.
+"""Replacements of operands in a jaxpr, with which the step is separable.
 
 A statistic of a microbatch is replaced by the statistic of the whole batch, which an earlier loop
 over the microbatches accumulates. Other operands are divided by a power of the number of
@@ -15,7 +15,8 @@ from autopar.ir.control_flow import OPENING, loop_carry_p, token_of
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom
 from autopar.ir.step_graph import Combine
-from autopar.microbatch.batch_scaling import BatchScalings, Repair
+from autopar.microbatch.batch_scaling import BatchScalings
+from autopar.microbatch.batch_statistics import Repair
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.gradients import accumulate_p
 

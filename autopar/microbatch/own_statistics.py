@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, Var
 
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.graph import aval_of, is_differentiated, variables
-from autopar.microbatch.batch_scaling import StatisticRules
+from autopar.microbatch.batch_statistics import StatisticRules
 from autopar.microbatch.body_boundary import before_update
 
 

@@ -19,13 +19,10 @@ from jax.extend.core.primitives import div_p
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, aval_of, renamed, rewired, source_line
 from autopar.ir.step_graph import Combine, MicrobatchError, Microbatching
-from autopar.microbatch.batch_scaling import (
-    BatchScalings,
-    Repair,
-    StatisticRules,
-)
+from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_constants import power_of_constant, with_constants_of
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
+from autopar.microbatch.batch_statistics import Repair, StatisticRules
 from autopar.microbatch.body_boundary import (
     Boundary,
     find_boundary,
