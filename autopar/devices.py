@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from autopar.checks import NONE, SHAPE, AllowedValues, checked, instance, integer, items, short_repr
 from autopar.ir.host_memory import HOST_KIND
 from autopar.ir.spec import AnyMesh, LogicalMesh
-from autopar.plan import Plan, Stage
+from autopar.plan import Plan
+from autopar.plan_stages import Stage
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster
 

@@ -15,7 +15,8 @@ from autopar.analysis.replay import ShardedEquation, replay
 from autopar.ir.graph import Atom, aval_of, is_backward
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.planned import PlannedStep
-from autopar.plan import AxisUse, Plan, Split, Stage, Value
+from autopar.plan import Plan
+from autopar.plan_stages import AxisUse, Split, Stage, Value
 
 type _Completion = OneOf["all_reduce", "reduce_scatter"]
 

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from autopar.analysis.replay import completions
 from autopar.ir.spec import Spec, axes_of, partition_spec
-from autopar.plan import spec_text
+from autopar.plan_stages import spec_text
 from autopar.primitives.factors import PARTIAL, Assignment, OpFactors
 
 

@@ -12,7 +12,7 @@ from autopar.ir.spec import LogicalMesh, Spec, partition_spec
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.placement_specs import array_text
 from autopar.lowering.planned import Planned
-from autopar.plan import spec_text
+from autopar.plan_stages import spec_text
 from autopar.sharding.mesh_costs import Step, reshard_steps
 
 

@@ -17,7 +17,7 @@ from autopar.lowering.job import Array, Call, Delivery, Input, Job, Output, Plac
 from autopar.lowering.planned import PlannedStep
 from autopar.lowering.stage_lowering import TaskFunction
 from autopar.pipeline.partition import Task
-from autopar.plan import Stage
+from autopar.plan_stages import Stage
 from simulator.program import Run, walk
 
 type Constant = jax.Array | np.ndarray

@@ -12,7 +12,7 @@ from autopar.ir.graph import Atom, aval_of
 from autopar.ir.host_memory import HOST_KIND, memory_kind
 from autopar.ir.spec import partition_spec
 from autopar.lowering.planned import Planned
-from autopar.plan import Stage, Value, spec_text
+from autopar.plan_stages import Stage, Value, spec_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from jax.sharding import get_abstract_mesh
 from autopar.ir.evaluate import Apply, as_traced
 from autopar.ir.spec import AnyMesh, LogicalMesh, Spec, partition_spec, replicated
 from autopar.microbatch.accumulation import complete_sum, spec_along
-from autopar.plan import Stage
+from autopar.plan_stages import Stage
 from autopar.primitives import bind_shards, op_factors, runs_on_shards
 from autopar.primitives.factors import assignment_of
 

@@ -29,7 +29,7 @@ from autopar.microbatch.accumulation import (
 from autopar.microbatch.batch_rows import put_rows
 from autopar.pipeline.partition import Task
 from autopar.pipeline.stage_graph import StageGraph, numbers_of
-from autopar.plan import Stage
+from autopar.plan_stages import Stage
 from autopar.sharding.manual_regions import on_devices
 
 type _ShardingOfSpec = Callable[[Spec], NamedSharding | PartitionSpec | None]

@@ -10,7 +10,8 @@ from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.batch_rows import rows_dim
 from autopar.pipeline.partition import Total
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.plan import PlanError, Stage
+from autopar.plan import PlanError
+from autopar.plan_stages import Stage
 from autopar.sharding.memory_roles import MEMORY_ROLES
 from simulator.memory import Role as MemoryRole
 

@@ -21,7 +21,8 @@ from autopar.pipeline.pipeline_schedules import (
     schedule_kind,
 )
 from autopar.pipeline.stage_graph import StageGraph, stage_graphs
-from autopar.plan import WHOLE_STEP, MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit, Value
+from autopar.plan import WHOLE_STEP, MemorySplit, PipelineSchedule, Plan, TimeSplit
+from autopar.plan_stages import Stage, Value
 from autopar.planning.step_planner import coverage_warnings, stage_of
 from autopar.recompute.offloading import offloaded_inputs
 from autopar.sharding.options import ShardingOptions

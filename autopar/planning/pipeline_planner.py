@@ -32,7 +32,8 @@ from autopar.pipeline.stage_options import (
     StageError,
     StageOption,
 )
-from autopar.plan import MemorySplit, PipelineSchedule, Plan, Stage, TimeSplit
+from autopar.plan import MemorySplit, PipelineSchedule, Plan, TimeSplit
+from autopar.plan_stages import Stage
 from autopar.planning.chunked_stages import least_chunked_seconds
 from autopar.planning.last_results import record_stages
 from autopar.planning.layer_costs import LayerCosts, Shape

@@ -20,7 +20,7 @@ from autopar.devices import Device, devices_match, logical_mesh
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import StageError
-from autopar.plan import Stage
+from autopar.plan_stages import Stage
 from autopar.planning.layer_ranges import graph_key
 from autopar.planning.stage_costs import SolvedStage
 from autopar.planning.step_planner import stage_of

@@ -19,15 +19,8 @@ from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import Remat, StepGraph
 from autopar.lowering.planned import PlannedStep
 from autopar.microbatch.exactness import exactness_of, exactness_warnings
-from autopar.plan import (
-    MemorySplit,
-    OffloadedValue,
-    Plan,
-    ShardingConstraint,
-    Stage,
-    TimeSplit,
-    Value,
-)
+from autopar.plan import MemorySplit, Plan, TimeSplit
+from autopar.plan_stages import OffloadedValue, ShardingConstraint, Stage, Value
 from autopar.planning.recompute_planning import shard_recomputing
 from autopar.primitives import record_of, runs_on_shards
 from autopar.recompute.offloading import offloaded_inputs

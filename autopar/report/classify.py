@@ -18,7 +18,8 @@ from autopar.analysis.descriptions import nearest
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, partition_spec
 from autopar.lowering.placement_specs import array_text
 from autopar.lowering.planned import Planned, single_stage
-from autopar.plan import AxisUse, OperatorKind, Plan, Stage, Value, spec_text
+from autopar.plan import Plan
+from autopar.plan_stages import AxisUse, OperatorKind, Stage, Value, spec_text
 
 type DataKind = OneOf["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 """Parallelism of an axis that splits the batch. ZeRO also shards the storage of the optimizer

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 
 from autopar.ir.spec import Spec, partition_spec
 from autopar.lowering.planned import Planned
-from autopar.plan import Plan, ShardingConstraint, TimeSplit, Value, spec_text
+from autopar.plan import Plan, TimeSplit
+from autopar.plan_stages import ShardingConstraint, Value, spec_text
 from autopar.progress import ranges
 from autopar.report.classify import classify
 from autopar.sharding.options import ShardingOptions

@@ -11,7 +11,8 @@ from typing import Any
 
 from autopar.ir.spec import partition_spec
 from autopar.lowering.placement_specs import array_text
-from autopar.plan import Plan, Stage, spec_text
+from autopar.plan import Plan
+from autopar.plan_stages import Stage, spec_text
 from autopar.progress import ranges
 from autopar.report.classify import classify
 from autopar.report.program_work import collective_rows, kernel_rows

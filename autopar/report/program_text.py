@@ -15,7 +15,7 @@ from autopar.lowering.planned import Planned
 from autopar.lowering.stage_lowering import StageLowering
 from autopar.pipeline.partitioner import whole_step_partition
 from autopar.pipeline.stage_graph import stage_graph
-from autopar.plan import Stage, Value
+from autopar.plan_stages import Stage, Value
 
 TaskStatus = OneOf["annotated", "partitioned", "optimized"]
 """Points in the compilation of a task: StableHLO with the plan's shardings ("annotated"), HLO of

@@ -12,7 +12,8 @@ from autopar.analysis.descriptions import nearest
 from autopar.ir.spec import LogicalMesh, Spec, from_partition_spec, partition_spec
 from autopar.lowering.placement_specs import PlacementSpec, array_text
 from autopar.lowering.planned import Planned
-from autopar.plan import Plan, ShardingConstraint, Stage, Value, spec_text
+from autopar.plan import Plan
+from autopar.plan_stages import ShardingConstraint, Stage, Value, spec_text
 
 type Grid = list[list[str]]
 """For each piece of a two-dimensional slice, by row and column, the devices that store it."""

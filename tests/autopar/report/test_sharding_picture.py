@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 
 from autopar.ir.spec import all_specs, partition_spec
-from autopar.plan import Value
+from autopar.plan_stages import Value
 from autopar.report import PlacementSpec, input_placement_specs, picture
 from tests.autopar.report.planned_steps import planned
 from tests.generators import meshes
