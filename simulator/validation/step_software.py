@@ -59,13 +59,15 @@ _MEGATRON_CORE = Software(
         "overlap_gradients": True,
         "overlap_sends": True,
         "overlap_tensor": "all",
-        "communicated_gradient_bytes": 2,
+        "gradient_bytes": 2,
         "fused_loss": True,
         "context_exchange": "ring",
     },
 )
 """Megatron-Core with Transformer Engine and the distributed optimizer, as NeMo and Megatron-Bridge
-set it for performance: https://docs.nvidia.com/nemo-framework (performance guide)."""
+set it for performance: https://docs.nvidia.com/nemo-framework (performance guide). Gradients are
+summed over microbatches and devices in 16 bits (grad_reduce_in_fp32 = False in
+github.com/NVIDIA-NeMo/Megatron-Bridge and github.com/NVIDIA/NeMo, scripts/performance)."""
 
 _COMPILED_LOSS = replace(
     _MEGATRON_CORE,
@@ -73,6 +75,16 @@ _COMPILED_LOSS = replace(
 )
 """Megatron-Core without the loss of Transformer Engine, which NeMo's recipes have since 25.04
 (cross_entropy_fusion_impl in github.com/NVIDIA/NeMo, scripts/performance/helpers.py)."""
+
+_NEMO_2024 = replace(
+    _COMPILED_LOSS,
+    execution={
+        **_COMPILED_LOSS.execution,
+        "gradient_bytes": 4,
+        "communicated_gradient_bytes": 2,
+    },
+)
+"""NeMo before its version 2, which summed gradients over microbatches in f32."""
 
 _BY_XLA = ("norm_by_xla", "gelu_by_xla", "dropout_by_xla", "softmax_by_xla", "padding_by_xla")
 
@@ -117,13 +129,13 @@ SOFTWARE: Mapping[str, Software] = {
         # checkpoints of steps with adapters rerun all products: adapters come after them
         unsaid=(NOTHING, WHOLE_LAYERS),
     ),
-    "nemo 24.03": replace(_COMPILED_LOSS, attention="flash2"),
-    "nemo 24": _COMPILED_LOSS,
+    "nemo 24.03": replace(_NEMO_2024, attention="flash2"),
+    "nemo 24": _NEMO_2024,
     "nemo 25.02": _COMPILED_LOSS,
-    "nemo/megatron-core": _COMPILED_LOSS,
+    "nemo/megatron-core": _NEMO_2024,
     "nemo": _MEGATRON_CORE,
     "megatron-bridge": _MEGATRON_CORE,
-    "megatron-lm": _COMPILED_LOSS,
+    "megatron-lm": _NEMO_2024,
     # its steps are of Meta's hosts; gradients are reduced in f32; without torch.compile, which
     # notes name, activations and norms are PyTorch's elementwise kernels (rms_norm has a fused
     # kernel since PyTorch 2.8); apply_rotary_emb in torchtitan/models has complex numbers, and

@@ -499,6 +499,15 @@ def test_experts_of_automodel_are_divided_where_the_rest_of_a_tensor_group_has_c
     assert (divided.expert, divided.expert_shards) == (8, 2)
 
 
+def test_recipes_of_nemo_2_sum_gradients_in_16_bits() -> None:
+    sizes = {
+        framework: scenario_of(row_with(framework=framework)).execution
+        for framework in ("Megatron-Bridge", "NeMo 25.02", "NeMo 25.07", "NeMo 24.07")
+    }
+    assert [execution.gradient_bytes for execution in sizes.values()] == [2, 2, 2, 4]
+    assert {execution.sent_gradient_bytes for execution in sizes.values()} == {2}
+
+
 def test_recipes_of_automodel_recompute_layers_with_consecutive_experts() -> None:
     rows = {"framework": "NeMo AutoModel", "gpus": 64, "ep": 64, "zero": 3}
     rows |= {"layers": 4, "notes": "balanced gate", "vocab": 128000}
