@@ -132,6 +132,9 @@ class Execution(Description):
             layers, each of which sums the gradient of its input over the tensor axis.
         saves_gathered: whether the inputs of products that sequence parallelism gathers are saved
             whole for the backward pass, instead of gathered again.
+        saves_casts: whether linear layers with products of few bits save their inputs in these
+            (Transformer Engine) instead of in 16 bits. The input of the output projection of
+            attention is in 16 bits, as attention saves it anyway.
         copies_shards: whether gathered parameters are copied from the buffer of the all_gather to
             arrays of their own, and gradients to the buffer of their sum, with ZeRO-3 (FSDP2 of
             PyTorch, and loops of XLA that are pipelined without double buffering).
@@ -194,6 +197,7 @@ class Execution(Description):
     composed: Annotated[tuple[ComposedOperation, ...], BeforeValidator(_tuple)] = ()
     separate_gates: bool = False
     saves_gathered: bool = False
+    saves_casts: bool = False
     copies_shards: bool = False
     embedding_products: bool = False
     overlap_gradients: bool = False

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from simulator.transformer.composed_kernels import composed_saved, score_elements
 from simulator.transformer.experts import Routing
 from simulator.transformer.layer_kinds import DECODER_LAYER, LayerKind
+from simulator.transformer.precision import RECIPES
 from simulator.transformer.scenario import PROJECTIONS, Execution, activation_inputs
 from simulator.transformer.stages import DeviceLayers, division_of
 from simulator.transformer.transformer_sizes import Transformer
@@ -343,29 +344,61 @@ def _saved_by_mixer(model: Transformer, execution: Execution, kind: LayerKind) -
         return 0.0
     tokens, t = execution.tokens(model), execution.tensor
     stream = execution.stream(model)
-    saved = _saved_stream(model, execution)
+    width = _input_width(model, execution, kind, mlp=False)
+    saved = _saved_stream(model, execution, width)
     if kind.mixer == "mamba":
         mamba = model.mamba_section
-        # outputs of the projection and of the convolution, the scan's output, its gated norm
-        return saved + 2.0 * tokens * (mamba.columns + mamba.convolved + 2 * mamba.inner) / t
+        # outputs of the projection, of the convolution, and of the scan, and its gated norm
+        outputs = 2.0 * (mamba.columns + mamba.convolved + mamba.inner)
+        return saved + tokens * (outputs + width * mamba.inner) / t
     divided = 2.0 * tokens * (model.qkv_width + model.attention_width)
     if kind.mixer == "cross":
         divided += 2.0 * (execution.tokens(model.encoder_model) - tokens) * model.key_width
     if model.latent_attention is not None:
         latent = model.latent_attention
         ranks = latent.key_rank + latent.rotary_size + (latent.query_rank or 0)
-        saved += 2 * 2.0 * stream / model.hidden * ranks  # before and after their norms
+        saved += (2.0 + width) * stream / model.hidden * ranks  # before and after their norms
     if model.attention != "naive":
         divided += 4.0 * tokens * model.heads  # row sums of the softmax
     return saved + divided / t
 
 
-def _saved_stream(model: Transformer, execution: Execution) -> float:
-    """Return the saved bytes of the input of a norm and of the product after it, and of dropout."""
+def _input_width(model: Transformer, execution: Execution, kind: LayerKind, mlp: bool) -> float:
+    """Return the bytes of an element of the input of a linear layer, as it is saved.
+
+    The gradients of frozen layers don't need it, unless these have adapters.
+
+    Args:
+        model: the model.
+        execution: the execution.
+        kind: the kind of the layer that the linear layer belongs to.
+        mlp: whether the linear layer is one of an MLP or of experts instead of a mixer.
+    """
+    if model.adapters is not None:
+        if mlp:
+            adapted = model.adapters.of == "all" and kind.mlp == "dense"
+        else:
+            adapted = kind.mixer != "mamba" and model.latent_attention is None
+        return 2.0 if adapted else 0.0
+    recipe = RECIPES[model.precision]
+    if not execution.saves_casts or recipe.dtype is None:
+        return 2.0
+    in_16_bits = min(1.0, model.layers_in_16_bits / model.layers)
+    return recipe.width + in_16_bits * (2.0 - recipe.width)
+
+
+def _saved_stream(model: Transformer, execution: Execution, width: float) -> float:
+    """Return the saved bytes of the input of a norm and of the product after it, and of dropout.
+
+    Args:
+        model: the model.
+        execution: the execution.
+        width: bytes of an element of the input of the product.
+    """
     stream = execution.stream(model)
     product = execution.tokens(model) * model.hidden if execution.saves_gathered else stream
     norm = 2.0 * stream + composed_saved("norm", stream, execution)
-    return norm + 2.0 * product + model.dropout * stream
+    return norm + width * product + model.dropout * stream
 
 
 def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> float:
@@ -373,20 +406,23 @@ def _saved_by_mlp(model: Transformer, execution: Execution, kind: LayerKind) -> 
     if kind.mlp is None:
         return 0.0
     tokens, t = execution.tokens(model), execution.tensor
-    saved = _saved_stream(model, execution)
+    width = _input_width(model, execution, kind, mlp=True)
     # inputs of the activation function and of the second product
-    inner = (2 if not model.gated else 3) * 2.0
+    inner = (2.0 if not model.gated else 4.0) + width
     if kind.mlp == "dense":
-        width = tokens * model.ffn_width / t
-        saved += (inner + model.inner_dropout) * width
+        elements = tokens * model.ffn_width / t
+        saved = _saved_stream(model, execution, width)
+        saved += (inner + model.inner_dropout) * elements
         activation = "activation" if model.gated else "gelu_by_xla"
-        saved += composed_saved(activation, width, execution)
+        saved += composed_saved(activation, elements, execution)
     else:
+        # the router reads 16 bits
+        saved = _saved_stream(model, execution, 2.0 if model.adapters is None else 0.0)
         experts, routing = model.experts_section, Routing.of(model, execution)
         saved += inner * tokens * experts.shared_ffn / t
         # results are not saved: scores multiply the inputs of the second product
         clamped = 4.0 if experts.clamped else 0.0
-        saved += routing.rows * (2.0 * routing.width + (inner + clamped) * routing.inner)
+        saved += routing.rows * (width * routing.width + (inner + clamped) * routing.inner)
         saved += 2 * 4.0 * routing.tokens * experts.count  # scores before and after the softmax
     return saved
 

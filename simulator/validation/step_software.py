@@ -60,6 +60,7 @@ _MEGATRON_CORE = Software(
         "overlap_sends": True,
         "overlap_tensor": "all",
         "gradient_bytes": 2,
+        "saves_casts": True,
         "fused_loss": True,
         "context_exchange": "ring",
     },

@@ -34,6 +34,21 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     assert adapters.embedding == pytest.approx(every.embedding * 2 / 18)
 
 
+def test_frozen_layers_without_adapters_save_no_inputs() -> None:
+    execution = Execution(global_batch=1)
+    saved = {
+        where: memory_of(
+            Transformer.model_validate(GPT.fields() | {"adapters": {"rank": 16, "of": where}}),
+            execution,
+        ).activations
+        for where in ("qkv", "attention", "all")
+    }
+    # 16 bits of the inputs of both products of the MLP, of widths h and 4 h
+    assert saved["all"] - saved["qkv"] == 16 * 2048 * 2 * (4096 + 4 * 4096)
+    assert saved["attention"] == saved["qkv"]
+    assert saved["all"] == memory_of(GPT, execution).activations
+
+
 def test_fewer_adapters_are_faster_and_all_of_them_beat_full_training() -> None:
     execution = Execution(global_batch=64, data=64, zero=1)
     machine = Machine(Cluster.load("dgx_a100_80").with_size(8), EAGER)

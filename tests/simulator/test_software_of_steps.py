@@ -346,3 +346,23 @@ def test_a_loss_in_16_bits_moves_and_keeps_less_than_one_in_32_bits() -> None:
     moved = A100.memory_seconds(8.0 * logits, 1) + A100.memory_seconds(10.0 * logits, 3)
     moved -= A100.memory_seconds(4.0 * logits, 1) + A100.memory_seconds(2.0 * logits, 1)
     assert added == pytest.approx(moved, rel=1e-3)
+
+
+def test_inputs_of_products_are_saved_in_few_bits_where_nothing_else_saves_them() -> None:
+    whole = Execution(global_batch=1)
+    casts = differently(whole, saves_casts=True)
+
+    def less(model: Transformer) -> float:
+        return memory_of(model, whole).activations - memory_of(model, casts).activations
+
+    # a byte of the inputs of both mixer and MLP, and of the second product of the MLP
+    inputs = 8 * 2048 * (2 * 4096 + 11008)
+    assert less(LLAMA) == 0
+    assert less(with_(LLAMA, precision="f8")) == inputs
+    assert less(with_(LLAMA, precision="nvfp4")) == (2.0 - 0.5625) * inputs
+    half = with_(LLAMA, precision="nvfp4", layers_in_16_bits=4)
+    assert less(half) == pytest.approx((2.0 - 0.5625) * inputs / 2)
+    # rows of experts are cast, but their router reads 16 bits
+    experts = {"count": 8, "top_k": 2, "ffn": 1024, "imbalance": 1.0}
+    rows = 8 * 2048 * (4096 + 2 * (4096 + 1024))
+    assert less(with_(LLAMA, precision="f8", experts=experts)) == rows
