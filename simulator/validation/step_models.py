@@ -14,6 +14,7 @@ from simulator.backend import CapturedPart
 from simulator.hardware.description import validate
 from simulator.transformer import Transformer
 from simulator.transformer.scenario_files import EXAMPLES, Scenario
+from simulator.validation.step_hybrids import is_hybrid
 from simulator.validation.step_names import recipe_name
 from simulator.validation.step_notes import notes_of
 from simulator.validation.step_rows import StepRow, StepRowError
@@ -50,7 +51,7 @@ FAMILIES = (
             | {"max_hosts": None},
         },
     ),
-    Family(re.compile(r"deepseek.?v3"), "deepseek_v3"),
+    Family(re.compile(r"deepseek.?(v3|r1)"), "deepseek_v3"),
     Family(re.compile(r"kimi.?k2"), "kimi_k2"),
     Family(re.compile(r"qwen3.?(moe.?)?30b"), "qwen3_30b_a3b"),
     Family(re.compile(r"qwen3.?(moe.?)?235b"), "qwen3_235b_a22b"),
@@ -147,7 +148,7 @@ FAMILIES = (
         },
     ),
     Family(
-        re.compile(r"llama.?4.*(maverick|400b)"),
+        re.compile(r"llama.?4.*(maverick|400b|e128|128e)"),
         "qwen3_30b_a3b",
         {
             "layers": 48,
@@ -162,7 +163,7 @@ FAMILIES = (
         },
     ),
     Family(
-        re.compile(r"llama.?4.*(scout|109b)"),
+        re.compile(r"llama.?4.*(scout|109b|e16|16e)"),
         "qwen3_30b_a3b",
         {
             "layers": 48,
@@ -346,7 +347,7 @@ Nemotron 3 Super on GB200 needs it no more since attention and Mamba are divided
 _SUPER_CAPTURED = r"super\S* (gb[23]00|b300|b200 (bf16|nvfp4))"
 _MIXERS_CAPTURED = re.compile(
     r"235b\S* gb[23]00|30b\S* (gb200 (bf16|fp8)|b200)|gpt.?oss\S* g?b300 bf16"
-    r"|deepseek.?v3\S* (gb200|gb300 bf16)|nano|ultra|" + _SUPER_CAPTURED
+    r"|deepseek.?v3\S* (gb200|gb300 bf16)|nano|ultra|nemotron.?h|" + _SUPER_CAPTURED
 )
 _ROUTERS_CAPTURED = re.compile(
     r"235b\S* gb[23]00|30b\S* (g?b[23]00|h100 bf16)|gpt.?oss\S* g?b300 bf16"
@@ -383,7 +384,8 @@ def has_fused_experts(row: StepRow) -> bool:
 
 def captured_parts(row: StepRow) -> tuple[CapturedPart, ...]:
     """Return the parts of a layer that are a CUDA graph in the recipe of a row."""
-    if not row.framework.lower().startswith("megatron-bridge") or _family(row) is None:
+    known = _family(row) is not None or is_hybrid(row)
+    if not row.framework.lower().startswith("megatron-bridge") or not known:
         return ()
     recipe = recipe_name(row)
     parts: tuple[tuple[CapturedPart, re.Pattern[str]], ...] = (

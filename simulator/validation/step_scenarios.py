@@ -25,6 +25,7 @@ from simulator.transformer import (
     predict,
 )
 from simulator.transformer.precision import RECIPES
+from simulator.validation.step_hybrids import hybrid_model, is_hybrid
 from simulator.validation.step_models import (
     captured_parts,
     expert_execution,
@@ -183,6 +184,8 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
         return _encoder_decoder(row, software)
     if match := _IMAGES.match(name):
         return _image_encoder(row, int(match[1]), software)
+    if is_hybrid(row):
+        return hybrid_model(row, precision_of(row), software.attention)
     if notes.experts or has_experts(row):
         precision = precision_of(row)
         return expert_model(row, precision, software.attention)

@@ -469,6 +469,7 @@ def test_a_row_with_memory_alone_belongs_to_no_set_of_times() -> None:
         ("moonlight-16b", 16, 3),
         ("Llama4 Maverick", 401, 17),
         ("llama-4-scout", 108, 17),
+        ("Llama4-E16", 108, 17),
         ("GLM-4.5-Air", 107, 13),
         ("DeepSeekV4 Pro", 1600, 49),
     ],
@@ -483,7 +484,21 @@ def test_models_with_experts_have_the_parameters_that_their_cards_state(
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3-next-80b-a3b", "Mixtral 8x3B", "gpt-moe", "llama4-17b-16e"]
+    ("model", "layers", "total"),
+    [("Nemotron-H 8B", 52, 8.1), ("nemotronh_47b", 98, 46.8), ("NemotronH 56B", 118, 56.3)],
+)
+def test_hybrids_have_the_layers_and_parameters_that_their_cards_state(
+    model: str, layers: int, total: float
+) -> None:
+    sizes = dict.fromkeys(("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq"))
+    scenario = scenario_of(row_with(**sizes, model=model, framework="Megatron-Bridge", tp=2))
+    assert scenario.model.layers == layers
+    assert scenario.model.parameters / 1e9 == pytest.approx(total, rel=0.01)
+    assert scenario.machine.backend.captured == ("mixer",)
+
+
+@pytest.mark.parametrize(
+    "model", ["qwen3-next-80b-a3b", "Mixtral 8x3B", "gpt-moe", "llama5-17b-16e"]
 )
 def test_a_model_that_names_experts_without_known_sizes_is_refused(model: str) -> None:
     with pytest.raises(StepRowError, match=f"given '{model}' with experts"):
