@@ -77,6 +77,7 @@ def _formula(llama: LlamaSizes, kind: Recomputed, cluster: Cluster) -> Predictio
             "recompute": kind,
             "overlap_gradients": True,
             "communicated_gradient_bytes": 2,
+            "casts_parameters": True,
             "composed": ["norm_by_xla"],
         }
     )

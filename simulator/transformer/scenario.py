@@ -105,8 +105,9 @@ class Execution(Description):
         combined_bytes: bytes of gradients that are summed together, at most; all by default. XLA's
             limit is xla_gpu_all_reduce_combine_threshold_bytes.
         casts_parameters: whether products cast parameters of 32 bits to 16 in each pass, and their
-            gradients back (JAX), instead of parameters of 16 bits beside a master copy. Parameters
-            that ZeRO-3 shards are cast before they are gathered, which costs little.
+            gradients back (JAX), instead of parameters of 16 bits beside a master copy, which need
+            memory of their own. Parameters that ZeRO-3 shards are cast before they are gathered,
+            which costs little. XLA fuses the casts of a loss.
         autocast: whether parameters and the residual stream have 32 bits and torch.autocast casts
             them: parameters in each pass, after they are gathered, and the inputs of norms, with
             their gradients back. It counts in time alone.

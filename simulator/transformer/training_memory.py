@@ -83,7 +83,7 @@ def memory_of(model: Transformer, execution: Execution) -> Memory:
             execution.expert_replica_shards if execution.zero >= level else 1,
         )
         for size, level in (
-            (2, 3),
+            (0 if execution.casts_parameters and model.adapters is None else 2, 3),
             (execution.gradient_bytes, 2),
             (execution.optimizer_bytes, 1),
         )
@@ -219,13 +219,18 @@ def _layer_temporaries(
     if kind.mixer in ("attention", "window", "cross"):
         keys = model.keys_of(kind.mixer)
         gradients = max(gradients, _score_gradients(model, execution, keys))
-    largest = execution.gradient_bytes * matrix if model.adapters is None else 0.0
+    largest = _gradient_width(execution) * matrix if model.adapters is None else 0.0
     parameters = layer_parameters(model, execution, kind)
     gathered = 0.0
     if execution.zero == 3:
         gathered += 2.0 * 2.0 * parameters.layers * (execution.shards > 1)
         gathered += 2.0 * 2.0 * parameters.experts * (execution.expert_replica_shards > 1)
     return recomputed + gradients + largest + gathered
+
+
+def _gradient_width(execution: Execution) -> float:
+    """Return the bytes of an element of the gradient of a matrix, as its product writes it."""
+    return 2.0 if execution.casts_parameters else execution.gradient_bytes
 
 
 def _widest(model: Transformer, execution: Execution, kind: LayerKind) -> tuple[float, float]:
@@ -267,7 +272,7 @@ def _loss_temporaries(model: Transformer, execution: Execution) -> float:
     """
     t = execution.tensor
     elements = execution.tokens(model) * model.vocab
-    largest = execution.gradient_bytes * model.vocab * model.hidden / t
+    largest = _gradient_width(execution) * model.vocab * model.hidden / t
     if model.adapters is not None:
         largest = 0.0
     gathers = execution.zero == 3 and execution.shards > 1
@@ -282,14 +287,15 @@ def _bytes_per_logit(execution: Execution) -> float:
     copy in f32 and their softmax; of PyTorch's cross_entropy the log_softmax and both gradients in
     f32, after the logits are gone; in 16 bits the logits, their softmax, which their gradient
     replaces, and an array as large for reductions (OneFlow), or the log_softmax and both gradients
-    (PyTorch). Gathered logits go to PyTorch's
-    cross_entropy: the logits, a copy in f32, its log_softmax and the gradients of both, all of them
-    complete; a gather of several parts has the parts beside their concatenation.
+    (PyTorch). XLA has the logits and exponentials in f32, which the gradient replaces. Gathered
+    logits go to PyTorch's cross_entropy: the logits, a copy in f32, its log_softmax and the
+    gradients of both, all of them complete; a gather of several parts has the parts beside their
+    concatenation.
     """
     t = execution.tensor
     if not execution.gathered_logits:
         unfused = 12.0 if execution.log_softmax_loss else 10.0
-        unfused = 6.0 if execution.loss_in_16_bits else unfused
+        unfused = 6.0 if execution.loss_in_16_bits or execution.casts_parameters else unfused
         return (2.0 if execution.fused_loss else unfused) / t
     parts = 2.0 + 2.0 / t if t > 1 else 0.0
     return (2.0 if execution.fused_loss else 18.0) + parts

@@ -366,3 +366,17 @@ def test_inputs_of_products_are_saved_in_few_bits_where_nothing_else_saves_them(
     experts = {"count": 8, "top_k": 2, "ffn": 1024, "imbalance": 1.0}
     rows = 8 * 2048 * (4096 + 2 * (4096 + 1024))
     assert less(with_(LLAMA, precision="f8", experts=experts)) == rows
+
+
+def test_jax_keeps_parameters_once_and_no_logits_in_32_bits() -> None:
+    # compiled for H100, a loss of optax has 6 bytes per logit (jaxlib 0.11.2)
+    plain = Execution(global_batch=8, microbatch=8, recompute="full")
+    jax = differently(plain, casts_parameters=True)
+    model, logits = with_(LLAMA, vocab=96000), 8 * 2048 * 96000
+    torch_memory, jax_memory = memory_of(model, plain), memory_of(model, jax)
+    assert jax_memory.parameters == 0
+    assert jax_memory.optimizer == torch_memory.optimizer == 6 * torch_memory.parameters
+    less = torch_memory.temporaries - jax_memory.temporaries
+    assert less == pytest.approx(4.0 * logits + 2.0 * 96000 * 4096)
+    frozen = with_(model, adapters={"rank": 16, "of": "all"})
+    assert memory_of(frozen, jax).parameters == memory_of(frozen, plain).parameters
