@@ -23,7 +23,7 @@ from autopar._plugins import assume_cudnn, silence_idle_plugin
 silence_idle_plugin()
 
 from autopar import manual, report, testing, util
-from autopar.api import ParallelizedFunction, init, parallelize, shutdown
+from autopar.api import ParallelizedFunction, parallelize
 from autopar.capacity.fit_result import Fit, NeverFitsError, RefusedSize
 from autopar.capacity.largest_fit import fit
 from autopar.capacity.memory_savings import MemorySaving, MemorySavings, savings
@@ -35,9 +35,11 @@ from autopar.checkpoint import (
     save_checkpoint,
 )
 from autopar.checks import OptionError
+from autopar.derived_methods import CreateStateParallel, FollowParallel, PlanMethod
 from autopar.devices import cluster_of
 from autopar.hosts.arrays import DistributedArray, prefetch
 from autopar.hosts.errors import HostLostError, HostsError, HostTimeoutError, StepFailedError
+from autopar.initialization import init, shutdown
 from autopar.ir.joined_array import JoinedArray
 from autopar.layering.layer_options import (
     AutoLayerOption,
@@ -59,12 +61,9 @@ from autopar.lowering.target import (
     target_mesh,
 )
 from autopar.methods import (
-    CreateStateParallel,
     DataParallel,
-    FollowParallel,
     ManualShardParallel,
     PipeshardParallel,
-    PlanMethod,
     PlanningMethod,
     ShardParallel,
     Zero2Parallel,

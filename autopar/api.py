@@ -1,6 +1,5 @@
-"""`parallelize` traces, plans, compiles and runs a step; `init` selects the backend it runs on."""
+"""`parallelize` traces, plans, compiles and runs a step on the devices that `init` selects."""
 
-import gc
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -11,32 +10,19 @@ from typing import Any, Literal, TypedDict, Unpack, assert_never, get_args, over
 import jax
 
 from autopar._cpython import builds_graphs
-from autopar.checkpoint.saving import finish_saving
 from autopar.checks import (
     NONE,
-    TEXT,
     OptionError,
     checked,
-    integer,
-    items,
     one_of,
-    real,
     short_repr,
 )
-from autopar.hosts import session
+from autopar.derived_methods import CreateStateParallel, FollowParallel, Method, PlanMethod
 from autopar.hosts.arrays import DistributedArray
 from autopar.ir.joined_array import JoinedArray
-from autopar.ir.memo import forget_steps
 from autopar.ir.step_graph import Exactness
 from autopar.lowering.planned import PlannedStep
-from autopar.methods import (
-    CreateStateParallel,
-    FollowParallel,
-    Method,
-    PlanMethod,
-    PlanningMethod,
-    ShardParallel,
-)
+from autopar.methods import PlanningMethod, ShardParallel
 from autopar.planning.follow import follow
 from autopar.planning.method_planning import plan_by_method, trace_for
 from autopar.runtime.create_state import CreateStateExecutable, state_avals
@@ -396,24 +382,15 @@ class ParallelizedFunction[E: AnyExecutable]:
                 planned = PlannedStep(trace_for(plan, fun, args, batch), plan)
                 reusable = planned.step.arguments.numbers_of_pieces(donated_leaves)
                 return target_backend.load(planned, present, reusable, _since(start))
-            case FollowParallel(src_func, num_micro_batches) as method:
-                followed = _compiled(src_func)
+            case FollowParallel() as method:
+                followed = _compiled(method.src_func)
                 present = target_backend.devices_of(followed)
                 cluster = target_backend.cluster(method.cluster, present)
-                planned = follow(
-                    fun,
-                    args,
-                    batch,
-                    num_micro_batches or 1,
-                    followed.planned,
-                    cluster,
-                    Exactness(rng=method.random_bits),
-                )
+                count, exactness = method.num_micro_batches or 1, Exactness(rng=method.random_bits)
+                planned = follow(fun, args, batch, count, followed.planned, cluster, exactness)
                 return target_backend.load(planned, present, plan_seconds=_since(start))
             case CreateStateParallel(train_step, other_args):
-                others = (
-                    tuple(other_args) if isinstance(other_args, tuple | list) else (other_args,)
-                )
+                others = other_args if isinstance(other_args, tuple | list) else (other_args,)
                 step = trace(fun, args, ())
                 executable = _parallelized(train_step, "train_step").get_executable(
                     state_avals(step), *others
@@ -437,68 +414,6 @@ class ParallelizedFunction[E: AnyExecutable]:
                 )
             case _:
                 assert_never(self.method)
-
-
-def init(
-    cluster: str = "local",
-    cluster_address: str | None = None,
-    num_nodes: int | None = None,
-    num_devices_per_node: int | Sequence[int] | None = None,
-    namespace: str | None = None,
-    timeout: float = 600.0,
-) -> None:
-    """Select the devices on which steps run that are compiled from now on.
-
-    Without `init`, steps run on the devices of this process, as after `init("local")`.
-
-    Args:
-        cluster: "local" for the devices of this process, "ray" for the hosts of a Ray cluster.
-        cluster_address: address of the Ray cluster; by default the one that Ray finds. Unused if
-            `ray.init` has been called.
-        num_nodes: number of hosts to use; all by default.
-        num_devices_per_node: number of GPUs to use on each host, all by default. On hosts without
-            GPUs the number of virtual CPU devices, by default the number in this process's
-            XLA_FLAGS. A sequence such as (4, 2) has a number for each host.
-        namespace: Ray namespace of the driver. Unused if `ray.init` has been called.
-        timeout: seconds after which a host that does not answer a request, such as to compile a
-            program, counts as hung.
-
-    Raises:
-        HostsError: there is no such Ray cluster, or it has fewer hosts or devices, or other
-            versions of JAX.
-        OptionError: an option has a type or a value that is not allowed.
-    """
-    checked("cluster", cluster, one_of("local", "ray"))
-    cluster_address = checked("cluster_address", cluster_address, TEXT | NONE)
-    num_nodes = checked("num_nodes", num_nodes, integer() | NONE)
-    counts = integer() | items(integer(), "such a number for each host", least=1) | NONE
-    num_devices_per_node = checked("num_devices_per_node", num_devices_per_node, counts)
-    namespace = checked("namespace", namespace, TEXT | NONE)
-    timeout = checked("timeout", timeout, real(above=0.0))
-    match cluster:
-        case "local":
-            session.current.leave()
-            jax.devices()
-        case "ray":
-            request = session.HostsRequest(num_nodes, num_devices_per_node, timeout)
-            session.current.join(cluster_address, namespace, request)
-
-
-def shutdown() -> None:
-    """End the workers on other hosts, drop all compiled programs and free their device memory.
-
-    A checkpoint that is being written is finished first.
-
-    Raises:
-        Exception: the error of the checkpoint that could not be written. The rest is done before.
-    """
-    try:
-        finish_saving()
-    finally:
-        session.current.leave()
-        jax.clear_caches()
-        forget_steps()
-        gc.collect()  # steps and their executables refer to one another
 
 
 def _is_on_hosts(leaf: Any) -> bool:

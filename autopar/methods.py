@@ -1,7 +1,7 @@
-"""Methods of parallelization, the values of `parallelize(method=...)`.
+"""Methods that make a plan: the values of `parallelize(method=...)`, `plan_step` and `predict`.
 
-A `PlanningMethod` says what a plan may choose and on which devices it runs. `PlanMethod` runs a
-plan that exists, `FollowParallel` and `CreateStateParallel` derive one from another step.
+A `PlanningMethod` says what a plan may choose and on which devices it runs. `derived_methods` has
+those that run an existing plan or derive one from another step.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,6 @@ from autopar.layering.layer_options import AutoLayerOption, LayerOption, ManualL
 from autopar.pipeline.pipeline_schedules import schedule_kind, schedule_names, splits_backward
 from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.stage_options import AutoStageOption, StageOption, UniformStageOption
-from autopar.plan import Plan
 from autopar.sharding.options import AUTO, DATA_PARALLEL, PINS, ZERO2, ZERO3, ShardingOptions
 from autopar.sharding.pins import specs_by_path
 from simulator.hardware.cluster import Cluster
@@ -50,7 +49,7 @@ CLUSTER = (
     )
     | PATH
 )
-_COMMON: dict[str, Any] = {
+COMMON_CHECKS: dict[str, Any] = {
     "devices": DEVICES,
     "cluster": CLUSTER | NONE,
     "memory_budget": BYTES | NONE,
@@ -168,7 +167,7 @@ class PlanningMethod:
         return 'remat="auto"', replace(self, remat="auto")
 
     def __post_init__(self) -> None:
-        check(self, num_micro_batches=integer(), **_COMMON)
+        check(self, num_micro_batches=integer(), **COMMON_CHECKS)
 
 
 @dataclass(frozen=True)
@@ -345,7 +344,7 @@ class PipeshardParallel(PlanningMethod):
             stage_option=_STAGES,
             stage_mode=one_of(*_STAGE_OPTIONS) | NONE,
             num_chunks=count | NONE,
-            **{**_COMMON, "remat": _KEEP},
+            **{**COMMON_CHECKS, "remat": _KEEP},
         )
         if isinstance(self.num_chunks, int) and self.pipeline_schedule != "auto":
             schedule_kind(self.pipeline_schedule, Pipeline(1, 1, self.num_chunks))
@@ -408,113 +407,6 @@ class PipeshardParallel(PlanningMethod):
         return 'ShardParallel with remat="auto"', whole
 
 
-PLAN = instance("an autopar.Plan, such as plan_step returns", Plan)
 PLANNING_METHOD = instance(
     "one of autopar.methods that make a plan, e.g. autopar.ShardParallel()", PlanningMethod
 )
-_PARALLELIZED = satisfying(
-    "a step that autopar.parallelize returns",
-    lambda step: hasattr(step, "get_last_executable") and step.method.runs_step,
-)
-
-
-@dataclass(frozen=True)
-class PlanMethod:
-    """Runs an existing plan without solving.
-
-    Attributes:
-        plan: the plan, such as `plan_step` returns or `Plan.load` reads.
-        devices: the devices to run on, as many as the plan's mesh has; by default the first ones
-            of the backend. On a Ray cluster only their number may be given.
-
-    Example:
-        >>> method = autopar.PlanMethod(autopar.Plan.load("train_step.json"))
-    """
-
-    plan: Plan
-    devices: Devices = None
-
-    runs_step: ClassVar[bool] = True
-    cluster: ClassVar[None] = None
-    """None: the hardware that the devices are."""
-
-    @property
-    def random_bits(self) -> RandomBits:
-        """The random bits of microbatches."""
-        return self.plan.rng
-
-    def __post_init__(self) -> None:
-        check(self, plan=PLAN, devices=DEVICES)
-
-
-@dataclass(frozen=True)
-class FollowParallel:
-    """Runs a step with the placements of another one, e.g. an evaluation of the parameters.
-
-    The step reads the inputs that both steps share where the followed step keeps them, without
-    resharding. Inputs are matched by name, shape and dtype. If the followed step is a pipeline, the
-    step runs in the same stages, forward only, and results with a row per example are put together
-    from the microbatches.
-
-    Attributes:
-        src_func: the parallelized step to follow. It must have been compiled, e.g. by a call.
-        num_micro_batches: number of microbatches in a pipeline; 1 by default.
-        rng: the random bits of microbatches, as in `PlanningMethod`; by default those of the
-            followed step.
-
-    Example:
-        >>> @autopar.parallelize(method=autopar.FollowParallel(train_step))
-        ... def eval_step(state, batch): ...
-    """
-
-    src_func: Any
-    num_micro_batches: int | None = None
-    rng: RandomBits | None = field(default=None, kw_only=True)
-
-    runs_step: ClassVar[bool] = True
-
-    @property
-    def cluster(self) -> AnyCluster | str | Path | None:
-        """The hardware that the followed step is planned for."""
-        return self.src_func.method.cluster
-
-    @property
-    def random_bits(self) -> RandomBits:
-        """The random bits of microbatches."""
-        return self.src_func.method.random_bits if self.rng is None else self.rng
-
-    def __post_init__(self) -> None:
-        check(
-            self,
-            src_func=_PARALLELIZED,
-            num_micro_batches=integer() | NONE,
-            rng=_COMMON["rng"] | NONE,
-        )
-
-
-@dataclass(frozen=True)
-class CreateStateParallel:
-    """Creates a state with the placements that a training step reads it with.
-
-    Each device computes its own shards, so that the state is never whole on one device.
-
-    Attributes:
-        train_step: the parallelized step; the state is its first argument.
-        other_args: the other arguments of the step, arrays or ShapeDtypeStructs, as a sequence; a
-            single one that is neither list nor tuple may be given as it is.
-
-    Example:
-        >>> @autopar.parallelize(method=autopar.CreateStateParallel(train_step, batch))
-        ... def create_state(rng): ...
-    """
-
-    train_step: Any
-    other_args: Any
-
-    runs_step: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check(self, train_step=_PARALLELIZED)
-
-
-type Method = PlanningMethod | PlanMethod | FollowParallel | CreateStateParallel

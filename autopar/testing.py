@@ -60,7 +60,7 @@ def raylets(count: int) -> Iterator["Cluster"]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from autopar.api import shutdown
+    from autopar.initialization import shutdown
 
     head = {"num_cpus": 2, "include_dashboard": False, "_system_config": _RAY_CONFIG}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import autopar
-from autopar import methods
+from autopar import derived_methods, methods
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = {
@@ -158,7 +158,12 @@ def is_class_of(value: object, module: ModuleType) -> bool:
     return isinstance(value, type) and value.__module__ == module.__name__
 
 
-METHODS = {name for name, value in vars(methods).items() if is_class_of(value, methods)}
+METHODS = {
+    name
+    for module in (methods, derived_methods)
+    for name, value in vars(module).items()
+    if is_class_of(value, module)
+}
 """Names of the classes of methods."""
 
 

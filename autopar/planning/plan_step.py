@@ -9,10 +9,11 @@ import jax
 
 from autopar._cpython import builds_graphs
 from autopar.checks import SHAPE, OptionError, checked, instance, short_repr
+from autopar.derived_methods import PLAN
 from autopar.devices import logical_mesh, mesh_on_cluster, requested_mesh
 from autopar.ir.spec import LogicalMesh
 from autopar.lowering.planned import PlannedStep
-from autopar.methods import PLAN, PLANNING_METHOD, PlanningMethod, ShardParallel
+from autopar.methods import PLANNING_METHOD, PlanningMethod, ShardParallel
 from autopar.plan import Plan
 from autopar.planning.method_planning import Target, any_cluster, plan_by_method, trace_for
 from autopar.planning.stage_problem import NoStagesError
