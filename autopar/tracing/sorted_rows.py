@@ -13,7 +13,7 @@ A sort stays if something else depends on its order, such as an index that is an
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,16 +21,11 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import (
-    argmax_p,
-    argmin_p,
-    broadcast_in_dim_p,
     convert_element_type_p,
     gather_p,
     reduce_sum_p,
-    reshape_p,
     select_n_p,
     sort_p,
-    top_k_p,
 )
 from jax.lax import scatter_add_p, scatter_p
 
@@ -40,13 +35,19 @@ from autopar.microbatch.deferred_division import equations
 from autopar.primitives import op_factors, record_of
 from autopar.primitives.factors import PARTIAL
 from autopar.primitives.ragged_products import dims_of, grouped_dot_p
+from autopar.tracing.row_facts import (
+    DependsOnOrderError,
+    GroupSizes,
+    RowFacts,
+    SortedDim,
+    keys_of_sorts,
+    sort_of,
+)
 from autopar.tracing.row_tables import (
-    Known,
     Origin,
     RowTable,
     core,
     is_uniform,
-    known_literal,
     known_result,
 )
 
@@ -60,46 +61,10 @@ def without_sorted_rows(jaxpr: Jaxpr) -> Jaxpr:
     while True:
         try:
             eqns = _Unsorting(jaxpr, kept).eqns
-        except _DependsOnOrderError as dependence:
+        except DependsOnOrderError as dependence:
             kept.add(dependence.sort)
             continue
         return jaxpr.replace(eqns=[eqn for _, eqn in needed(enumerate(eqns), jaxpr.outvars)])
-
-
-class _DependsOnOrderError(Exception):
-    """Something depends on the order of a sort, given by the number of its equation."""
-
-    def __init__(self, sort: int) -> None:
-        super().__init__(sort)
-        self.sort = sort
-
-
-class _Rows(NamedTuple):
-    """The dim of an array whose rows a sort arranged.
-
-    Attributes:
-        sort: the number of the sort.
-        dim: the dim.
-        is_stacked: whether a loop stacked arrays of several sorts, one per iteration.
-    """
-
-    sort: int
-    dim: int
-    is_stacked: bool = False
-
-
-class _GroupSizes(NamedTuple):
-    """What is known of the sizes of groups.
-
-    Attributes:
-        keys: the array by which rows are in groups.
-        group: the variable with the group of each row.
-        is_stacked: see `_Rows`.
-    """
-
-    keys: Var
-    group: Var
-    is_stacked: bool = False
 
 
 class _Unsorting:
@@ -109,81 +74,25 @@ class _Unsorting:
         eqns: the new equations.
         first_order: for each variable that changes, the atom that replaces it: with rows in their
             first order, if they were sorted.
-        rows: the dims that are sorted, by the variable of the old trace.
-        known: what is known of integer arrays.
-        stacked: what is known of each array that a loop stacks.
-        unmade: variables that no equation computes: the places of rows after a sort, with its
-            number.
-        even: for each variable, the dims along which its elements are equal.
-        sizes: what is known of the sizes of groups.
-        keys: the arrays that rows are sorted by, each with the numbers that it may hold.
-        keys_of_sort: the array of each sort that is left out, by its number.
+        facts: what is known of the variables of the old trace.
     """
 
     def __init__(self, jaxpr: Jaxpr, kept: set[int]) -> None:
         self.kept = kept
         self.eqns: list[JaxprEqn] = []
         self.first_order: dict[Var, Atom] = {}
-        self.rows: dict[Var, _Rows] = {}
-        self.known: dict[Var, Known] = {}
-        self.stacked: dict[Var, Known] = {}
-        self.unmade: dict[Var, int] = {}
-        self.even: dict[Var, frozenset[int]] = {}
-        self.sizes: dict[Var, _GroupSizes] = {}
-        self.keys_of_sort: dict[int, Var] = {}
-        self.keys = _keys_of_sorts(jaxpr)
+        self.facts = RowFacts(keys_of_sorts(jaxpr))
         for var in jaxpr.invars:
-            self._add_keys(var)
+            self.facts.add_keys(var)
         for number, eqn in enumerate(jaxpr.eqns):
             self._add(number, eqn)
             for var in eqn.outvars:
-                self._add_keys(var)
+                self.facts.add_keys(var)
         for atom in jaxpr.outvars:
-            self._check_order_unread(atom)
-
-    # -- what is known
-
-    def _of(self, atom: Atom) -> Known | None:
-        return self.known.get(atom) if isinstance(atom, Var) else known_literal(atom)
-
-    def _rows_of(self, atom: Atom) -> _Rows | None:
-        return self.rows.get(atom) if isinstance(atom, Var) else None
-
-    def _unmade_by(self, atom: Atom) -> int | None:
-        return self.unmade.get(atom) if isinstance(atom, Var) else None
+            self.facts.check_order_unread(atom)
 
     def _read(self, atom: Atom) -> Atom:
         return self.first_order.get(atom, atom) if isinstance(atom, Var) else atom
-
-    def _add_keys(self, var: Var) -> None:
-        """Note that rows have numbers of their own, if they are keys of a sort."""
-        if var in self.keys and var not in self.rows and var not in self.known:
-            domain = self.keys[var]
-            shape = aval_of(var).shape
-            self.known[var] = RowTable(Origin("key", var), domain, shape, domain)
-
-    def _column(self, atom: Atom, origin: str) -> RowTable | None:
-        """Return the table of an array with one number per row, if it is of this origin."""
-        known = self._of(atom)
-        if not isinstance(known, RowTable) or not known.has_numbers:
-            return None
-        return known if known.origin.kind == origin and len(known.rows) == 1 else None
-
-    def _keys_of(self, table: RowTable) -> Var | None:
-        """Return the keys that a table depends on, in the first or in sorted order, if any."""
-        if table.origin.kind == "sorted":
-            return self.keys_of_sort[_sort_of(table)]
-        return table.origin.of if isinstance(table.origin.of, Var) else None
-
-    def _check_order_unread(self, *atoms: Atom) -> None:
-        """Refuse a sort whose order the atoms depend on."""
-        for atom in atoms:
-            if (sort := self._unmade_by(atom)) is not None:
-                raise _DependsOnOrderError(sort)
-            if rows := self._rows_of(atom):
-                raise _DependsOnOrderError(rows.sort)
-
-    # -- equations
 
     def _add(self, number: int, eqn: JaxprEqn) -> None:
         """Add an equation of the old trace."""
@@ -217,72 +126,74 @@ class _Unsorting:
 
     def _add_sort(self, number: int, eqn: JaxprEqn) -> bool:
         """Leave out a sort of rows by one key; return whether it can be."""
+        facts = self.facts
         keys = eqn.invars[0]
         key_aval = aval_of(keys)
         if eqn.params["num_keys"] != 1 or key_aval.ndim != 1:
             return False
         places = np.arange(key_aval.shape[0])
         counted = [
-            isinstance(known := self._of(atom), np.ndarray) and np.array_equal(known, places)
+            isinstance(known := facts.known_of(atom), np.ndarray) and np.array_equal(known, places)
             for atom in eqn.invars
         ]
-        order = self._column(keys, "before")
+        order = facts.column(keys, "before")
         if order is not None and order.is_column(places) and all(counted[1:]):
-            sort = _sort_of(order)
+            sort = sort_of(order)
             for var in eqn.outvars:
-                self.known[var] = RowTable(Origin("after", sort), places, places.shape, places)
-                self.unmade[var] = sort
+                facts.known[var] = RowTable(Origin("after", sort), places, places.shape, places)
+                facts.unmade[var] = sort
             if eqn.outvars:
-                self.known[eqn.outvars[0]] = places
+                facts.known[eqn.outvars[0]] = places
             return True
-        self._check_order_unread(*eqn.invars)
-        table = self._column(keys, "key")
+        facts.check_order_unread(*eqn.invars)
+        table = facts.column(keys, "key")
         if table is None or not table.is_column(table.domain):
             return False
         for atom, var, is_counted in zip(eqn.invars, eqn.outvars, counted, strict=True):
-            self.rows[var] = _Rows(number, 0)
+            facts.rows[var] = SortedDim(number, 0)
             self.first_order[var] = self._read(atom)
             if is_counted:
-                self.known[var] = RowTable(Origin("before", number), places, places.shape, places)
-        keys = self._keys_of(table)
+                facts.known[var] = RowTable(Origin("before", number), places, places.shape, places)
+        keys = facts.keys_of(table)
         assert keys is not None
-        self.keys_of_sort[number] = keys
-        self.known[eqn.outvars[0]] = replace(table, origin=Origin("sorted", number))
+        facts.keys_of_sort[number] = keys
+        facts.known[eqn.outvars[0]] = replace(table, origin=Origin("sorted", number))
         return True
 
     def _add_gather(self, eqn: JaxprEqn) -> bool:
         """Add a lookup that sorts rows, or puts them back; return whether it does."""
+        facts = self.facts
         operand, indices = eqn.invars
         if not _takes_rows(eqn):
             return False
         (out,) = eqn.outvars
-        rows = self._rows_of(operand)
-        before, after = (self._column(indices, origin) for origin in ("before", "after"))
-        placed = self._of(operand)
+        rows = facts.rows_of(operand)
+        before, after = (facts.column(indices, origin) for origin in ("before", "after"))
+        placed = facts.known_of(operand)
         if isinstance(placed, RowTable) and placed.origin.kind == "after":
             if before is None or before.origin.of != placed.origin.of or len(placed.rows) != 1:
                 return False
             if not before.is_column(before.domain):
                 return False
-            self.known[out] = placed.values
-            self.unmade[out] = _sort_of(before)
+            facts.known[out] = placed.values
+            facts.unmade[out] = sort_of(before)
             return True
         if before is not None and rows is None:
             size, count = len(before.domain), aval_of(operand).shape[0]
             if size % count or not before.is_column(before.domain // (size // count)):
                 return False
-            sort = _sort_of(before)
-            self.rows[out] = _Rows(sort, 0)
+            sort = sort_of(before)
+            facts.rows[out] = SortedDim(sort, 0)
             repeat = _repeated(size // count)
             source = self._read(operand)
             self.first_order[out] = (
                 source if size == count else self._compute(eqn, repeat, source, aval_of(out))
             )
-            keys = self._column(operand, "key")
-            if keys is not None and keys.origin.of is self.keys_of_sort[sort] and size == count:
-                self.known[out] = replace(keys, origin=Origin("sorted", sort))
+            keys = facts.column(operand, "key")
+            if keys is not None and keys.origin.of is facts.keys_of_sort[sort] and size == count:
+                facts.known[out] = replace(keys, origin=Origin("sorted", sort))
             return True
-        if after is not None and rows == _Rows(_sort_of(after), 0):
+        if after is not None and rows == SortedDim(sort_of(after), 0):
             if not after.is_column(after.domain) or len(after.domain) != aval_of(operand).shape[0]:
                 return False
             self.first_order[out] = self._read(operand)
@@ -291,32 +202,33 @@ class _Unsorting:
 
     def _add_scatter(self, eqn: JaxprEqn) -> bool:
         """Add a scatter that puts rows back, or sorts them; return whether it does."""
+        facts = self.facts
         start, indices, updates = eqn.invars
         if not _writes_rows(eqn):
             return False
         (out,) = eqn.outvars
-        rows = self._rows_of(updates)
-        before, after = (self._column(indices, origin) for origin in ("before", "after"))
+        rows = facts.rows_of(updates)
+        before, after = (facts.column(indices, origin) for origin in ("before", "after"))
         size, count = aval_of(updates).shape[0], aval_of(start).shape[0]
         adds = eqn.primitive is scatter_add_p
-        if size % count or (size != count and not adds) or (adds and not self._is_zero(start)):
+        if size % count or (size != count and not adds) or (adds and not facts.is_zero(start)):
             return False
         if before is not None and before.is_column(before.domain // (size // count)):
-            sort = _sort_of(before)
-            if rows == _Rows(sort, 0):
+            sort = sort_of(before)
+            if rows == SortedDim(sort, 0):
                 total, source = _summed(size // count), self._read(updates)
                 self.first_order[out] = (
                     source if size == count else self._compute(eqn, total, source, aval_of(out))
                 )
                 return True
-            known = self._of(updates)
+            known = facts.known_of(updates)
             places = np.arange(size)
             if size == count and isinstance(known, np.ndarray) and aval_of(out).dtype.kind in "iu":
-                self.known[out] = RowTable(Origin("after", sort), places, places.shape, known)
-                self.unmade[out] = sort
+                facts.known[out] = RowTable(Origin("after", sort), places, places.shape, known)
+                facts.unmade[out] = sort
                 return True
         if after is not None and rows is None and after.is_column(after.domain) and size == count:
-            self.rows[out] = _Rows(_sort_of(after), 0)
+            facts.rows[out] = SortedDim(sort_of(after), 0)
             self.first_order[out] = self._read(updates)
             return True
         return False
@@ -327,9 +239,10 @@ class _Unsorting:
         Of a scatter whose indices may be equal, JAX differentiates the updates that were written
         last. The indices of a sort are all different.
         """
+        facts = self.facts
         which, *cases = eqn.invars
-        known = self._of(which)
-        if self._unmade_by(which) is None or known is None:
+        known = facts.known_of(which)
+        if facts.unmade_by(which) is None or known is None:
             return False
         numbers = np.unique(core(known.values if isinstance(known, RowTable) else known))
         if len(numbers) != 1:
@@ -337,48 +250,37 @@ class _Unsorting:
         (out,) = eqn.outvars
         chosen = cases[int(numbers[0])]
         self.first_order[out] = self._read(chosen)
-        self._copy_knowledge(chosen, out)
+        facts.copy(chosen, out)
         return True
-
-    def _is_zero(self, atom: Atom) -> bool:
-        return is_uniform(self._of(atom), 0.0)
 
     def _pass_through(self, eqn: JaxprEqn) -> None:
         """Add an equation whose results are its operands."""
-        made = [k for k, atom in enumerate(eqn.invars) if self._unmade_by(atom) is None]
+        made = [k for k, atom in enumerate(eqn.invars) if self.facts.unmade_by(atom) is None]
         self._emit(
             eqn,
             invars=[self._read(eqn.invars[k]) for k in made],
             outvars=[eqn.outvars[k] for k in made],
         )
         for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
-            self._copy_knowledge(atom, var)
-
-    def _copy_knowledge(self, atom: Atom, var: Var) -> None:
-        if (known := self._of(atom)) is not None:
-            self.known[var] = known
-        if not isinstance(atom, Var):
-            return
-        for of in (self.rows, self.unmade, self.even, self.sizes, self.stacked):
-            if atom in of:
-                of[var] = of[atom]  # pyright: ignore[reportArgumentType]
+            self.facts.copy(atom, var)
 
     def _add_sizes(self, eqn: JaxprEqn) -> None:
         """Note that a result counts the rows of each group."""
+        facts = self.facts
         if len(eqn.outvars) != 1 or len(aval_of(eqn.outvars[0]).shape) != 1:
             return
         num_groups = aval_of(eqn.outvars[0]).shape[0]
         if eqn.primitive is scatter_add_p:
             start, indices, updates = eqn.invars
-            table = self._of(indices)
+            table = facts.known_of(indices)
             if not (isinstance(table, RowTable) and table.has_numbers):
                 return
-            counts = is_uniform(self._of(updates), 1.0) and self._is_zero(start)
-            if self._keys_of(table) and counts and _are_groups(eqn, table, num_groups):
+            counts = is_uniform(facts.known_of(updates), 1.0) and facts.is_zero(start)
+            if facts.keys_of(table) and counts and _are_groups(eqn, table, num_groups):
                 self._note_sizes(eqn, table, indices)
         elif eqn.primitive is reduce_sum_p:
-            table = self._of(eqn.invars[0])
-            if not isinstance(table, RowTable) or self._keys_of(table) is None:
+            table = facts.known_of(eqn.invars[0])
+            if not isinstance(table, RowTable) or facts.keys_of(table) is None:
                 return
             one_hot = table.domain[:, None] == np.arange(num_groups)
             is_nonnegative = table.domain[0] >= 0
@@ -386,14 +288,14 @@ class _Unsorting:
             if counts and is_nonnegative and np.array_equal(table.values, one_hot):
                 self._note_sizes(eqn, table)
         elif eqn.primitive is convert_element_type_p and isinstance(eqn.invars[0], Var):
-            sizes = self.sizes.get(eqn.invars[0])
+            sizes = facts.sizes.get(eqn.invars[0])
             dtypes = [aval_of(atom).dtype for atom in (*eqn.invars, *eqn.outvars)]
             if sizes and all(_holds(dtype, aval_of(sizes.keys).size) for dtype in dtypes):
-                self.sizes[eqn.outvars[0]] = sizes
+                facts.sizes[eqn.outvars[0]] = sizes
 
     def _note_sizes(self, eqn: JaxprEqn, table: RowTable, indices: Atom | None = None) -> None:
         """Note that a result counts the rows of each group: of each key, or at each index."""
-        keys = self._keys_of(table)
+        keys = self.facts.keys_of(table)
         assert keys is not None
         group = keys if indices is None or table.is_column(table.domain) else indices
         column = self._read(group)
@@ -401,21 +303,22 @@ class _Unsorting:
             shape = ShapedArray((prod(table.rows),), aval_of(column).dtype)
             column = self._compute(eqn, lambda x: x.reshape(-1), column, shape)
         assert isinstance(column, Var)
-        self.sizes[eqn.outvars[0]] = _GroupSizes(keys, column)
+        self.facts.sizes[eqn.outvars[0]] = GroupSizes(keys, column)
 
     def _add_plain(self, eqn: JaxprEqn) -> None:
         """Add any other equation, which may compute sorted rows one by one, or sum over them."""
-        known = known_result(eqn, [self._of(atom) for atom in eqn.invars])
+        facts = self.facts
+        known = known_result(eqn, [facts.known_of(atom) for atom in eqn.invars])
         if known is not None:
-            self.known[eqn.outvars[0]] = known
-        after = [sort for atom in eqn.invars if (sort := self._unmade_by(atom)) is not None]
+            facts.known[eqn.outvars[0]] = known
+        after = [sort for atom in eqn.invars if (sort := facts.unmade_by(atom)) is not None]
         if after:
             if known is None:
-                raise _DependsOnOrderError(after[0])
-            self.unmade[eqn.outvars[0]] = after[0]
+                raise DependsOnOrderError(after[0])
+            facts.unmade[eqn.outvars[0]] = after[0]
             return
-        self._note_even(eqn)
-        arranged = [rows for atom in eqn.invars if (rows := self._rows_of(atom))]
+        facts.note_even(eqn)
+        arranged = [rows for atom in eqn.invars if (rows := facts.rows_of(atom))]
         if not arranged:
             self._emit(eqn)
             return
@@ -433,69 +336,48 @@ class _Unsorting:
         The sort is refused unless the equation treats all rows alike, and operands that share the
         dim of rows are sorted in the same way or equal in all rows.
         """
+        facts = self.facts
         factors = op_factors(eqn)
         row_factors: set[tuple[int, ...]] = set()
         for atom, dims in zip(eqn.invars, factors.operands, strict=True):
-            if rows := self._rows_of(atom):
+            if rows := facts.rows_of(atom):
                 if rows.sort != sort or rows.is_stacked:
-                    raise _DependsOnOrderError(rows.sort)
+                    raise DependsOnOrderError(rows.sort)
                 row_factors.add(dims[rows.dim])
         if len(row_factors) != 1 or len(row_factor := row_factors.pop()) != 1:
-            raise _DependsOnOrderError(sort)
+            raise DependsOnOrderError(sort)
         (factor,) = row_factor
         kind = factors.kinds[factor]
         if kind != "parallel" and kind not in PARTIAL:
-            raise _DependsOnOrderError(sort)
+            raise DependsOnOrderError(sort)
         for atom, dims in zip(eqn.invars, factors.operands, strict=True):
-            rows = self._rows_of(atom)
+            rows = facts.rows_of(atom)
             for dim, of in enumerate(dims):
                 if factor not in of or (rows is not None and rows.dim == dim and of == (factor,)):
                     continue
-                if rows is not None or dim not in self._even_dims(atom):
-                    raise _DependsOnOrderError(sort)
+                if rows is not None or dim not in facts.even_dims(atom):
+                    raise DependsOnOrderError(sort)
         for var, dims in zip(eqn.outvars, factors.results, strict=True):
             at = [dim for dim, of in enumerate(dims) if factor in of]
             if kind == "parallel" and (len(at) != 1 or dims[at[0]] != (factor,)):
-                raise _DependsOnOrderError(sort)
+                raise DependsOnOrderError(sort)
             if kind != "parallel" and at:
-                raise _DependsOnOrderError(sort)
+                raise DependsOnOrderError(sort)
             if at:
-                self.rows[var] = _Rows(sort, at[0])
-
-    def _even_dims(self, atom: Atom) -> frozenset[int]:
-        return self.even.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
-
-    def _note_even(self, eqn: JaxprEqn) -> None:
-        """Note along which dims the elements of a result are equal."""
-        if len(eqn.outvars) != 1:
-            return
-        (out,) = eqn.outvars
-        shape = aval_of(out).shape
-        if eqn.primitive is broadcast_in_dim_p:
-            dims = eqn.params["broadcast_dimensions"]
-            sizes = aval_of(eqn.invars[0]).shape
-            own = {
-                dim: k
-                for k, dim in enumerate(dims)
-                if sizes[k] == shape[dim] and k not in self._even_dims(eqn.invars[0])
-            }
-            self.even[out] = frozenset(range(len(shape))).difference(own)
-        elif record_of(eqn).fusion == "elementwise":
-            arrays = [atom for atom in eqn.invars if aval_of(atom).shape]
-            if arrays and all(aval_of(atom).shape == shape for atom in arrays):
-                self.even[out] = frozenset.intersection(*map(self._even_dims, arrays))
+                facts.rows[var] = SortedDim(sort, at[0])
 
     def _add_product(self, eqn: JaxprEqn, sort: int) -> None:
         """Add a ragged product as one that takes the group of each row."""
+        facts = self.facts
         dims = dims_of(eqn)
-        sizes = self.sizes.get(eqn.invars[2]) if isinstance(eqn.invars[2], Var) else None
-        lhs, rhs = map(self._rows_of, eqn.invars[:2])
+        sizes = facts.sizes.get(eqn.invars[2]) if isinstance(eqn.invars[2], Var) else None
+        lhs, rhs = map(facts.rows_of, eqn.invars[:2])
         if dims is None or dims.batch or sizes is None or sizes.is_stacked:
-            raise _DependsOnOrderError(sort)
-        other = None if dims.rows_of_rhs is None else _Rows(sort, dims.rows_of_rhs)
-        is_sorted = lhs == _Rows(sort, dims.rows) and rhs == other
-        if not is_sorted or self.keys_of_sort[sort] is not sizes.keys:
-            raise _DependsOnOrderError(sort)
+            raise DependsOnOrderError(sort)
+        other = None if dims.rows_of_rhs is None else SortedDim(sort, dims.rows_of_rhs)
+        is_sorted = lhs == SortedDim(sort, dims.rows) and rhs == other
+        if not is_sorted or facts.keys_of_sort[sort] is not sizes.keys:
+            raise DependsOnOrderError(sort)
         out = aval_of(eqn.outvars[0]).shape
         count = out[0] if dims.groups is None else aval_of(eqn.invars[1]).shape[dims.groups]
         names = ("precision", "preferred_element_type", "ragged_dot_dimension_numbers")
@@ -508,18 +390,19 @@ class _Unsorting:
                 for d in range(len(aval_of(eqn.invars[0]).shape))
                 if d not in dict(dims.contracted)
             ]
-            self.rows[eqn.outvars[0]] = _Rows(sort, free.index(dims.rows))
+            facts.rows[eqn.outvars[0]] = SortedDim(sort, free.index(dims.rows))
 
     # -- loops
 
     def _add_marker(self, eqn: JaxprEqn) -> None:
         """Add a marker of a loop or branch; sorted rows may enter, be stacked and be sliced."""
+        facts = self.facts
         if eqn.primitive not in (
             control_flow.loop_const_p,
             control_flow.loop_stack_p,
             control_flow.loop_slice_p,
         ):
-            self._check_order_unread(*eqn.invars)
+            facts.check_order_unread(*eqn.invars)
             self._emit(eqn)
             return
         value, token = eqn.invars
@@ -527,65 +410,30 @@ class _Unsorting:
         if not isinstance(value, Var):
             self._emit(eqn)
             return
-        if value not in self.unmade:
+        if value not in facts.unmade:
             self._emit(eqn)
         else:
-            self.unmade[out] = self.unmade[value]
+            facts.unmade[out] = facts.unmade[value]
         if eqn.primitive is control_flow.loop_const_p:
-            self._copy_knowledge(value, out)
+            facts.copy(value, out)
             return
         stacks = eqn.primitive is control_flow.loop_stack_p
-        of, into = (self.known, self.stacked) if stacks else (self.stacked, self.known)
+        of, into = (facts.known, facts.stacked) if stacks else (facts.stacked, facts.known)
         if value in of:
             into[out] = of[value]
-        if rows := self.rows.get(value):
+        if rows := facts.rows.get(value):
             dim = rows.dim + (1 if stacks else -1)
             if rows.is_stacked is stacks or dim < 0:
-                raise _DependsOnOrderError(rows.sort)
-            self.rows[out] = _Rows(rows.sort, dim, stacks)
-        sizes = self.sizes.get(value)
+                raise DependsOnOrderError(rows.sort)
+            facts.rows[out] = SortedDim(rows.sort, dim, stacks)
+        sizes = facts.sizes.get(value)
         if sizes is not None and sizes.is_stacked is not stacks:
             aval = aval_of(sizes.group)
             length = aval_of(out if stacks else value).shape[0]
             shape = (length, *aval.shape) if stacks else aval.shape[1:]
             group = Var(ShapedArray(shape, aval.dtype))
             self._emit(eqn, invars=[sizes.group, token], outvars=[group])
-            self.sizes[out] = _GroupSizes(sizes.keys, group, stacks)
-
-
-def _sort_of(table: RowTable) -> int:
-    assert isinstance(table.origin.of, int)
-    return table.origin.of
-
-
-def _keys_of_sorts(jaxpr: Jaxpr) -> dict[Var, np.ndarray]:
-    """Return the arrays that rows are sorted by, each with the numbers that it may hold."""
-    maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    keys: dict[Var, np.ndarray] = {}
-    for eqn in jaxpr.eqns:
-        atom = eqn.invars[0] if eqn.primitive is sort_p else None
-        while isinstance(atom, Var) and jnp.issubdtype(aval_of(atom).dtype, jnp.integer):
-            made_by = maker.get(atom)
-            if made_by is None or made_by.primitive not in (reshape_p, convert_element_type_p):
-                keys[atom] = _numbers(aval_of(atom).dtype, made_by)
-                break
-            atom = made_by.invars[0]
-    return keys
-
-
-def _numbers(dtype: Any, maker: JaxprEqn | None) -> np.ndarray:
-    """Return the numbers that an array may hold; for an unknown range, numbers that represent it.
-
-    Equal intervals are represented by the numbers at their ends.
-    """
-    if maker is not None and maker.primitive is top_k_p:
-        return np.arange(aval_of(maker.invars[0]).shape[maker.params["axis"]]).astype(dtype)
-    if maker is not None and maker.primitive in (argmax_p, argmin_p):
-        (axis,) = maker.params["axes"]
-        return np.arange(aval_of(maker.invars[0]).shape[axis]).astype(dtype)
-    limits = jnp.iinfo(dtype)
-    small = np.arange(max(limits.min, -2048), min(limits.max, 2048))
-    return np.unique(np.array([limits.min, *small, limits.max])).astype(dtype)
+            facts.sizes[out] = GroupSizes(sizes.keys, group, stacks)
 
 
 def _holds(dtype: Any, count: int) -> bool:
