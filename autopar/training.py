@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +104,19 @@ def train(
         at_end.callback(lock(directory, is_alone=True).release)
         # After an error the program may end, and then a checkpoint is no longer written.
         at_end.callback(forget_saving)
-        return _run(loop, state, directory, num_steps, max_failures)
+        return _run(loop, state, max_failures)
 
 
-def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failures: int) -> Any:
+def _run(loop: "_Loop", state: Any, max_failures: int) -> Any:
     """Run the loop to its end; after a failure of hosts, again from the last checkpoint."""
-    last = latest_step(directory)
-    if last is not None and last > num_steps:
+    last = latest_step(loop.directory)
+    if last is not None and last > loop.num_steps:
         raise CheckpointError(
-            f"{directory} has a checkpoint of step {last}, which is after num_steps={num_steps}"
+            f"{loop.directory} has a checkpoint of step {last}, which is after"
+            f" num_steps={loop.num_steps}"
         )
     if last is None:
-        save_checkpoint(directory, state, 0)
+        save_checkpoint(loop.directory, state, 0)
         last = 0
     else:
         state = None
@@ -127,7 +129,7 @@ def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failure
         except HostsError as error:
             forget_saving()
             previous = last
-            last = latest_step(directory)
+            last = latest_step(loop.directory)
             assert last is not None
             failures = failures + 1 if last == previous else 1
             if failures > max_failures:
@@ -136,28 +138,25 @@ def _run(loop: "_Loop", state: Any, directory: Path, num_steps: int, max_failure
             log_progress(f"{error}; going on from step {last}")
 
 
+@dataclass(frozen=True, slots=True)
 class _Loop:
-    """The training loop from one checkpoint to the end or the first failure of a host."""
+    """The training loop from one checkpoint to the end or the first failure of a host.
 
-    def __init__(
-        self,
-        step: ParallelizedFunction,
-        avals: Any,
-        batches: Batches,
-        num_steps: int,
-        directory: Path,
-        save_every: int,
-        keep: int | None,
-        on_step: Callable[[int, Any], None] | None,
-    ) -> None:
-        self._step = step
-        self._avals = avals
-        self._batches = batches
-        self._num_steps = num_steps
-        self._directory = directory
-        self._save_every = save_every
-        self._keep = keep
-        self._on_step = on_step
+    Attributes:
+        avals: the shapes and dtypes of the state.
+        directory: directory of the checkpoints.
+
+    The other attributes are arguments of `train`.
+    """
+
+    step: ParallelizedFunction
+    avals: Any
+    batches: Batches
+    num_steps: int
+    directory: Path
+    save_every: int
+    keep: int | None
+    on_step: Callable[[int, Any], None] | None
 
     def run(self, first: int, state: Any) -> Any:
         """Run the steps from number `first` on, and return the state after the last one.
@@ -171,22 +170,22 @@ class _Loop:
         if state is None:
             batch, batches = self._example(first)
             restored, state = restore_last(
-                self._directory, self._avals if batch is None else self._placements(batch)[0]
+                self.directory, self.avals if batch is None else self._placements(batch)[0]
             )
             if restored != first:
                 first, batches = restored, None
         if batches is None:
             batches = iter(self._batches_from(first))
         done = first
-        for done, batch in enumerate(itertools.islice(batches, self._num_steps - first), first + 1):
-            results = self._step(state, batch)
+        for done, batch in enumerate(itertools.islice(batches, self.num_steps - first), first + 1):
+            results = self.step(state, batch)
             state = self._state_of(results)
-            if done % self._save_every == 0 or done == self._num_steps:
-                save_checkpoint(self._directory, state, done, keep=self._keep, wait=False)
-            if self._on_step is not None:
-                self._on_step(done, results)
-        if done < self._num_steps:
-            raise ValueError(f"the batches end after step {done}, expected {self._num_steps}")
+            if done % self.save_every == 0 or done == self.num_steps:
+                save_checkpoint(self.directory, state, done, keep=self.keep, wait=False)
+            if self.on_step is not None:
+                self.on_step(done, results)
+        if done < self.num_steps:
+            raise ValueError(f"the batches end after step {done}, expected {self.num_steps}")
         finish_saving()
         return state
 
@@ -195,26 +194,26 @@ class _Loop:
 
         The batch is None if there are none.
         """
-        if isinstance(self._batches, DataLoader | MeshDriverDataLoader):
-            return self._batches.batch, None
-        batches = iter(self._batches(step))
+        if isinstance(self.batches, DataLoader | MeshDriverDataLoader):
+            return self.batches.batch, None
+        batches = iter(self.batches(step))
         batch = next(batches, None)
         return batch, itertools.chain([] if batch is None else [batch], batches)
 
     def _batches_from(self, step: int) -> Iterable[Any]:
         """Return the batches from a step on."""
-        if not isinstance(self._batches, DataLoader | MeshDriverDataLoader):
-            return self._batches(step)
-        return self._batches.placed(self._placements(self._batches.batch)[1]).from_step(step)
+        if not isinstance(self.batches, DataLoader | MeshDriverDataLoader):
+            return self.batches(step)
+        return self.batches.placed(self._placements(self.batches.batch)[1]).from_step(step)
 
     def _placements(self, batch: Any) -> Any:
         """Return the placements of a state and a batch in the step's current plan."""
-        executable: Any = self._step.get_executable(self._avals, batch)
+        executable: Any = self.step.get_executable(self.avals, batch)
         return executable.get_input_placement_specs()
 
     def _state_of(self, results: Any) -> Any:
         """Return the state among the results of the step."""
-        expected = jax.tree.structure(self._avals)
+        expected = jax.tree.structure(self.avals)
         for state in (results, results[0] if isinstance(results, tuple) and results else None):
             if jax.tree.structure(state) == expected:
                 return state

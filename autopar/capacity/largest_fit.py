@@ -50,9 +50,9 @@ def fit(
 
     Sizes are searched by doubling and bisection, each planned within the budget. Clusters are first
     searched among those whose numbers of hosts, or of GPUs of a host, are 1, 2, 3, 4, 6, 8, 12 and
-    so on: most batches divide evenly over them. XLA compiles the
-    answer, and the next size if the planner finds it close to the budget. A plan that needs more
-    than the planner estimates is planned again within less.
+    so on: most batches divide evenly over them. XLA compiles the answer, and the next size if the
+    planner finds it close to the budget. A plan that needs more than the planner estimates is
+    planned again within less.
 
     The answer fits, and the next size does not. Sizes farther away are not tried: as plans change
     with the size, one of them may fit again.
@@ -90,15 +90,7 @@ def fit(
         ...     return train_step, (state, jax.ShapeDtypeStruct((batch_size, 1024), jnp.int32))
         >>> print(autopar.fit(make_step, "dgx_h100", largest="batch"))
     """
-    if (largest is None) == (fewest is None):
-        given = "both" if largest is not None else "neither"
-        raise OptionError(
-            f"{given} of largest and fewest are given; expected one: largest="
-            f"{', '.join(map(repr, get_args(Largest)))} or fewest="
-            f"{', '.join(map(repr, get_args(Fewest)))}"
-        )
-    checked("largest", largest, one_of(*get_args(Largest)) | NONE)
-    checked("fewest", fewest, one_of(*get_args(Fewest)) | NONE)
+    _check_quantity(largest, fewest)
     number = integer() | NONE
     limits = _Limits(
         checked("multiple_of", multiple_of, number),
@@ -131,6 +123,19 @@ def fit(
     if answer is None:
         raise attempts.never_fits(back)
     return _result(attempts, *answer, is_confirmed=confirm)
+
+
+def _check_quantity(largest: Largest | None, fewest: Fewest | None) -> None:
+    """Raise OptionError unless one of `largest` and `fewest` is given, with a value it allows."""
+    if (largest is None) == (fewest is None):
+        given = "both" if largest is not None else "neither"
+        raise OptionError(
+            f"{given} of largest and fewest are given; expected one: largest="
+            f"{', '.join(map(repr, get_args(Largest)))} or fewest="
+            f"{', '.join(map(repr, get_args(Fewest)))}"
+        )
+    checked("largest", largest, one_of(*get_args(Largest)) | NONE)
+    checked("fewest", fewest, one_of(*get_args(Fewest)) | NONE)
 
 
 @dataclass(frozen=True)

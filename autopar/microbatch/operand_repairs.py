@@ -5,7 +5,7 @@ over the microbatches accumulates. Other operands are divided by a power of the 
 microbatches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -16,6 +16,7 @@ from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom
 from autopar.ir.step_graph import Combine
 from autopar.microbatch.batch_scaling import BatchScalings
+from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.batch_statistics import Repair
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.gradients import accumulate_p
@@ -53,27 +54,15 @@ def with_repairs(
         how the values of microbatches are combined.
     """
     totals: dict[Var, Var] = {}
-    combine: dict[Var, Combine] = {}
-    divisors: dict[Var, float] = {}
+    scalings: dict[Var, BatchScaling] = {}
     for number, repair in repairs.items():
         for k in repair.totals:
             var, known = micro.eqns[number].invars[k], traced.eqns[number].invars[k]
             assert isinstance(var, Var)
-            total = totals.setdefault(var, Var(var.aval))
-            kind = found.of(known, known)
-            combine[total] = kind.combine
-            if power := kind.divisor_power:
-                divisors[var] = found.count**power
+            totals.setdefault(var, Var(var.aval))
+            scalings[var] = found.of(known, known)
     repair_at = {numbers[number]: repair for number, repair in repairs.items()}
-    openings: dict[Var, int] = {}
-    before: dict[int, list[int]] = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive in OPENING:
-            openings[token_of(eqn)] = number
-        if number in repair_at:
-            # What a loop starts with is computed before it.
-            place = openings[token_of(eqn)] if eqn.primitive is loop_carry_p else number
-            before.setdefault(place, []).append(number)
+    before = _by_place(jaxpr, repair_at)
     operands: dict[int, list[Atom]] = {}
     eqns: list[JaxprEqn] = []
     later: list[int] = []
@@ -99,14 +88,31 @@ def with_repairs(
             if var not in totals:
                 continue
             operand, total = var, totals[var]
-            if var in divisors:
+            if power := scalings[var].divisor_power:
                 operand = Var(var.aval)
-                by = partial(_divided, divisors[var])
+                by = partial(_divided, found.count**power)
                 eqns += equations(by, [var], operand, eqn.source_info)
             eqns.append(
                 eqn.replace(primitive=accumulate_p, invars=[operand], outvars=[total], params={})
             )
+    combine = {totals[var]: scaling.combine for var, scaling in scalings.items()}
     return jaxpr.replace(eqns=eqns), later, combine
+
+
+def _by_place(jaxpr: Jaxpr, repaired: Container[int]) -> dict[int, list[int]]:
+    """Return the repaired equations by the equation before which their operands are computed.
+
+    The operand with which a loop starts is computed before the loop.
+    """
+    openings: dict[Var, int] = {}
+    by_place: dict[int, list[int]] = {}
+    for number, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive in OPENING:
+            openings[token_of(eqn)] = number
+        if number in repaired:
+            place = openings[token_of(eqn)] if eqn.primitive is loop_carry_p else number
+            by_place.setdefault(place, []).append(number)
+    return by_place
 
 
 def _divided(by: float, value: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ of an iteration, from the sums backwards. They may differ in values that depend 
 as the examples of a chunk or its number. These values become slices of the new loop.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,35 +84,11 @@ def _joined(
         loop: Its loop.
         sums: The numbers of the carries that start with sums of the first chunk, and what these
             are added to.
-        differing: For each value of an iteration that differs between the chunks, that of the
-            first chunk.
+        differing: Maps each value of an iteration that differs between the chunks to the value of
+            the first chunk.
     """
     others = [k for k in range(len(loop.init)) if k not in sums]
     slices = list(differing)
-    ends = [loop.handed_on[k] for k in others]
-    rows = [*loop.stacked, *slices]
-    eqns = needed(enumerate(loop.body.eqns), [*ends, *rows])
-    constants = dict(zip(loop.body.constvars, loop.body.consts, strict=True))
-    names = [loop.carries[k] for k in others]
-
-    def prepare(consts: list, init: list, arrays: list, firsts: list) -> list[jax.Array]:
-        """Compute what does not depend on weights, and put the values of all chunks together."""
-        env: dict[Var, Any] = constants | dict(zip(loop.body.invars, consts, strict=False))
-
-        def body(carry: list, row: list) -> tuple[list, list]:
-            inner = env | dict(zip((*names, *loop.slices), (*carry, *row), strict=True))
-            evaluate(eqns, inner, unchanged, unchanged)
-            return [value_of(atom, inner) for atom in ends], [
-                value_of(atom, inner) for atom in rows
-            ]
-
-        last, stacked = jax.lax.scan(body, init, arrays, loop.length, loop.is_reversed)
-        own = stacked[len(loop.stacked) :]
-        whole = [
-            jnp.concatenate([first[None], row]) for first, row in zip(firsts, own, strict=True)
-        ]
-        return [*last, *stacked[: len(loop.stacked)], *whole]
-
     length = loop.length + 1
     arrays = [stacked_variable(var, length) for var in slices]
     zeros = {k: Var(aval_of(loop.init[k])) for k, start in sums.items() if start is None}
@@ -126,7 +102,7 @@ def _joined(
     results = [*(loop.results[k] for k in others), *loop.results[len(loop.init) :], *arrays]
     source = loop.eqn.source_info
     prepared = [
-        *loop_equations(prepare, groups, results, source),
+        *loop_equations(_preparation(loop, others, slices), groups, results, source),
         *zero_equations(list(zeros.values()), source),
     ]
     inputs = [*loop.body.invars[: len(loop.consts)], *(loop.carries[k] for k in sums), *slices]
@@ -144,3 +120,43 @@ def _joined(
     step = [*jaxpr.eqns[:number], *prepared, eqn, *jaxpr.eqns[number + 1 :]]
     jaxpr = jaxpr.replace(eqns=[each for _, each in needed(enumerate(step), jaxpr.outvars)])
     return jaxpr, ChunkLoop(eqn, body, *operands, totals, length, is_reversed=False)
+
+
+def _preparation(
+    loop: ChunkLoop, others: Sequence[int], slices: Sequence[Var]
+) -> Callable[[list, list, list, list], list[jax.Array]]:
+    """Return the loop before a loop, which computes what does not depend on weights.
+
+    Args:
+        loop: The loop over the chunks after the first one.
+        others: The numbers of the carries that do not start with sums of the first chunk.
+        slices: The values of an iteration that the new loop reads for all chunks.
+
+    Returns:
+        A function of the constants, initial values and arrays of the loop, and of the values of
+        `slices` for the first chunk.
+    """
+    ends = [loop.handed_on[k] for k in others]
+    rows = [*loop.stacked, *slices]
+    eqns = needed(enumerate(loop.body.eqns), [*ends, *rows])
+    constants = dict(zip(loop.body.constvars, loop.body.consts, strict=True))
+    names = [loop.carries[k] for k in others]
+
+    def prepare(consts: list, init: list, arrays: list, firsts: list) -> list[jax.Array]:
+        env: dict[Var, Any] = constants | dict(zip(loop.body.invars, consts, strict=False))
+
+        def body(carry: list, row: list) -> tuple[list, list]:
+            inner = env | dict(zip((*names, *loop.slices), (*carry, *row), strict=True))
+            evaluate(eqns, inner, unchanged, unchanged)
+            return [value_of(atom, inner) for atom in ends], [
+                value_of(atom, inner) for atom in rows
+            ]
+
+        last, stacked = jax.lax.scan(body, init, arrays, loop.length, loop.is_reversed)
+        own = stacked[len(loop.stacked) :]
+        whole = [
+            jnp.concatenate([first[None], row]) for first, row in zip(firsts, own, strict=True)
+        ]
+        return [*last, *stacked[: len(loop.stacked)], *whole]
+
+    return prepare

@@ -36,6 +36,36 @@ def fit_collective_profile(
         ValueError: columns are missing, there are several devices, an unknown kind, or too few rows
             of a kind.
     """
+    table = _checked(table)
+    curves: dict[str, SizeCurve] = {}
+    rows = []
+    for kind, group in table.groupby("kind", sort=False):
+        measured = MeasuredCollectives.of(kind, group["size"], group["bytes"], group["us"] * 1e-6)  # pyright: ignore[reportArgumentType]
+        curve = curves[str(kind)] = fit_curve(measured)
+        rows.append({"kind": kind, **_errors(measured, curve)})
+    if "all_reduce" not in curves:
+        raise ValueError(
+            f"no rows of all_reduce, only of {', '.join(curves)}; other kinds without rows take "
+            "its curve"
+        )
+    link = MeasuredLink.of(
+        curves["all_reduce"], int(table.loc[table["kind"] == "all_reduce", "size"].max())
+    )
+    profile: dict[str, Any] = {
+        "gpu": table["gpu"].iloc[0],
+        "source": source,
+        "link": link,
+        **curves,
+    }
+    return CollectiveProfile(**profile), pd.DataFrame(rows)
+
+
+def _checked(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with its numbers as numbers.
+
+    Raises:
+        ValueError: see `fit_collective_profile`.
+    """
     if missing := [column for column in COLUMNS if column not in table]:
         raise ValueError(
             f"no column {missing[0]!r}; expected {', '.join(COLUMNS)}, given "
@@ -69,36 +99,21 @@ def fit_collective_profile(
         raise ValueError(
             f"unknown kind {brief(unknown[0])}; {hint}expected some of {', '.join(kinds)}"
         )
-    curves: dict[str, SizeCurve] = {}
-    rows = []
-    for kind, group in table.groupby("kind", sort=False):
-        measured = MeasuredCollectives.of(kind, group["size"], group["bytes"], group["us"] * 1e-6)  # pyright: ignore[reportArgumentType]
-        curve = curves[str(kind)] = fit_curve(measured)
-        errors = np.abs(measured.errors(curve))
-        held_out = measured.held_out()
-        held_out_errors = (None, None)
-        if held_out.any():
-            held_out_errors = (errors[held_out].mean(), errors[held_out].max())
-        fitted_error = errors[~held_out].mean()
-        rows.append((kind, (~held_out).sum(), held_out.sum(), fitted_error, *held_out_errors))
-    columns = [
-        "kind",
-        "fitted_rows",
-        "held_out_rows",
-        "fitted_error",
-        "held_out_error",
-        "largest_held_out_error",
-    ]
-    if "all_reduce" not in curves:
-        raise ValueError(
-            f"no rows of all_reduce, only of {', '.join(curves)}; other kinds without rows take "
-            "its curve"
-        )
-    link = MeasuredLink.of(
-        curves["all_reduce"], int(table.loc[table["kind"] == "all_reduce", "size"].max())
-    )
-    profile: dict[str, Any] = {"gpu": gpus[0], "source": source, "link": link, **curves}
-    return CollectiveProfile(**profile), pd.DataFrame(rows, columns=columns)
+    return table.assign(gpu=table["gpu"].astype(str))
+
+
+def _errors(measured: MeasuredCollectives, curve: SizeCurve) -> dict[str, Any]:
+    """Return the numbers of fitted and held-out rows of a kind, and their errors."""
+    errors = np.abs(measured.errors(curve))
+    held_out = measured.held_out()
+    has_any = held_out.any()
+    return {
+        "fitted_rows": (~held_out).sum(),
+        "held_out_rows": held_out.sum(),
+        "fitted_error": errors[~held_out].mean(),
+        "held_out_error": errors[held_out].mean() if has_any else None,
+        "largest_held_out_error": errors[held_out].max() if has_any else None,
+    }
 
 
 def _number(value: Any) -> float:
