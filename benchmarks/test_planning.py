@@ -10,7 +10,7 @@ import pytest
 
 from autopar.devices import logical_mesh
 from autopar.ir.step_graph import StepGraph
-from autopar.planning.step_planner import make_plan
+from autopar.planning.step_planner import make_planned
 from autopar.sharding.options import AUTO
 from autopar.tracing.trace import trace
 from experiments.models import build_model
@@ -48,7 +48,7 @@ def test_trace(benchmark, name):
 def test_plan(benchmark, step, shape):
     cluster = Cluster.load("p3.16xlarge")
     benchmark.pedantic(
-        make_plan, (step, logical_mesh(shape), cluster, AUTO, "ShardParallel"), rounds=3
+        make_planned, (step, logical_mesh(shape), cluster, AUTO, "ShardParallel"), rounds=3
     )
 
 
@@ -77,7 +77,7 @@ def test_trace_and_plan(benchmark, name):
 
     def run():
         step = trace(model.train_step, arguments, (1,))
-        return make_plan(step, logical_mesh(shape), cluster, AUTO, "ShardParallel")
+        return make_planned(step, logical_mesh(shape), cluster, AUTO, "ShardParallel").plan
 
     plan = benchmark.pedantic(run, rounds=1)
     assert plan.gap < 0.01

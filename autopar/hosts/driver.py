@@ -106,10 +106,6 @@ class RayHosts(Workers):
                 for host in range(len(self.numbers)):
                     self.send(host, "unload", number)
 
-    def num_jobs(self) -> list[int]:
-        """Return for each worker its number of loaded jobs."""
-        return self.ask_all("num_jobs")
-
     def run(
         self, number: int, inputs: Sequence[Any], outputs: Mapping[int, Array]
     ) -> dict[int, DistributedArray]:
@@ -210,10 +206,6 @@ class RayHosts(Workers):
         for host, freed in enumerate(self._freed):
             if freed:
                 self.send(host, "free", ())
-
-    def num_arrays(self) -> list[int]:
-        """Return for each worker its number of arrays."""
-        return self.ask_all("num_arrays")
 
     def new_keys(self, count: int) -> list[int]:
         """Return keys of arrays that the workers will create."""

@@ -171,7 +171,7 @@ class Worker:
         return frozenset(self._arrays)
 
     def num_arrays(self) -> int:
-        """Return the number of stored arrays."""
+        """Return the number of stored arrays, for tests."""
         return len(self._arrays)
 
     def wait(self) -> None:

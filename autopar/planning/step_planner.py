@@ -32,21 +32,6 @@ from simulator.costs.cost_model import ClusterCosts, CostModel
 from simulator.hardware.cluster import Cluster
 
 
-def make_plan(
-    step: StepGraph,
-    mesh: LogicalMesh,
-    cluster: Cluster,
-    options: ShardingOptions,
-    method: str,
-    costs: CostModel | None = None,
-) -> Plan:
-    """Return the cheapest plan for `step` on `mesh`, which recomputes only what `step` does.
-
-    The arguments and errors are those of `make_planned`.
-    """
-    return make_planned(step, mesh, cluster, options, method, costs).plan
-
-
 @builds_graphs
 def make_planned(
     step: StepGraph,

@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar.devices import logical_mesh
 from autopar.ir.spec import axes_of
-from autopar.planning.step_planner import make_plan
+from autopar.planning.step_planner import make_planned
 from autopar.sharding.options import AUTO
 from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
@@ -40,9 +40,9 @@ def trained(request: pytest.FixtureRequest) -> Any:
 def test_loss_and_updated_state_equal_one_device(trained: Any, mesh: tuple[int, int]) -> None:
     model, args, expected = trained
     traced = trace(model.train_step, args, (1,))
-    plan = make_plan(
+    plan = make_planned(
         traced, logical_mesh(mesh), Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS
-    )
+    ).plan
     used = {axis for constraint in plan.stages[0].constraints for axis in axes_of(constraint.spec)}
     assert used == {axis for axis, size in plan.stages[0].mesh.sizes.items() if size > 1}
     step = autopar.parallelize(

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from autopar.ir.spec import LogicalMesh, Spec
 from autopar.ir.step_graph import StepGraph
 from autopar.lowering.compilation import compile_planned, lower_stage
-from autopar.planning.step_planner import make_plan
+from autopar.planning.step_planner import make_planned
 from autopar.report import PlannedStep, classify, planned_collectives
 from autopar.sharding.options import AUTO, ShardingOptions
 from simulator.costs.cost_model import BandwidthOnly
@@ -31,7 +31,7 @@ def planned(
 ) -> PlannedStep:
     """Return the plan of `step` on a mesh with axes x and, in two dims, y."""
     mesh = LogicalMesh(shape, ("x", "y")[: len(shape)])
-    return PlannedStep(step, make_plan(step, mesh, _cluster(), options, "ShardParallel", COSTS))
+    return make_planned(step, mesh, _cluster(), options, "ShardParallel", COSTS)
 
 
 def collectives(planned: PlannedStep) -> Counter[str]:

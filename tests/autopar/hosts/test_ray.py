@@ -59,7 +59,7 @@ def test_two_hosts_train_as_one_device_does(hosts):
     assert jax.tree.structure(executable.get_input_placement_specs()[0]) == jax.tree.structure(
         params
     )
-    assert sum(session.hosts().num_arrays()) == len(jax.tree.leaves(params)) + 1  # pyright: ignore
+    assert sum(session.hosts().ask_all("num_arrays")) == len(jax.tree.leaves(params)) + 1  # pyright: ignore
     assert executable.profile_with_dummy_inputs(warmup=1, number=1, repeat=2).shape == (2,)
 
 
@@ -291,11 +291,11 @@ def test_workers_free_the_programs_that_the_driver_has_dropped(hosts, monkeypatc
     monkeypatch.setattr(api, "MOST_PROGRAMS", 1)
     function = autopar.parallelize(stack_step, method=pipeline(2))
     function.get_executable(stack_params(), stack_batch(8))
-    before = hosts.num_jobs()
+    before = hosts.ask_all("num_jobs")
     for rows in (16, 24, 32):
         function.get_executable(stack_params(), stack_batch(rows))
         gc.collect()
-    for count, count_before in zip(hosts.num_jobs(), before, strict=True):
+    for count, count_before in zip(hosts.ask_all("num_jobs"), before, strict=True):
         assert count <= count_before + 1  # the last program, and the one that it replaced
     assert_trained(function, 1)
 

@@ -11,7 +11,7 @@ import autopar
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.ir.spec import LogicalMesh, Spec, replicated
 from autopar.ir.step_graph import StepGraph
-from autopar.planning.step_planner import make_plan
+from autopar.planning.step_planner import make_planned
 from autopar.report import PlannedStep
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.tracing.trace import trace
@@ -75,7 +75,7 @@ def planned(
     graph = step_graph(step)
     mesh = LogicalMesh(shape, ("x", "y")[: len(shape)])
     cluster = Cluster.load("dgx_a100_80")
-    return PlannedStep(graph, make_plan(graph, mesh, cluster, OPTIONS[method], method, costs))
+    return make_planned(graph, mesh, cluster, OPTIONS[method], method, costs)
 
 
 def respecced(planned: PlannedStep, specs: dict[str, Spec]) -> PlannedStep:

@@ -11,7 +11,7 @@ import autopar
 from autopar.analysis.axis_uses import with_axis_uses
 from autopar.ir.spec import LogicalMesh
 from autopar.plan import Plan
-from autopar.planning.step_planner import make_plan
+from autopar.planning.step_planner import make_planned
 from autopar.report import PlannedStep, classify
 from autopar.sharding.options import DATA_PARALLEL
 from autopar.tracing.trace import trace
@@ -98,9 +98,9 @@ def test_experts_that_are_split_are_expert_parallel():
     graph = trace(
         step, ({"experts": np.zeros((4, 8, 8), np.float32)}, np.zeros((16, 4, 8), np.float32)), (1,)
     )
-    plan = make_plan(
+    plan = make_planned(
         graph, LogicalMesh((4,), ("x",)), Cluster.load("dgx_a100_80"), DATA_PARALLEL, "DataParallel"
-    )
+    ).plan
     split = respecced(PlannedStep(graph, plan), {"0/experts": (("x",), (), ())})
     assert classify(split)["0/experts"].label == "expert on x"
 
@@ -150,9 +150,9 @@ def test_a_step_without_optimizer_state_is_data_parallel():
         return optax.apply_updates(params, gradients)
 
     graph = trace(step, ({"w": np.zeros((8, 8), np.float32)}, np.zeros((16, 8), np.float32)), (1,))
-    plan = make_plan(
+    plan = make_planned(
         graph, LogicalMesh((4,), ("x",)), Cluster.load("dgx_a100_80"), DATA_PARALLEL, "DataParallel"
-    )
+    ).plan
     assert classify(PlannedStep(graph, plan)).label == "data parallel"
 
 

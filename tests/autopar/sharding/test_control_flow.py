@@ -10,7 +10,7 @@ from jax import lax
 
 import autopar
 from autopar.devices import logical_mesh
-from autopar.planning.step_planner import make_plan
+from autopar.planning.step_planner import make_planned
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO3
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
@@ -134,14 +134,14 @@ BATCHED = [
 def test_a_planned_loop_equals_one_device(name, kind, mesh):
     step, state, batch = STEPS[name]()
     options = OPTIONS[kind]
-    plan = make_plan(
+    plan = make_planned(
         trace(step, (state, batch), (1,)),
         logical_mesh(mesh),
         CLUSTER,
         options,
         "ShardParallel",
         COSTS,
-    )
+    ).plan
     planned = autopar.parallelize(step, method=autopar.PlanMethod(plan, mesh), donate_argnums=())
     assert_allclose(planned(state, batch), jax.jit(step)(state, batch), rtol=1e-3, atol=1e-4)
 
@@ -149,7 +149,9 @@ def test_a_planned_loop_equals_one_device(name, kind, mesh):
 def plan_of(build, mesh=(8,), options=AUTO):
     step, state, batch = build()
     traced = trace(step, (state, batch), (1,))
-    return traced, make_plan(traced, logical_mesh(mesh), CLUSTER, options, "ShardParallel", COSTS)
+    return traced, make_planned(
+        traced, logical_mesh(mesh), CLUSTER, options, "ShardParallel", COSTS
+    ).plan
 
 
 def test_a_layer_in_a_scan_is_planned_like_an_unrolled_layer():

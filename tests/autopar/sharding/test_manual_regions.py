@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.devices import logical_mesh
 from autopar.ir.spec import LogicalMesh
-from autopar.planning.step_planner import make_plan
+from autopar.planning.step_planner import make_planned
 from autopar.sharding.options import AUTO
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.plan_shardings import plan_shardings
@@ -67,9 +67,9 @@ def test_a_manual_region_keeps_its_specs_and_equals_one_device(
 ):
     step, params, x = megatron_step(manual_shape, axis_names)
     traced = trace(step, (params, x), (1,))
-    plan = make_plan(
+    plan = make_planned(
         traced, logical_mesh(mesh_shape), Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS
-    )
+    ).plan
     regions = [
         number for number, eqn in enumerate(traced.jaxpr.eqns) if eqn.primitive.name == "shard_map"
     ]

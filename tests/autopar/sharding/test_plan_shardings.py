@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar.ir.spec import LogicalMesh
-from autopar.planning.step_planner import make_plan
+from autopar.planning.step_planner import make_planned
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.plan_shardings import plan_shardings
@@ -131,7 +131,7 @@ def test_a_primitive_without_a_rule_is_replicated_with_a_warning():
     unknown = jax.extend.core.Primitive("primitive_without_rule")
     unknown.def_abstract_eval(lambda x: x)
     step = trace(lambda x: jnp.sin(unknown.bind(jnp.sin(x))), (jnp.ones((4, 2)),), (0,))
-    plan = make_plan(step, LINE, Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS)
+    plan = make_planned(step, LINE, Cluster.load("cpu-virtual"), AUTO, "ShardParallel", COSTS).plan
     (warning,) = plan.warnings
     assert "primitive_without_rule" in warning
     assert "autopar/primitives" in warning
