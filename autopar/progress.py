@@ -45,7 +45,7 @@ def progress_part(
     Args:
         start: share of the work around the block that is done when the block begins.
         end: share that is done when it ends. With `start` again, the block counts nothing.
-        text: what the block does; empty if that is said inside, or around it.
+        text: what the block does; empty to keep the text of the block around it.
         seconds: expected seconds of the block, from which those of all work follow.
     """
     first, last = _part.get()

@@ -44,7 +44,7 @@ class MemorySaving:
     Attributes:
         change: the change in words, or as the option to give.
         num_bytes: predicted bytes of one device.
-        saved_bytes: by how much they are less than without the change.
+        saved_bytes: predicted bytes of one device that the change saves.
         seconds: predicted seconds of one step.
         fits: whether the bytes are within the budget.
         plan: the plan: the fastest that fits, or the one that needs least.
@@ -69,15 +69,15 @@ class MemorySaving:
 class MemorySavings:
     """What a step needs, and the changes after which it needs less.
 
-    All numbers are those of plans that were made for the purpose.
+    Each change is planned, and has the numbers of its plan.
 
     Attributes:
         budget: bytes of one device that the step may use.
         plan: the plan without a change; if none fits, the one that needs least.
         alone: each change by itself, with the most bytes saved first.
-        together: changes one after the other, until the step fits: those that cost least time for
-            each byte that they save are first, more hosts last. The bytes saved are those of all
-            changes so far. Empty if the step fits.
+        together: changes one after the other, until the step fits. The change that costs least
+            time for each byte that it saves is first, more hosts are last. The bytes saved are the
+            sum over all changes so far. Empty if the step fits.
     """
 
     budget: float

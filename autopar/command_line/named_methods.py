@@ -42,7 +42,7 @@ _WHOLE_STEP: dict[MethodName, type[PlanningMethod]] = {
 }
 
 NoFitError = (InfeasibleError, NoStagesError, StageError, LayerError, NoLayersError, ClusterError)
-"""Errors of a method that has no plan for a step which other methods may have a plan for."""
+"""Errors of a method without a plan for a step; another method may have one."""
 
 
 def cluster_of_hosts(name: str, hosts: int | None) -> AnyCluster:

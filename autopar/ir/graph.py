@@ -187,7 +187,7 @@ def is_differentiated(eqn: JaxprEqn) -> bool:
 def comparable(param: Any) -> Any:
     """Return a parameter of an equation, or text for NaN, which does not equal itself.
 
-    Lookups have it as the value for indices out of range.
+    NaN is what lookups return for indices out of range.
     """
     return "NaN" if isinstance(param, float) and isnan(param) else param
 

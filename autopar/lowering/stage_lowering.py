@@ -77,7 +77,7 @@ class StageLowering:
 
     With deferred axes, each device accumulates over examples of its own (`StageValues`). To such a
     device the batch is as small as its part, so its gradient of a mean over examples is larger.
-    What it receives from stages that divide microbatches otherwise is scaled by that factor.
+    Values from stages that divide microbatches into other parts are scaled by that factor.
 
     Attributes:
         partition: the whole step as tasks.

@@ -27,10 +27,10 @@ def exactness_of(step: StepGraph) -> Exactness:
 
 
 def exactness_warnings(step: StepGraph) -> list[str]:
-    """Return a warning for each way in which microbatches differ from the whole batch.
+    """Return a warning for each difference between microbatches and the whole batch.
 
-    More work counts, such as what is computed before the step, another pass over the model, and
-    gradients that are not computed in microbatches at all.
+    Additional work has a warning, too: what is computed before the step, another pass over the
+    model, and gradients that are not computed in microbatches at all.
     """
     exactness = exactness_of(step)
     warnings = []

@@ -1,13 +1,13 @@
 """The values that a first pass over the microbatches completes, before a second one reads them.
 
 A contrastive loss compares every example with all others, and a balance loss multiplies statistics
-of the batch. No microbatch has what that needs, and unlike the prepared inputs
-(`autopar.microbatch.prepared_inputs`) it depends on the model. So the step runs in two passes. The
-first one computes what the values need for each microbatch, such as embeddings, puts it together,
-and computes the values once, for the whole batch. In the second pass they are inputs: values with a
-row per example, such as the gradients of the embeddings, are cut like the batch. That is gradient
-caching (Gao et al. 2021, arXiv:2101.06983): the forward pass runs twice, and the results are those
-of the whole batch.
+of the batch. No microbatch has all examples, and unlike prepared inputs
+(`autopar.microbatch.prepared_inputs`) the values depend on the model. So the step runs in two
+passes. The first one computes what the values need for each microbatch, such as embeddings, puts it
+together, and computes the values once, for the whole batch. In the second pass they are inputs:
+values with a row per example, such as the gradients of the embeddings, are cut like the batch. That
+is gradient caching (Gao et al. 2021, arXiv:2101.06983): the forward pass runs twice, and the
+results are those of the whole batch.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
@@ -90,7 +90,7 @@ def latest_completed(
 ) -> tuple[TracedValue, ...]:
     """Return the values that a first pass completes, with what follows from them alone.
 
-    An update of the weights, or of the optimizer's state, is no work of each microbatch.
+    An update of the weights or of the optimizer's state runs once, not for each microbatch.
 
     Args:
         traces: the traces of the step, as in `more_completed`.

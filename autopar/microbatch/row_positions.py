@@ -104,7 +104,7 @@ def _primitives(jaxpr: Jaxpr) -> list[Primitive]:
 
 
 def _with_whole_sizes(micro: Jaxpr, whole: Jaxpr, batch: frozenset[int]) -> Jaxpr:
-    """Return the trace of a microbatch, with the whole batch's numbers beside positions.
+    """Return the trace of a microbatch with sizes of the whole batch where positions are used.
 
     In `arange(n) / n` the positions are those in the whole batch, and so `n` has to be its size.
     The numbers are replaced in equations that compute rows from positions without other data of the

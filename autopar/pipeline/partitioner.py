@@ -212,7 +212,7 @@ class _PartitionBuilder:
         return all(var in self.constants or self._is_anywhere(var) for var in unit.reads)
 
     def _label(self, unit: Unit) -> int | None:
-        """Return the position of the unit's layer in a microbatch's way; None outside of layers."""
+        """Return the unit's layer by its position (see `place_body`); None outside of layers."""
         label = layer_of(unit.eqns[0][1])
         if label is None:
             return None

@@ -88,7 +88,7 @@ class StageProfiler:
             file: file to read measurements from and to write them to.
 
         Raises:
-            StageError: the cluster is not that of the devices, is heterogeneous or has more
+            StageError: the cluster has other devices, is heterogeneous or has more
                 devices, or `file` is not a file of measurements.
         """
         self._devices = jax.devices() if devices is None else list(devices)

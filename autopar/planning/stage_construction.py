@@ -117,7 +117,7 @@ def find_stages(
         measure: measures stages; by default their time is predicted.
         solved_seconds: times of a step with the stages yielded so far, solved whole. The caller
             appends to it during the iteration.
-        limit: seconds of a step that is known; slower stages are not found.
+        limit: seconds of the best step so far; slower stages are not found.
 
     Raises:
         NoStagesError: no stages fit in memory, or none are faster than the limit.
@@ -217,18 +217,18 @@ def least_seconds(
 ) -> float:
     """Return a lower bound of the time that stage construction finds.
 
-    It is the optimum with lower bounds in place of the costs of stages. The work of a microbatch is
-    taken to be a share of that of the step's microbatches.
+    It is the optimum with lower bounds in place of the costs of stages. With k times as many
+    microbatches as the step has, each is taken to do 1 / k of the work of one of the step's.
 
     Args:
         costs: costs of stages without a split of their backward pass.
         cluster: where the stages are placed.
         option: submeshes to choose from.
         schedule: name of the pipeline schedule.
-        num_micro_batches: number of microbatches, at least that of the step.
+        num_micro_batches: number of microbatches, at least as many as the step has.
         solves: whether the bound of a stage takes rough solves of its layers (`StageCosts.least`).
             If not, it is the stage's work on one device, divided by its number of devices.
-        has_bubbles: whether the bubbles count that the objective describes. If not, the step takes
+        has_bubbles: whether the bubbles in the objective count. If not, the step takes
             the time of its slowest stage, after the forward passes of a microbatch on the others.
         whole_shape: shape of the logical mesh of all devices if the step is one program on it; None
             for pipelines.
@@ -332,7 +332,7 @@ class _StageEstimator:
         activations, sharded evenly over all devices, and the rest that one of its layers needs.
 
         Args:
-            num_micro_batches: number of microbatches, at least that of the step.
+            num_micro_batches: number of microbatches, at least as many as the step has.
             parts: factor by which the number of microbatches of the objective is larger.
             solves: see `least_seconds`.
             start: first layer.

@@ -13,8 +13,8 @@ from simulator.work import Gemm, Kernel
 type Shapes = Sequence[tuple[int, ...]]
 
 type KernelRule = Callable[[JaxprEqn, Shapes, Shapes, float], Kernel]
-"""Maps an equation, the shapes of the shards of its operands and of its results, and the bytes it
-moves to its kernel."""
+"""Maps an equation to its kernel, given the shapes of the shards of its operands and results, and
+the bytes that it moves."""
 
 type FlopRule = Callable[[JaxprEqn, Shapes], float]
 """Maps an equation and the shapes of its operands' shards to its FLOP."""

@@ -2,8 +2,8 @@
 
 A sequence and a group of heads, the query heads that share a head of keys, are independent of the
 others. So are the queries of a forward pass without a mask. A causal mask counts positions from the
-first query and key, which a part of the queries would shift. The backward pass sums over queries
-the gradients of keys and values, but not that of queries, so it keeps them whole.
+first query and key, which a part of the queries would shift. The backward pass sums the
+gradients of keys and values over the queries, so it keeps the queries whole.
 """
 
 from collections.abc import Iterable, Sequence

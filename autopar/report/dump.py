@@ -77,7 +77,7 @@ def dump_debug_info(
 ) -> tuple[Path, ...]:
     """Write debug information about an executable to files.
 
-    Each file is written atomically, and replaces that of an earlier dump.
+    Each file is written atomically, and replaces the file of an earlier dump.
 
     Args:
         executable: the executable.

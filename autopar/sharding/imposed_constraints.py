@@ -143,9 +143,9 @@ class _ConstraintBuilder:
                 self._constrain_result(var, chosen_spec(placement, self.choice, aval_of(var).ndim))
 
     def constrain_sums(self) -> None:
-        """Constrain sums over the iterations of a loop, in and behind it.
+        """Constrain sums over the iterations of a loop, inside the loop and after it.
 
-        Otherwise the partitioner may shard a sum as its reader behind the loop does, and complete a
+        Otherwise the partitioner may shard a sum as its reader after the loop does, and complete a
         part of it in each iteration.
         """
         eqns = self.step.jaxpr.eqns

@@ -23,7 +23,7 @@ type HostsShape = tuple[int, int]
 
 
 def start_hosts(shape: HostsShape) -> float:
-    """Start workers on hosts, in place of any that run, and return the seconds that took."""
+    """Start workers on hosts, in place of any that run, and return the seconds of the start."""
     autopar.shutdown()
     start = time.perf_counter()
     autopar.init(cluster="ray", num_nodes=shape[0], num_devices_per_node=shape[1])

@@ -20,7 +20,7 @@ from simulator.transformer.transformer_sizes import Transformer
 
 
 class LayerPasses(NamedTuple):
-    """The passes over a layer: forward, backward, and what is recomputed of the forward pass."""
+    """The passes over a layer: forward, backward, and the recomputed part of the forward pass."""
 
     forward: PassCost
     backward: PassCost
