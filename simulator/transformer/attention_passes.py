@@ -183,61 +183,56 @@ def _core(
     """Return the passes of the core of attention, between the projections."""
     # heads that see whole sequences, whichever way the context axis divides the work
     heads = model.heads * execution.microbatch / (execution.tensor * execution.context)
+    if model.attention == "naive":
+        return _naive_core(model, execution, machine, mixer, heads)
+    return _fused_core(model, execution, machine, mixer, heads)
+
+
+def _fused_core(
+    model: Transformer, execution: Execution, machine: Machine, mixer: Mixer, heads: float
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of a fused core, which keeps scores out of memory."""
+    size, value = model.query_size, model.value_size
+    s, w = model.seq, 2
+    visible = model.visible_keys(mixer)
+    flops = 2.0 * heads * s * visible * (size + value)
+    # half of them are masked
+    computed_keys = visible / 2 if model.causal and mixer != "cross" else visible
+    computed_backward = computed_keys
+    if mixer == "window" and visible < s:
+        computed_keys = min(computed_keys + _WINDOW_TILES, s / 2)
+        # the backward pass in 8 bits computes all keys (cuDNN 9.19 to 9.23, same benchmark)
+        computed_backward = s / 2 if model.attention == "cudnn_f8" else computed_keys
+    rates = machine.flash(model.attention)
+    computed_size = max(size, rates.least_head) + max(value, rates.least_head)
+    flops_per_key = 2.0 * heads * s * computed_size * imbalance(model, execution, mixer)
+    traffic = 2.0 * w * heads * s * (size + value) / machine.gemms.bandwidth
+    forward = max(flops_per_key * computed_keys / rates.forward, traffic)
+    backward = max(2.5 * flops_per_key * computed_backward / rates.backward, 2 * traffic)
+    return (
+        PassCost(forward + machine.launch_seconds, 1, 0.0, flops),
+        PassCost(backward + 3 * machine.launch_seconds, 3, 0.0, 2 * flops),
+    )
+
+
+def _naive_core(
+    model: Transformer, execution: Execution, machine: Machine, mixer: Mixer, heads: float
+) -> tuple[PassCost, PassCost]:
+    """Return the passes of a core that writes scores to memory."""
     size, value = model.query_size, model.value_size
     s, w = model.seq, 2
     keys = model.keys_of(mixer)
-    if model.attention != "naive":
-        visible = model.visible_keys(mixer)
-        flops = 2.0 * heads * s * visible * (size + value)
-        # half of them are masked
-        computed_keys = visible / 2 if model.causal and mixer != "cross" else visible
-        computed_backward = computed_keys
-        if mixer == "window" and visible < s:
-            computed_keys = min(computed_keys + _WINDOW_TILES, s / 2)
-            # the backward pass in 8 bits computes all keys (cuDNN 9.19 to 9.23, same benchmark)
-            computed_backward = s / 2 if model.attention == "cudnn_f8" else computed_keys
-        rates = machine.flash(model.attention)
-        computed_size = max(size, rates.least_head) + max(value, rates.least_head)
-        flops_per_key = 2.0 * heads * s * computed_size * imbalance(model, execution, mixer)
-        moved = 2.0 * w * heads * s * (size + value)
-        return (
-            PassCost(
-                max(flops_per_key * computed_keys / rates.forward, moved / machine.gemms.bandwidth)
-                + machine.launch_seconds,
-                1,
-                0.0,
-                flops,
-            ),
-            PassCost(
-                max(
-                    2.5 * flops_per_key * computed_backward / rates.backward,
-                    2 * moved / machine.gemms.bandwidth,
-                )
-                + 3 * machine.launch_seconds,
-                3,
-                0.0,
-                2 * flops,
-            ),
-        )
-    gemms = machine.gemms
     flops = 2.0 * heads * s * keys * (size + value)
-    scores = gemms.seconds(s, keys, size, max(1, round(heads)))
-    context = gemms.seconds(s, value, keys, max(1, round(heads)))
-    saved = (2 * w + 1) if model.drops_scores else 0
-    forward = (
-        scores
-        + context
-        + machine.memory_seconds(
-            (2.0 * w + saved) * heads * s * keys, 2 if model.drops_scores else 1
-        )
-    )
-    backward = (
-        2 * scores
-        + 2 * context
-        + machine.memory_seconds(
-            (3.0 * w + saved) * heads * s * keys, 2 if model.drops_scores else 1
-        )
-    )
+    scores = machine.gemms.seconds(s, keys, size, max(1, round(heads)))
+    context = machine.gemms.seconds(s, value, keys, max(1, round(heads)))
+    saved, kernels = (2 * w + 1, 2) if model.drops_scores else (0, 1)
+
+    def moved(arrays: float) -> float:
+        """Return the seconds of the traffic of scores and of what dropout saves."""
+        return machine.memory_seconds((arrays * w + saved) * heads * s * keys, kernels)
+
+    forward = scores + context + moved(2.0)
+    backward = 2 * scores + 2 * context + moved(3.0)
     elements = score_elements(model, execution, keys)
     softmax = composed_softmax(elements, (s, keys), execution, machine)
     return (
