@@ -28,6 +28,7 @@ from autopar.recompute.offloading import offloaded_inputs
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.plan_shardings import Shardings, plan_shardings
 from autopar.tracing.argument_arrays import named_inputs
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
@@ -131,10 +132,7 @@ def follow(
             args,
             batch,
             num_micro_batches,
-            option,
-            marked=True,
-            forward=True,
-            exactness=exactness,
+            TraceOptions(layers=option, marked=True, forward=True, exactness=exactness),
         )
     layers = [(s,) for s in range(len(followed.plan.stages))]
     return _follow(step, schedule, followed, layers, input_homes, cluster)

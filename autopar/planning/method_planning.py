@@ -43,6 +43,7 @@ from autopar.recompute.rewriting import (
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.shared_traces import shared_traces
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import own_microbatches, trace
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
@@ -158,9 +159,11 @@ class _Planning:
                 self.args,
                 self.batch,
                 method.num_micro_batches,
-                exactness=method.exactness,
-                keeps_remat=method.remat == "keep",
-                keeps_constraints=method.sharding.mode == "manual",
+                TraceOptions(
+                    exactness=method.exactness,
+                    keeps_remat=method.remat == "keep",
+                    keeps_constraints=method.sharding.mode == "manual",
+                ),
             )
             return with_waits(step)
 
@@ -348,10 +351,9 @@ class _PipelinePlanning:
             self.args,
             self.batch,
             num_micro_batches,
-            layer_option,
-            marked=True,
-            forward=forward,
-            exactness=self.method.exactness,
+            TraceOptions(
+                layers=layer_option, marked=True, forward=forward, exactness=self.method.exactness
+            ),
         )
         return self._offloading(step)
 
@@ -405,7 +407,9 @@ class _PipelinePlanning:
         """Return the step and its plan as one program on a mesh."""
         name = type(self.method).__name__
         exactness = self.method.exactness
-        step = trace(self.fun, self.args, self.batch, num_micro_batches, exactness=exactness)
+        step = trace(
+            self.fun, self.args, self.batch, num_micro_batches, TraceOptions(exactness=exactness)
+        )
         step = self._offloading(with_waits(step))
         pool = single_pool(self.cluster, name)
         options = self.method.sharding_of(step)
@@ -442,12 +446,14 @@ def trace_for(
         args,
         batch_argnums,
         count,
-        layers,
-        marked,
-        forward,
-        exactness,
-        keeps_remat,
-        keeps_constraints=plan.options.mode == "manual",
+        TraceOptions(
+            layers=layers,
+            marked=marked,
+            forward=forward,
+            exactness=exactness,
+            keeps_remat=keeps_remat,
+            keeps_constraints=plan.options.mode == "manual",
+        ),
     )
     step = step if marked else with_waits(step)
     try:

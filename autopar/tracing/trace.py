@@ -14,14 +14,13 @@ from autopar.ir.array_cuts import Cut
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of, is_backward
 from autopar.ir.step_graph import (
-    EXACT,
     Exactness,
     MicrobatchError,
     StepGraph,
 )
 from autopar.layering.gradient_layers import gradient_layers
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layer_options import AutoLayerOption, LayerOption
+from autopar.layering.layer_options import AutoLayerOption
 from autopar.layering.layer_scopes import num_layers
 from autopar.layering.stack_cutting import cut_stacks
 from autopar.microbatch.row_positions import POSITIONS
@@ -37,6 +36,8 @@ from autopar.tracing.shared_traces import shared
 from autopar.tracing.step_traces import StepTraces, TracedStep, TraceOptions
 from autopar.tracing.unrolled_chunks import UnlikeChunksError
 
+DEFAULT_OPTIONS = TraceOptions()
+
 
 @builds_graphs
 def trace(
@@ -44,12 +45,7 @@ def trace(
     args: Sequence[Any],
     batch_argnums: Collection[int],
     num_micro_batches: int = 1,
-    layers: LayerOption | None = None,
-    marked: bool = False,
-    forward: bool = False,
-    exactness: Exactness = EXACT,
-    keeps_remat: bool = True,
-    keeps_constraints: bool = False,
+    options: TraceOptions = DEFAULT_OPTIONS,
 ) -> StepGraph:
     """Return `fun`, traced for arguments like `args`.
 
@@ -58,15 +54,7 @@ def trace(
         args: Its arguments, pytrees of arrays or ShapeDtypeStructs.
         batch_argnums: The arguments whose arrays have the batch as their first dim.
         num_micro_batches: The number of microbatches.
-        layers: How functions that `autopar.grad` differentiates are divided into layers; None if
-            they are not.
-        marked: Whether to mark the values that microbatches accumulate even if there is only one
-            microbatch.
-        forward: Whether `fun` takes no gradients. Then `fun` itself is divided into layers, and its
-            results are combined from microbatches.
-        exactness: In what microbatches may differ from the whole batch.
-        keeps_remat: Whether `jax.checkpoint` recomputes (`autopar.ir.flatten`).
-        keeps_constraints: Whether `jax.lax.with_sharding_constraint` stays.
+        options: How it is traced.
 
     Raises:
         TraceError: `fun` depends on the values of its arguments, or returns something other than
@@ -74,7 +62,6 @@ def trace(
         MicrobatchError: The batch can't be divided, or the step does not have the same result in
             microbatches.
     """
-    options = TraceOptions(layers, marked, forward, exactness, keeps_remat, keeps_constraints)
     tracer, key = _tracer(fun, args, batch_argnums, options)
 
     def traced() -> StepGraph:

@@ -12,6 +12,7 @@ from autopar.ir.scope_renaming import renaming_scope, with_renamed_scopes
 from autopar.layering import layered_functions
 from autopar.layering.equal_bodies import with_shared_bodies
 from autopar.testing import assert_allclose
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 
 WIDTH = 8
@@ -51,7 +52,9 @@ def args(count):
 def equations(factors):
     """Return the primitives, parameters, values, name stacks and lines of a traced step."""
     option = autopar.AutoLayerOption(2)
-    step = trace(step_of(factors), args(len(factors)), (1,), 4, layers=option, marked=True)
+    step = trace(
+        step_of(factors), args(len(factors)), (1,), 4, TraceOptions(layers=option, marked=True)
+    )
     number = {}
 
     def name(atom):

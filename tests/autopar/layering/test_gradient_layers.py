@@ -19,6 +19,7 @@ from autopar.ir.graph import scopes
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layer_scopes import layer_of
 from autopar.testing import assert_allclose
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from tests.tiers import slow
 
@@ -184,7 +185,9 @@ def test_layers_in_a_checkpoint_are_recomputed_in_their_stages(model):
     args = RESIDUAL_WEIGHTS, BATCH
     assert_allclose(planned(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5)
     if model is not nested:  # which recomputes twice
-        graph = trace(step, args, (1,), 4, layers=autopar.AutoLayerOption(4), marked=True)
+        graph = trace(
+            step, args, (1,), 4, TraceOptions(layers=autopar.AutoLayerOption(4), marked=True)
+        )
         recomputed = Counter(
             layer_of(eqn)
             for eqn in graph.jaxpr.eqns
@@ -200,8 +203,7 @@ def products_by_layer(value_and_grad, **options):
         (PARAMS, BATCH),
         (1,),
         4,
-        layers=autopar.AutoLayerOption(4, **options),
-        marked=True,
+        TraceOptions(layers=autopar.AutoLayerOption(4, **options), marked=True),
     )
     eqns = [eqn for eqn in step.jaxpr.eqns if eqn.primitive is dot_general_p]
     return Counter(layer_of(eqn) for eqn in eqns)

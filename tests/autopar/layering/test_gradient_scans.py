@@ -16,6 +16,7 @@ from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layer_scopes import layer_of
 from autopar.pipeline.partitioner import partition_step
 from autopar.testing import assert_allclose
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from tests.autopar.pipeline.scan_steps import llama_step, weights
 
@@ -26,7 +27,7 @@ LAYERS = 3
 
 def traced(step, state, batch):
     option = autopar.AutoLayerOption(LAYERS)
-    return trace(step, (state, batch), (1,), 4, layers=option, marked=True)
+    return trace(step, (state, batch), (1,), 4, TraceOptions(layers=option, marked=True))
 
 
 def products_by_layer(args):
@@ -124,7 +125,11 @@ def test_gradients_that_the_model_takes_are_in_its_forward_pass():
     params = {"first": weights(8, 8), "second": weights(8, 8)}
     partition = partition_step(
         trace(
-            step, (params, weights(16, 8)), (1,), 4, layers=autopar.AutoLayerOption(2), marked=True
+            step,
+            (params, weights(16, 8)),
+            (1,),
+            4,
+            TraceOptions(layers=autopar.AutoLayerOption(2), marked=True),
         ),
         range(2),
     )

@@ -13,6 +13,7 @@ import autopar
 from autopar.ir.step_graph import Exactness
 from autopar.planning.method_planning import trace_for
 from autopar.testing import assert_allclose
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from tests.autopar.microbatch.test_splitting import FITTING, REPAIRED
 from tests.autopar.microbatch.test_splitting import step_of as simple_step
@@ -190,7 +191,7 @@ def test_by_default_a_refusal_names_the_choice():
 @pytest.mark.parametrize("loss", [*FITTING.values(), *REPAIRED.values()])
 def test_what_is_exact_without_the_choice_is_exact_with_it(loss):
     args = ({"w": PARAMS["last"][:6], "b": PARAMS["last"][0]}, BATCH | {"y": BATCH["label"]})
-    graph = trace(simple_step(loss), args, (1,), 2, exactness=OWN)
+    graph = trace(simple_step(loss), args, (1,), 2, TraceOptions(exactness=OWN))
     assert graph.microbatching is not None
     assert graph.microbatching.own_statistics == ()
 
@@ -275,7 +276,7 @@ def test_a_truth_value_of_a_statistic_is_refused_as_a_result():
     with pytest.raises(
         autopar.MicrobatchError, match="becomes an array of bool, which has no mean"
     ):
-        trace(step_of(loss), ARGS, (2,), COUNT, exactness=OWN)
+        trace(step_of(loss), ARGS, (2,), COUNT, TraceOptions(exactness=OWN))
 
 
 def test_three_dimensional_parallelism_without_stages_keeps_the_choice():
@@ -343,7 +344,7 @@ def test_norms_within_examples_and_of_weights_are_exact_without_the_choice():
         correct = (logits.argmax(-1) == batch["label"]).mean()
         return losses.sum() / valid, correct
 
-    graph = trace(step_of(loss), ARGS, (2,), COUNT, exactness=OWN)
+    graph = trace(step_of(loss), ARGS, (2,), COUNT, TraceOptions(exactness=OWN))
     assert graph.microbatching is not None
     assert graph.microbatching.own_statistics == ()
     method = autopar.DataParallel(2, COUNT)

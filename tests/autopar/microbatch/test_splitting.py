@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.testing import assert_allclose
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from tests.tiers import fast, slow
 
@@ -936,12 +937,12 @@ def test_outside_parallelize_they_are_jaxs_own():
 
 def test_a_pipeline_of_a_step_without_gradient_is_refused():
     with pytest.raises(autopar.MicrobatchError, match="the step takes no gradient"):
-        trace(mean_loss, (PARAMS, BATCH), (1,), num_micro_batches=2, marked=True)
+        trace(mean_loss, (PARAMS, BATCH), (1,), 2, TraceOptions(marked=True))
 
 
 def test_a_batch_without_arrays_is_said_to_have_no_gradient_and_nothing_else():
     with pytest.raises(autopar.MicrobatchError, match=r"for an evaluation$"):
-        trace(lambda scale, count: scale * count, (1.0, 2), (1,), marked=True)
+        trace(lambda scale, count: scale * count, (1.0, 2), (1,), options=TraceOptions(marked=True))
 
 
 def test_a_batch_that_cannot_be_cut_is_refused():

@@ -27,6 +27,7 @@ from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.planning.stage_construction import stage_problem
 from autopar.sharding.options import AUTO
 from autopar.sharding.solve_within_memory import MemoryBudgetError
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from experiments.models import build_model
 from experiments.models.model import Model
@@ -60,7 +61,11 @@ def mlp() -> StepGraph:
     model = build_model("mlp", {"dim": 2048, "num_layers": LAYERS, "batch_size": 2048})
 
     return trace(
-        model_step(model), model.abstract_args(), (1,), 16, AutoLayerOption(LAYERS), marked=True
+        model_step(model),
+        model.abstract_args(),
+        (1,),
+        16,
+        TraceOptions(layers=AutoLayerOption(LAYERS), marked=True),
     )
 
 
@@ -265,7 +270,13 @@ def test_decisions_of_a_stage_have_the_costs_of_its_pool():
 
 
 def trace_of_gpt() -> StepGraph:
-    return trace(gpt_step, gpt().abstract_args(), (1,), 2, AutoLayerOption(2), marked=True)
+    return trace(
+        gpt_step,
+        gpt().abstract_args(),
+        (1,),
+        2,
+        TraceOptions(layers=AutoLayerOption(2), marked=True),
+    )
 
 
 # Errors

@@ -15,6 +15,7 @@ from autopar.plan import PipelineSchedule
 from autopar.planning.pipeline_planner import PipelinePlanner
 from autopar.runtime.local_executable import LocalExecutable
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
 from simulator.hardware.cluster import Cluster
@@ -30,7 +31,13 @@ def traced_gpt():
     args = sgd_args(model, optax.sgd(1.0))
 
     return (
-        trace(model_step(model), args, (1,), COUNT, AutoLayerOption(2), True),
+        trace(
+            model_step(model),
+            args,
+            (1,),
+            COUNT,
+            TraceOptions(layers=AutoLayerOption(2), marked=True),
+        ),
         args,
         jax.jit(model.train_step)(*args),
     )

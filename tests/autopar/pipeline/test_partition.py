@@ -10,6 +10,7 @@ import autopar
 from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.partition import Partition, Task
 from autopar.pipeline.partitioner import partition_step
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
@@ -20,11 +21,19 @@ from tests.steps import model_step
 @cache
 def traced(name: str) -> StepGraph:
     if name == "stack":
-        return trace(stack_step, (stack_params(), stack_batch()), (1,), 4, None, True)
+        return trace(
+            stack_step,
+            (stack_params(), stack_batch()),
+            (1,),
+            4,
+            TraceOptions(marked=True),
+        )
     if name == "tied":
-        return trace(tied_step, tied_args(), (1,), 4, None, True)
+        return trace(tied_step, tied_args(), (1,), 4, TraceOptions(marked=True))
     model, layers = SMALL[name], autopar.AutoLayerOption(STEPS[name])
-    return trace(model_step(model), model.abstract_args(), (1,), 1, layers, True)
+    return trace(
+        model_step(model), model.abstract_args(), (1,), 1, TraceOptions(layers=layers, marked=True)
+    )
 
 
 STEPS = {"stack": 4, "tied": 3, "gpt": 3, "gpt_scanned": 2, "wide_resnet": 3}

@@ -27,6 +27,7 @@ from autopar.planning.stage_problem import NoStagesError, PlacedStage, StageProb
 from autopar.sharding.options import AUTO
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from autopar.xla_fusion import lifetimes
 from experiments.models import build_model
@@ -59,7 +60,13 @@ def gpt() -> StepGraph:
 
 def traced(name: str, sizes: dict, num_layers: int) -> StepGraph:
     model, layers = build_model(name, sizes), AutoLayerOption(num_layers)
-    return trace(model_step(model), model.abstract_args(), (1,), BATCHES, layers, marked=True)
+    return trace(
+        model_step(model),
+        model.abstract_args(),
+        (1,),
+        BATCHES,
+        TraceOptions(layers=layers, marked=True),
+    )
 
 
 def planned(
@@ -153,7 +160,13 @@ def test_the_kind_of_a_layer_does_not_depend_on_names_of_parameters():
         return optax.apply_updates(params, updates), opt_state
 
     state = params, jax.eval_shape(adam.init, params)
-    graph = trace(step, (state, jax.ShapeDtypeStruct((16, 8), jnp.float32)), (1,), 4, marked=True)
+    graph = trace(
+        step,
+        (state, jax.ShapeDtypeStruct((16, 8), jnp.float32)),
+        (1,),
+        4,
+        TraceOptions(marked=True),
+    )
     kinds = [graph_key(layer) for layer in LayerRanges(graph, 4).layers]
     assert kinds[1] == kinds[2]
     assert kinds[0] != kinds[1] != kinds[3]
@@ -192,7 +205,11 @@ def test_bounds_from_larger_microbatches_hold_for_smaller_ones(shape):
     model = build_model("gpt", sizes | {"sequence_length": 32, "batch_size": 16, "remat": False})
     steps = {
         count: trace(
-            model_step(model), model.abstract_args(), (1,), count, AutoLayerOption(3), marked=True
+            model_step(model),
+            model.abstract_args(),
+            (1,),
+            count,
+            TraceOptions(layers=AutoLayerOption(3), marked=True),
         )
         for count in (1, 4, 8, 16)
     }
@@ -228,7 +245,7 @@ def test_weights_that_are_gathered_in_each_microbatch_count_in_bounds_for_more_o
     args = params, jax.ShapeDtypeStruct((2**14, 512), jnp.float32)
     options = replace(AUTO, pins={"0/*": P("x")}, batch_axis="x", tolerance=TOLERANCE)
     costs = LayerCosts(ClusterCosts(CLUSTER), options)
-    layer = LayerRanges(trace(step, args, (1,), 1, marked=True), 2).layers[1]
+    layer = LayerRanges(trace(step, args, (1,), 1, TraceOptions(marked=True)), 2).layers[1]
     front = costs.front(layer, MeshChoice((4,), ()))
     assert front is not None
     gather = costs.mesh_costs((4,)).collective("all_gather", 512 * 512 * 4, ("x",))
@@ -251,7 +268,13 @@ def test_one_program_stores_one_value_for_each_product_that_the_backward_pass_ne
         return jax.tree.map(jnp.subtract, params, autopar.grad(loss)(params))
 
     args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
-    graph = trace(step, (args, jax.ShapeDtypeStruct((32, 64), jnp.float32)), (1,), 1, marked=True)
+    graph = trace(
+        step,
+        (args, jax.ShapeDtypeStruct((32, 64), jnp.float32)),
+        (1,),
+        1,
+        TraceOptions(marked=True),
+    )
     ranges = LayerRanges(graph, 3)
     assert ranges.saved_product_bytes(0, 3) == 3 * 32 * 64 * 4
     assert ranges.saved_bytes(0, 3) > 2 * ranges.saved_product_bytes(0, 3)
@@ -293,8 +316,7 @@ def test_a_single_example_saves_half_of_what_two_examples_save():
                 model.abstract_args(),
                 (1,),
                 count,
-                AutoLayerOption(2),
-                marked=True,
+                TraceOptions(layers=AutoLayerOption(2), marked=True),
             ),
             2,
         )

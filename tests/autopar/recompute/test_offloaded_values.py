@@ -19,6 +19,7 @@ from autopar.planning.method_planning import Target, plan_by_method
 from autopar.recompute.passes import passes
 from autopar.recompute.rewriting import RecomputeError, recompute
 from autopar.sharding.solve_within_memory import MemoryBudgetError
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
 from tests.autopar.recompute.dropout_mlp import layers_and_batch, loss
@@ -292,7 +293,9 @@ def test_a_policy_that_is_not_kept_offloads_nothing(offloading_step):
     params, batch, _ = arguments()
     args = [params[:2], params[2:4]], batch
     assert num_moves(trace(offloading_step, args, (1,))) == (2, 2)
-    assert num_moves(trace(offloading_step, args, (1,), keeps_remat=False)) == (0, 0)
+    assert num_moves(
+        trace(offloading_step, args, (1,), options=TraceOptions(keeps_remat=False))
+    ) == (0, 0)
 
 
 def pipeline(budget=None, schedule="1f1b", offload: Offload = "activations"):

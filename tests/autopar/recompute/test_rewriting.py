@@ -16,6 +16,7 @@ from autopar.planning.recompute_planning import shard_recomputing
 from autopar.recompute.passes import passes
 from autopar.recompute.rewriting import SCOPE, RecomputeError, recompute
 from autopar.sharding.plan_shardings import plan_shardings
+from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from tests.autopar.recompute.dropout_mlp import layers_and_batch, loss
 
@@ -165,7 +166,10 @@ def test_without_remat_a_checkpoint_is_the_step_without_it():
     def step_with(function):
         return lambda params, batch, key: jax.value_and_grad(function)(params, batch, key)
 
-    traced = [trace(step_with(f), arguments(), (1,), keeps_remat=False) for f in (loss, rematted)]
+    traced = [
+        trace(step_with(f), arguments(), (1,), options=TraceOptions(keeps_remat=False))
+        for f in (loss, rematted)
+    ]
     counts = [sum(e.primitive.name == "dot_general" for e in t.jaxpr.eqns) for t in traced]
     assert counts[0] == counts[1]
     kept = trace(step_with(rematted), arguments(), (1,))
