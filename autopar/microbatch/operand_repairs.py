@@ -95,7 +95,9 @@ def with_repairs(
             eqns.append(
                 eqn.replace(primitive=accumulate_p, invars=[operand], outvars=[total], params={})
             )
-    combine = {totals[var]: scaling.combine for var, scaling in scalings.items()}
+    combine: dict[Var, Combine] = {
+        totals[var]: scaling.combine for var, scaling in scalings.items()
+    }
     return jaxpr.replace(eqns=eqns), later, combine
 
 

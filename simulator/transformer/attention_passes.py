@@ -192,6 +192,7 @@ def _fused_core(
     model: Transformer, execution: Execution, machine: Machine, mixer: Mixer, heads: float
 ) -> tuple[PassCost, PassCost]:
     """Return the passes of a fused core, which keeps scores out of memory."""
+    assert model.attention != "naive"
     size, value = model.query_size, model.value_size
     s, w = model.seq, 2
     visible = model.visible_keys(mixer)
