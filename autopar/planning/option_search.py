@@ -9,9 +9,7 @@ candidate as well, on each logical mesh that a single stage could have.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import product
+from dataclasses import replace
 from math import inf
 from typing import Protocol
 
@@ -19,23 +17,19 @@ from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layer_options import LayerError, LayerOption
-from autopar.pipeline.pipeline_schedules import (
-    schedule_kind,
-    splits_backward,
-)
-from autopar.pipeline.schedule_kinds import Pipeline, ScheduleError
+from autopar.pipeline.schedule_kinds import ScheduleError
 from autopar.pipeline.stage_options import (
     AutoStageOption,
     StageError,
     StageOption,
     UniformStageOption,
 )
-from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
+from autopar.plan import PipelineSchedule, Plan
 from autopar.planning.chunked_stages import even_mesh_counts
 from autopar.planning.last_results import OptionTrial
-from autopar.planning.option_space import OptionSpace
+from autopar.planning.option_space import Combination, OptionSpace, holds_as_much
 from autopar.planning.pipeline_planner import BOUND_EFFORTS, BoundEffort, PipelinePlanner
-from autopar.planning.stage_problem import NoStagesError, in_flight_of
+from autopar.planning.stage_problem import NoStagesError
 from autopar.progress import log_progress, progress_part
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
@@ -96,25 +90,6 @@ def search(
     return found.result()
 
 
-@dataclass(frozen=True, slots=True)
-class _Combination:
-    """A combination of options.
-
-    Attributes:
-        number: number of the combination, in the order of the options.
-        count: number of microbatches.
-        schedule: the schedule, with its layer option.
-        option: layer option of the traces that bounds are taken from.
-        mesh: logical mesh of a step that runs as one program; None for pipelines.
-    """
-
-    number: int
-    count: int
-    schedule: PipelineSchedule
-    option: LayerOption | None
-    mesh: LogicalMesh | None
-
-
 class _Search:
     """A search in progress; see `search` for the arguments.
 
@@ -144,12 +119,12 @@ class _Search:
         self.best: tuple[StepGraph, Plan, int] | None = None
         self.planning_seconds = 0.0
         self.errors: dict[int, Exception] = {}
-        self._bounds: dict[_Combination, float] = {}
+        self._bounds: dict[Combination, float] = {}
         self._whole_step_seconds: dict[int, list[float]] = {}
         self._least_counts: dict[LogicalMesh, float] = {}
         self._enough_counts: dict[LogicalMesh, int] = {}
-        self._too_large: list[tuple[_Combination, int]] = []
-        self._computed: set[tuple[_Combination, int, BoundEffort]] = set()
+        self._too_large: list[tuple[Combination, int]] = []
+        self._computed: set[tuple[Combination, int, BoundEffort]] = set()
         self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | Exception] = {}
 
     @property
@@ -175,7 +150,7 @@ class _Search:
         those of the largest number of microbatches below it that is traced. A bound is made closer
         only where it is the least one of all.
         """
-        left = self._combinations()
+        left = self.space.combinations()
         if len(left) == 1:
             self._plan(left[0])
             return
@@ -201,29 +176,7 @@ class _Search:
                 self.errors[entry.number] = NoStagesError(reason)
             self._record(OptionTrial(entry.count, entry.schedule, None, reason, mesh=entry.mesh))
 
-    def _combinations(self) -> list[_Combination]:
-        """Return all combinations: the step as one program, then the pipelines."""
-        space = self.space
-        plain = [
-            option for option in space.layer_options if option is None or not option.remat_layer
-        ]
-        whole = [
-            (count, WHOLE_STEP, plain[0] if plain else None, mesh)
-            for count, mesh in product(space.micro_batch_counts, space.whole_step_meshes)
-        ]
-        pairs = product(space.micro_batch_counts, space.layer_options)
-        pipelines = [
-            (
-                count,
-                PipelineSchedule(name=name, num_chunks=chunks, layer_option=option),
-                option,
-                None,
-            )
-            for (count, option), (name, chunks) in product(pairs, space.schedules)
-        ]
-        return [_Combination(number, *entry) for number, entry in enumerate(whole + pipelines)]
-
-    def _next(self, left: Sequence[_Combination]) -> _Combination:
+    def _next(self, left: Sequence[Combination]) -> Combination:
         """Return the combination with the least lower bound.
 
         While no plan is known, a combination is preferred that needs less memory for activations:
@@ -244,16 +197,16 @@ class _Search:
             ]
         else:
             return least
-        return min(near, key=lambda entry: (*_leanness(entry), *self._rank(entry)))
+        return min(near, key=lambda entry: (*entry.leanness, *self._rank(entry)))
 
-    def _rank(self, entry: _Combination) -> tuple[float, int]:
+    def _rank(self, entry: Combination) -> tuple[float, int]:
         return self._bound(entry), entry.number
 
-    def _is_ruled_out(self, entry: _Combination) -> bool:
+    def _is_ruled_out(self, entry: Combination) -> bool:
         bound = self._bound(entry)
         return bound == inf or (self.best is not None and bound >= self.best_seconds)
 
-    def _is_slower_in_microbatches(self, entry: _Combination) -> bool:
+    def _is_slower_in_microbatches(self, entry: Combination) -> bool:
         """Whether fewer microbatches are faster for the step as one program.
 
         Microbatches make one program faster only where memory limits its shardings. So a mesh whose
@@ -284,7 +237,7 @@ class _Search:
         except _PLANNING_ERRORS as error:
             self._planners[count, option] = error
 
-    def _count_to_trace(self, entry: _Combination) -> int:
+    def _count_to_trace(self, entry: Combination) -> int:
         """Return the number of microbatches to trace next for the bound of an entry, or its plan.
 
         Bounds from one microbatch leave out the accumulation of gradients. So the least number with
@@ -294,7 +247,7 @@ class _Search:
             return entry.count
         return min(count for count in self.space.micro_batch_counts if count > 1)
 
-    def _anchor(self, entry: _Combination) -> int:
+    def _anchor(self, entry: Combination) -> int:
         """Return the largest traced number of microbatches that is not above that of an entry."""
         return max(
             count
@@ -302,7 +255,7 @@ class _Search:
             if option == entry.option and count <= entry.count
         )
 
-    def _bound(self, entry: _Combination) -> float:
+    def _bound(self, entry: Combination) -> float:
         """Return the best known lower bound of the seconds of a combination."""
         if entry.mesh is not None and entry.count < self._least_counts.get(entry.mesh, 1):
             return inf
@@ -310,23 +263,23 @@ class _Search:
             return inf
         return self._bounds.get(entry, 0.0)
 
-    def _smaller_without_plan(self, entry: _Combination) -> str:
+    def _smaller_without_plan(self, entry: Combination) -> str:
         """Return a schedule that does not fit although it holds no more microbatches, or ""."""
         for other, num_layers in self._too_large:
-            if (entry.count, entry.option) == (other.count, other.option) and _is_composed(entry):
+            if (entry.count, entry.option) == (other.count, other.option) and entry.is_composed:
                 names = entry.schedule.name, other.schedule.name
-                if _holds_as_much(*names, entry.count, num_layers):
+                if holds_as_much(*names, entry.count, num_layers):
                     return other.schedule.name
         return ""
 
-    def _has_bound(self, entry: _Combination) -> bool:
+    def _has_bound(self, entry: Combination) -> bool:
         """Whether the step is traced with the layers of an entry.
 
         It is not if all layers recompute, while the step as one program does not.
         """
         return any(option == entry.option for _, option in self._planners)
 
-    def _raise_bound(self, entry: _Combination) -> bool:
+    def _raise_bound(self, entry: Combination) -> bool:
         """Compute a closer lower bound of a combination; return whether there is one to compute."""
         if not self._has_bound(entry):
             return False
@@ -339,7 +292,7 @@ class _Search:
                 return True
         return False
 
-    def _bound_from(self, anchor: int, entry: _Combination, effort: BoundEffort) -> float:
+    def _bound_from(self, anchor: int, entry: Combination, effort: BoundEffort) -> float:
         planner = self._planners[anchor, entry.option]
         if not isinstance(planner, PipelinePlanner):
             return 0.0
@@ -348,7 +301,7 @@ class _Search:
         bound = planner.bound(option, schedule, count, shape, effort)
         return bound if anchor == count else _SLACK * bound
 
-    def _plan(self, entry: _Combination) -> None:
+    def _plan(self, entry: Combination) -> None:
         """Plan a combination, and record the outcome."""
         done = len(self.trials) / self.space.num_combinations
         count, schedule, mesh = entry.count, entry.schedule, entry.mesh
@@ -371,7 +324,7 @@ class _Search:
                 isinstance(error, NoStagesError)
                 and isinstance(planner, PipelinePlanner)
                 and self.best is None
-                and _is_composed(entry)
+                and entry.is_composed
             ):
                 self._too_large.append((entry, planner.num_layers))
             if mesh is not None and isinstance(error, MemoryBudgetError):
@@ -386,7 +339,7 @@ class _Search:
         if self.best is None or (seconds, entry.number) < (self.best_seconds, self.best[2]):
             self.best = step, plan, entry.number
 
-    def _pipelines(self, entry: _Combination) -> tuple[StepGraph, Sequence[Plan]]:
+    def _pipelines(self, entry: Combination) -> tuple[StepGraph, Sequence[Plan]]:
         """Return the step and the plans of a pipeline."""
         if (entry.count, entry.option) not in self._planners:
             with progress_part(0, _TRACING):
@@ -406,52 +359,8 @@ class _Search:
             log_progress(str(trial), len(self.trials), self.space.num_combinations)
 
 
-def _is_composed(entry: _Combination) -> bool:
-    """Whether stage construction finds stages whose backward pass is in one piece."""
-    schedule = entry.schedule
-    return entry.mesh is None and schedule.num_chunks == 1 and not splits_backward(schedule.name)
-
-
-def _leanness(entry: _Combination) -> tuple[bool, bool, float]:
-    """Return a key that is the smaller, the less memory a combination needs for activations.
-
-    Its parts are whether the backward pass is split, whether layers save their values, and the
-    share of the batch in flight.
-    """
-    if entry.mesh is not None:
-        return False, True, 1.0
-    name, option = entry.schedule.name, entry.option
-    pipeline = Pipeline(_FEW_MESHES, entry.count, entry.schedule.num_chunks)
-    try:
-        held = schedule_kind(name).in_flight(0, pipeline) / (entry.count * pipeline.num_chunks)
-    except ScheduleError:  # the schedule needs more microbatches
-        held = inf
-    return splits_backward(name), not (option and option.remat_layer), held
-
-
-@cache
-def _holds_as_much(schedule: str, other: str, count: int, num_layers: int) -> bool:
-    """Return whether all stages hold at least as many microbatches as in another schedule.
-
-    Args:
-        schedule: name of a schedule with one stage on each mesh.
-        other: name of the other one.
-        count: number of microbatches.
-        num_layers: largest number of stages.
-    """
-    held, least = in_flight_of(schedule, count), in_flight_of(other, count)
-    return all(
-        held(later, stages) >= least(later, stages)
-        for stages in range(1, num_layers + 1)
-        for later in range(stages)
-    )
-
-
 _NEAR = 1.05
 """Largest ratio of bounds at which the combination that needs less memory comes first."""
-
-_FEW_MESHES = 4
-"""Number of meshes at which the memory of schedules is compared to order them."""
 
 _NO_MEMORY = (
     "the state and the activations of the step do not fit in memory, even if all devices share them"
