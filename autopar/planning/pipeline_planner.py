@@ -1,30 +1,21 @@
 """Planning of pipelines: layers and devices of each stage, and its sharding over the devices."""
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Literal
 
-from jax.extend.core import Var
-
 from autopar._cpython import builds_graphs
-from autopar.devices import Device, logical_mesh
-from autopar.ir.array_sizes import value_bytes
-from autopar.ir.control_flow import OPENING
-from autopar.ir.graph import source_line
+from autopar.devices import Device
 from autopar.ir.step_graph import StepGraph
 from autopar.layering.layer_scopes import num_layers
-from autopar.layering.scan_layers import LAYERS_IN_LOOPS
-from autopar.microbatch.exactness import exactness_of
-from autopar.pipeline.partition import Partition
 from autopar.pipeline.partitioner import partition_step
-from autopar.pipeline.pipeline_schedules import Schedule, make_schedule, splits_backward
+from autopar.pipeline.pipeline_schedules import make_schedule, splits_backward
 from autopar.pipeline.schedule_kinds import Pipeline
-from autopar.pipeline.stage_graph import StageGraph, stage_graphs
+from autopar.pipeline.stage_graph import stage_graphs
 from autopar.pipeline.stage_options import (
     Assignment,
     AutoStageOption,
@@ -32,13 +23,13 @@ from autopar.pipeline.stage_options import (
     StageError,
     StageOption,
 )
-from autopar.plan import MemorySplit, PipelineSchedule, Plan, TimeSplit
-from autopar.plan_stages import Stage
+from autopar.plan import PipelineSchedule, Plan
 from autopar.planning.chunked_stages import least_chunked_seconds
 from autopar.planning.last_results import record_stages
 from autopar.planning.layer_costs import LayerCosts, Shape
 from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.profiling import StageProfiler
+from autopar.planning.solved_pipelines import SolvedPipeline, fullest_device, makespan
 from autopar.planning.stage_construction import (
     ConstructedStages,
     find_stages,
@@ -46,18 +37,13 @@ from autopar.planning.stage_construction import (
 )
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.stage_problem import NoStagesError
-from autopar.planning.step_planner import coverage_warnings, stage_of
-from autopar.planning.transfer_costs import transfer_seconds
-from autopar.primitives import is_product
 from autopar.progress import progress_part
-from autopar.recompute.offloading import offloaded_inputs
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from simulator.costs.cost_model import CostModel, costs_of
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster
-from simulator.memory import Role, apportion, sum_roles
 
 TOLERANCE = 0.01
 """Relative gap to the cheapest sharding at which a stage counts as solved.
@@ -72,25 +58,6 @@ stages on several devices, or rough solves of the layers of these stages."""
 
 BOUND_EFFORTS: Sequence[BoundEffort] = ("work", "stages", "solves")
 """From the least effort to the closest bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class _SolvedPipeline:
-    """Stages on their devices with their shardings.
-
-    Attributes:
-        assignments: layers and devices of each stage.
-        graphs: each stage as a step.
-        stages: sharding and costs of each stage.
-        seconds: predicted time of a step.
-        memory: bytes of the fullest device by role.
-    """
-
-    assignments: Sequence[Assignment]
-    graphs: list[StageGraph]
-    stages: list[SolvedStage]
-    seconds: float
-    memory: Mapping[Role, int]
 
 
 class PipelinePlanner:
@@ -187,38 +154,13 @@ class PipelinePlanner:
                 partial(self._meshes_of_stages, schedule),
             )
             pipeline = self._solve(assignments, schedule, None)
-        shardings = [stage.shardings for stage in pipeline.stages]
-        slowest = max(pipeline.stages, key=lambda stage: stage.seconds).shardings
-        gaps = [sharding.gap for sharding in shardings if sharding.gap is not None]
-        warnings = dict.fromkeys(text for sharding in shardings for text in sharding.warnings)
-        return Plan(
-            step=self.step.name,
-            fingerprint=self.step.fingerprint,
-            method=method,
+        return pipeline.plan(
+            self.step,
             options=self.options,
             cluster=self.cluster.name,
-            num_micro_batches=self.step.num_micro_batches,
-            stages=tuple(
-                _plan_stage(graph, assignment, stage)
-                for graph, assignment, stage in zip(
-                    pipeline.graphs, pipeline.assignments, pipeline.stages, strict=True
-                )
-            ),
             schedule=schedule,
-            predicted_seconds=pipeline.seconds,
-            predicted_split=TimeSplit(**slowest.split._asdict()),
-            predicted_bytes=sum(pipeline.memory.values()),
-            predicted_memory=MemorySplit(**pipeline.memory),
-            gap=max(gaps, default=None),
+            method=method,
             planning_seconds=time.perf_counter() - start,
-            memory_limited=any(sharding.memory_limited for sharding in shardings),
-            **asdict(exactness_of(self.step)),
-            offloaded=offloaded_inputs(self.step),
-            warnings=(
-                *warnings,
-                *_light_stage_warnings(pipeline.graphs),
-                *coverage_warnings(self.step),
-            ),
         )
 
     def bound(
@@ -293,7 +235,7 @@ class PipelinePlanner:
 
     def _construct(
         self, option: AutoStageOption, schedule: PipelineSchedule, limit: float
-    ) -> _SolvedPipeline:
+    ) -> SolvedPipeline:
         """Return the fastest pipeline of automatic stage construction.
 
         Stage construction starts again with corrected costs as long as some of its stages do not
@@ -311,7 +253,7 @@ class PipelinePlanner:
             limit = inf  # the step may be faster than the objective
         while True:
             revisions = costs.revisions
-            pipelines: list[tuple[_SolvedPipeline, ConstructedStages]] = []
+            pipelines: list[tuple[SolvedPipeline, ConstructedStages]] = []
             seconds: list[float] = []
             found = find_stages(costs, self.cluster, option, schedule.name, measure, seconds, limit)
             for stages in _uncounted(found):
@@ -335,7 +277,7 @@ class PipelinePlanner:
         assignments: Sequence[Assignment],
         schedule: PipelineSchedule,
         measure: StageProfiler | None,
-    ) -> _SolvedPipeline:
+    ) -> SolvedPipeline:
         """Solve each stage whole, on its devices and with its microbatches in flight."""
         num_meshes = len(assignments) // schedule.num_chunks
         pipeline = Pipeline(num_meshes, self.step.num_micro_batches, schedule.num_chunks)
@@ -360,9 +302,9 @@ class PipelinePlanner:
         timed = stages
         if measure:
             timed = [measure(graph, stage) for graph, stage in zip(graphs, stages, strict=True)]
-        seconds = _makespan(tasks, partition, timed, assignments, self.costs)
-        memory = _fullest_device(tasks, stages)
-        return _SolvedPipeline(assignments, graphs, stages, seconds, memory)
+        seconds = makespan(tasks, partition, timed, assignments, self.costs)
+        memory = fullest_device(tasks, stages)
+        return SolvedPipeline(assignments, graphs, stages, seconds, memory)
 
     def _pool(self, stage: int, assignment: Assignment) -> int:
         try:
@@ -436,97 +378,3 @@ def _uncounted(found: Iterator[ConstructedStages]) -> Iterator[ConstructedStages
 
 def _limited(options: ShardingOptions, space: LogicalSpace) -> ShardingOptions:
     return replace(options, batch_axis="x") if space == "data_parallel_only" else options
-
-
-def _light_stage_warnings(graphs: Sequence[StageGraph]) -> tuple[str, ...]:
-    """Return a warning if stages have no matrix product or convolution before the update."""
-    light = [number for number, graph in enumerate(graphs) if not _has_product(graph)]
-    if not light or len(light) == len(graphs):
-        return ()
-    listed = ", ".join(map(str, light))
-    lines = dict.fromkeys(line for graph in graphs for line in _lines_of_loops(graph))
-    loops = f"; each loop is in one layer, at {', '.join(lines)}: {LAYERS_IN_LOOPS}"
-    return (
-        f"stages without a matrix product or convolution: {listed} of {len(graphs)}; their devices"
-        f" do little, so fewer layers and stages are faster{loops if lines else ''}",
-    )
-
-
-def _lines_of_loops(graph: StageGraph) -> list[str]:
-    """Return the lines of the loops in the forward tasks of a stage that has a product."""
-    if not _has_product(graph):
-        return []
-    return [
-        source_line(eqn)
-        for task, eqns in graph.tasks.items()
-        if task.phase == "F"
-        for _, eqn in eqns
-        if eqn.primitive in OPENING
-    ]
-
-
-def _has_product(graph: StageGraph) -> bool:
-    return any(
-        is_product(eqn)
-        for task, eqns in graph.tasks.items()
-        if task.phase != "U"
-        for _, eqn in eqns
-    )
-
-
-def _plan_stage(graph: StageGraph, assignment: Assignment, solved: SolvedStage) -> Stage:
-    stage = stage_of(graph.step, logical_mesh(solved.shape), solved.shardings)
-    return stage.model_copy(update={"layers": assignment.layers, "devices": assignment.devices})
-
-
-def _fullest_device(schedule: Schedule, stages: Sequence[SolvedStage]) -> Mapping[Role, int]:
-    """Return the bytes of the fullest device by role, if its stages peak at the same time."""
-    memory: dict[int, dict[Role, int]] = defaultdict(dict)
-    for number, stage in enumerate(stages):
-        num_bytes = round(stage.scheduled_bytes(schedule.waiting(number)))
-        roles = apportion(stage.shardings.roles_at_peak, num_bytes, "activations")
-        mesh = schedule.mesh_of(number)
-        memory[mesh] = sum_roles(memory[mesh], roles)
-    return max(memory.values(), key=lambda roles: sum(roles.values()))
-
-
-def _makespan(
-    schedule: Schedule,
-    partition: Partition,
-    stages: Sequence[SolvedStage],
-    assignments: Sequence[Assignment],
-    costs: CostModel,
-) -> float:
-    """Return the predicted seconds of a step, with the transfers between neighbouring stages."""
-    transfers: dict[tuple[int, int], float] = {}
-    for (source, destination), num_bytes in _crossing_bytes(partition).items():
-        seconds = transfer_seconds(
-            costs, num_bytes, assignments[source].devices, assignments[destination].devices
-        )
-        meshes = schedule.mesh_of(source), schedule.mesh_of(destination)
-        transfers[meshes] = max(seconds, transfers.get(meshes, 0.0))
-    return schedule.makespan(
-        lambda task: stages[task.stage].phases.get(task.phase, 0.0),
-        lambda source, destination: transfers.get((source, destination), 0.0),
-    )
-
-
-def _crossing_bytes(partition: Partition) -> Counter[tuple[int, int]]:
-    """Return the bytes of one microbatch between neighbouring stages, by source and destination.
-
-    A value is sent to a stage once, however many of its tasks read it.
-    """
-    crossings: set[tuple[Var, int, int]] = set()
-    for task, reads in partition.reads.items():
-        if task.phase == "U":
-            continue
-        for var in reads:
-            producer = partition.producers.get(var)
-            if producer is None or producer.phase == "U":
-                continue
-            if abs(producer.stage - task.stage) == 1:
-                crossings.add((var, producer.stage, task.stage))
-    num_bytes: Counter[tuple[int, int]] = Counter()
-    for var, source, destination in crossings:
-        num_bytes[source, destination] += value_bytes(var)
-    return num_bytes
