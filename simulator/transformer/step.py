@@ -12,7 +12,7 @@ from simulator.transformer.layer_kinds import LayerKind
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution
 from simulator.transformer.stage_seconds import stage_seconds
-from simulator.transformer.stages import division_of
+from simulator.transformer.stages import Division, division_of
 from simulator.transformer.training_memory import (
     DeviceParameters,
     device_parameters,
@@ -74,12 +74,7 @@ def predict(
         messages,
     )
     gathers = parameter_gathers(model, execution, machine, layers)
-    parameters = [
-        trained_parameters(model, execution, device_parameters(model, execution, device), device)
-        for device, _ in division.first_places
-    ]
-    if model.experts is None:
-        parameters = [max(parameters, key=lambda elements: elements.total)]
+    parameters = _trained_parameters(model, execution, division)
     first_layers = division.devices[0].layers
     synchronizations = (
         gradient_synchronization(model, execution, machine, slowest, elements, first_layers)
@@ -89,10 +84,19 @@ def predict(
     update = max(_update_seconds(execution, machine, elements) for elements in parameters)
     step_overhead = machine.backend.step_us * 1e-6
     seconds = steady + bubble + update + gradients.exposed + slots * gathers.exposed + step_overhead
-    dispatch = {"expert": slots * slowest.dispatch} if model.experts else {}
-    dispatched = (
-        {"expert": slots * (slowest.dispatch + slowest.hidden_dispatch)} if model.experts else {}
-    )
+    exposed = {
+        "tensor": slots * slowest.tensor,
+        "pipeline": slots * messages * sends.exposed,
+        "data": gradients.exposed + slots * gathers.exposed,
+    }
+    communication = {
+        "tensor": slots * (slowest.tensor + slowest.hidden),
+        "pipeline": slots * messages * sends.total,
+        "data": gradients.total + slots * gathers.total,
+    }
+    if model.experts:
+        exposed["expert"] = slots * slowest.dispatch
+        communication["expert"] = slots * (slowest.dispatch + slowest.hidden_dispatch)
     return Prediction(
         seconds=seconds,
         forward=slots * slowest.forward,
@@ -101,18 +105,8 @@ def predict(
         update=update,
         bubble=bubble,
         host=slots * slowest.host + step_overhead,
-        exposed={
-            "tensor": slots * slowest.tensor,
-            "pipeline": slots * messages * sends.exposed,
-            "data": gradients.exposed + slots * gathers.exposed,
-            **dispatch,
-        },
-        communication={
-            "tensor": slots * (slowest.tensor + slowest.hidden),
-            "pipeline": slots * messages * sends.total,
-            "data": gradients.total + slots * gathers.total,
-            **dispatched,
-        },
+        exposed=exposed,
+        communication=communication,
         memory=memory or footprint(model, execution, machine),
         model_flops=model_flops,
         hardware_flops=model_flops + _recomputed_flops(model, execution, layers),
@@ -120,6 +114,19 @@ def predict(
         devices=execution.devices,
         tokens=execution.global_batch * model.sequence_tokens,
     )
+
+
+def _trained_parameters(
+    model: Transformer, execution: Execution, division: Division
+) -> list[DeviceParameters]:
+    """Return the trained parameters of the devices among which the slowest update is."""
+    parameters = [
+        trained_parameters(model, execution, device_parameters(model, execution, device), device)
+        for device, _ in division.first_places
+    ]
+    if model.experts is None:
+        return [max(parameters, key=lambda elements: elements.total)]
+    return parameters
 
 
 def _recomputed_flops(
