@@ -46,7 +46,7 @@ def find_pattern(
     """
     subgraphs: list[Subgraph] = []
     taken: set[str] = set()
-    traces = _traces_by_result(graph, visible, pattern, like)
+    traces = _traces_by_result(visible, pattern, like)
     for node in visible:
         if not node.eqn.outvars:
             continue
@@ -75,7 +75,6 @@ def _kind(atom: Atom) -> _Kind:
 
 
 def _traces_by_result(
-    graph: ModelGraph,
     visible: Sequence[Node],
     pattern: Callable[..., Any],
     like: Sequence[Any] | None,

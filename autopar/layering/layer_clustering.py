@@ -115,9 +115,7 @@ def _cluster(
     """
     windows = _Windows.of(flops, heavy, num_layers, eps)
 
-    def most_received(
-        before: np.ndarray, column: np.ndarray, starts: np.ndarray, stop: int
-    ) -> np.ndarray:
+    def most_received(before: np.ndarray, column: np.ndarray, *_: object) -> np.ndarray:
         return np.maximum(before, column)
 
     least = _least_received(windows, received())
