@@ -18,6 +18,8 @@ class ProgramError(ValueError):
 
 
 class _File(BaseModel):
+    """The contents of a program file."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: Literal[2] = VERSION

@@ -252,6 +252,7 @@ class DirectiveSchedule:
 
 
 def _directive(given: Any) -> Directive:
+    """Return the directive of an entry of a JSON list."""
     entries = dict(given) if isinstance(given, dict) else {}
     kind = entries.pop("do", None)
     if not isinstance(kind, str) or kind not in _CLASSES:

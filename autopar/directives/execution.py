@@ -91,6 +91,8 @@ class ShardExecutor:
 
 @dataclass(frozen=True, slots=True)
 class _WholeArrayExecutor:
+    """Runs equations as they were traced, on whole arrays."""
+
     def compute(self, item: PlacedEquation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of the equation, as it was traced."""
         with item.eqn.ctx.manager:
@@ -158,6 +160,8 @@ def run_model(
 
 @dataclass(frozen=True, slots=True)
 class _Interpreter:
+    """Runs the items of a placed model with an executor."""
+
     graph: ModelGraph
     executor: Executor
     functions: Functions

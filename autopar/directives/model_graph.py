@@ -203,6 +203,8 @@ def _arg_path(path: Any) -> str:
 
 
 class _ModelGraphBuilder:
+    """Collects the nodes of a model's graph; calls are inlined."""
+
     def __init__(self, root: str | None, taken: Sequence[str] = ()) -> None:
         self.root = root
         self.nodes: list[Node] = []

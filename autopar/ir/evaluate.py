@@ -90,6 +90,8 @@ def _has_fft(eqns: Iterable[JaxprEqn]) -> bool:
 
 
 class _Evaluator:
+    """Runs flat equations with hooks before and after each; see `evaluate`."""
+
     def __init__(self, before: Hook, after: Hook, apply: Apply) -> None:
         self.before = before
         self.after = after

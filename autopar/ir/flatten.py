@@ -138,6 +138,8 @@ def constrained_lines(jaxpr: Jaxpr) -> tuple[str, ...]:
 
 
 class _FlatJaxprBuilder:
+    """Collects the equations of a flat jaxpr; see `flatten` for the options."""
+
     def __init__(self, loops: bool, keeps_remat: bool, keeps_constraints: bool) -> None:
         self.eqns: list[JaxprEqn] = []
         self._keeps_remat = keeps_remat
@@ -317,6 +319,7 @@ class _FlatJaxprBuilder:
     # -- control flow
 
     def _scan(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
+        """Append a scan as a loop between markers, and return its results."""
         consts, init, xs = map(list, eqn.params["ft_in"].update(invars).unpack())
         params = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
         with self._region(eqn, control_flow.loop_p, [], params) as mark:
@@ -345,6 +348,7 @@ class _FlatJaxprBuilder:
             ]
 
     def _while(self, eqn: JaxprEqn, invars: list[Atom], stack: Any) -> list[Atom]:
+        """Append a while loop between markers, its condition first, and return its results."""
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         with self._region(eqn, control_flow.loop_p, [], {"length": None}) as mark:
             consts = [

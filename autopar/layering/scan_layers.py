@@ -59,8 +59,8 @@ class Iterations:
         jaxpr: The function.
         scans: Numbers of the scans whose iterations are layers.
         counts: For each equation the number of equations that it counts as.
-        starts: The number of the first of them.
-        total: The number of all of them.
+        starts: For each equation the number of the first of these.
+        total: The number of equations, with iterations counted as such.
     """
 
     def __init__(self, jaxpr: Jaxpr, weights: Collection[Var]) -> None:
@@ -76,7 +76,7 @@ class Iterations:
         self.total = sum(self.counts)
 
     def spread(self, per_equation: Sequence[float]) -> list[float]:
-        """Return for each iteration its even share of a number of its equation."""
+        """Return a number of each equation, divided evenly among its iterations."""
         return [
             amount / count
             for amount, count in zip(per_equation, self.counts, strict=True)

@@ -176,6 +176,7 @@ class _StackCutter:
             self._pending.append(var)
 
     def _cut_equation(self, number: int, side: str, index: int, cut: Cut) -> None:
+        """Cut the values of an equation as the operand or result at a position is cut."""
         eqn = self.jaxpr.eqns[number]
         if number in self.equation_cuts or number in self.scans:
             return

@@ -67,6 +67,8 @@ def describe_job(
 
 
 class _Describer:
+    """Derives the parts of a job; see `describe_job` for the arguments."""
+
     def __init__(
         self,
         planned: PlannedStep,

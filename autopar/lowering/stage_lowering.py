@@ -156,6 +156,7 @@ class StageLowering:
         return [self._function(task) for task in self.graph.tasks]
 
     def _function(self, task: Task) -> TaskFunction:
+        """Return a task as a jitted function, with its shardings and donated operands."""
         reads, results = self.partition.reads[task], self.partition.results[task]
         sums = tuple(total.sum for total in self.partition.totals.get(task, ()))
         if task.phase == "S":

@@ -112,7 +112,7 @@ def check_stage(step: StepGraph, stage: Stage, number: int = 0) -> None:
         number: its number, for the error.
 
     Raises:
-        PlanError: it does not.
+        PlanError: the plan has other inputs, outputs or values.
     """
     jaxpr = step.jaxpr
     sides = (("inputs", jaxpr.invars, stage.inputs), ("outputs", jaxpr.outvars, stage.outputs))

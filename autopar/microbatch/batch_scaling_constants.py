@@ -84,7 +84,7 @@ def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
 
 
 def own_constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
-    """Return the scaling of a constant that each microbatch may have its own value of.
+    """Return the scaling of a constant of which each microbatch may have its own value.
 
     Such a number contains the number of examples less one, as an unbiased variance does. It scales
     as if it contained the number of examples.
@@ -119,8 +119,8 @@ def own_constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
 def with_constants_of(larger: Jaxpr, jaxpr: Jaxpr, count: int) -> Jaxpr | None:
     """Return a trace with numbers of the trace for a batch that is `count` times as large.
 
-    It takes those that do not scale with the batch, such as the root of its size. A microbatch then
-    computes with the number of the whole batch.
+    It takes the numbers that do not scale with the batch, such as the root of its size. A
+    microbatch then computes with the number of the whole batch.
 
     Args:
         larger: the flat jaxpr for the larger batch.
@@ -175,7 +175,7 @@ def check_parameters(eqn: JaxprEqn, whole: JaxprEqn) -> None:
         whole: the equation for the larger batch.
 
     Raises:
-        ConstantDiffers: one does.
+        ConstantDiffers: a number does.
     """
     for name, value in eqn.params.items():
         other = whole.params[name]
@@ -196,7 +196,7 @@ def check_parameters(eqn: JaxprEqn, whole: JaxprEqn) -> None:
 def _moves_in_fixed_dims(eqn: JaxprEqn, whole: JaxprEqn, name: str) -> bool:
     """Return whether a slice or pad differs along a dim that does not grow with the batch.
 
-    Such a dim of a slice is one of its operand; that of a pad, one of its result.
+    The dims of a slice are those of its operand, the dims of a pad those of its result.
     """
     end = eqn.invars if eqn.primitive is slice_p else eqn.outvars
     other_end = whole.invars if eqn.primitive is slice_p else whole.outvars

@@ -70,6 +70,8 @@ are relative to the largest score."""
 def _forward(
     query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, size: int
 ) -> tuple[jax.Array, Any]:
+    """Return attention over blocks of keys, and what the backward pass needs of it."""
+
     def attend(keys: jax.Array, values: jax.Array, start: jax.Array) -> _Running:
         scores = _scores(query, keys, start, causal)
         top = scores.max(-1, keepdims=True)
@@ -96,6 +98,7 @@ def _forward(
 def _backward(
     causal: bool, size: int, residuals: Any, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of query, key and value; each block computes its weights again."""
     query, key, value, result, log_total = residuals
     scale = query.shape[-1] ** -0.5
     inner = jnp.einsum("bqhd,bqhd->bhq", cotangent, result, preferred_element_type=jnp.float32)[

@@ -225,6 +225,7 @@ class _Planning:
         raise error
 
     def _pipeline(self, method: PipeshardParallel, hosted: "Hosted") -> PlannedStep:
+        """Return the fastest plan among all combinations of the method's open options."""
         stages = method.stages
         mesh = self.target.mesh
         cluster = self.target.cluster.first_devices(mesh.num_devices)

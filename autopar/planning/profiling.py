@@ -59,6 +59,8 @@ class Measurement(BaseModel):
 
 
 class _File(BaseModel):
+    """The contents of a file of measurements."""
+
     model_config = ConfigDict(extra="forbid")
 
     format: Literal["autopar stage profile, version 1"] = _FORMAT

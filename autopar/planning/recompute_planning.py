@@ -36,9 +36,9 @@ _CLOSE = 0.005
 """Share of the budget below which a difference of bytes is not worth another round."""
 
 _NEARLY_FITS = 1.015
-"""Share of the budget up to which a sharding may exceed it for one that fits to be looked for.
+"""Ratio of a sharding's bytes to the budget up to which one that fits is looked for.
 
-Those that fit are slow otherwise, and take long to find.
+Beyond it, shardings that fit are slow and take long to find.
 """
 
 
@@ -98,7 +98,7 @@ def shard_recomputing(
 
 
 def least_bytes(error: MemoryBudgetError | TimeoutError) -> float:
-    """Return the bytes that a step needs that does not fit; 0 if that is not known."""
+    """Return the bytes that a step needs which does not fit; 0 if they are unknown."""
     return error.least if isinstance(error, MemoryBudgetError) else 0.0
 
 

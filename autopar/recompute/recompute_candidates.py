@@ -19,7 +19,7 @@ from autopar.sharding.step_memory import StepMemory
 from autopar.xla_fusion import epilogues
 
 _NEGLIGIBLE = 0.005
-"""Share of the bytes of all candidates that the smallest ones may have which are always kept."""
+"""Share of the bytes of all candidates in the smallest ones, which are always kept."""
 
 _LEAST_SECONDS = 1e-8
 """Seconds of a value whose copy adds no time, so that ties go to the choice with fewer copies."""

@@ -66,6 +66,7 @@ def _plan(planned: Plan | Planned) -> Plan:
 
 
 def _setting(a: Plan, b: Plan) -> Iterator[str]:
+    """Yield a sentence for each setting that differs."""
     settings = {
         "mesh": (_mesh(a), _mesh(b)),
         "schedule": (_schedule(a), _schedule(b)),
@@ -210,6 +211,7 @@ def _position_text(constraint: ShardingConstraint) -> str:
 
 
 def _predictions(a: Plan, b: Plan) -> Iterator[str]:
+    """Yield a sentence for each prediction that differs."""
     if a.predicted_seconds != b.predicted_seconds:
         ratio = (
             f" ({b.predicted_seconds / a.predicted_seconds:.2f} x)" if a.predicted_seconds else ""

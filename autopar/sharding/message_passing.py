@@ -238,6 +238,7 @@ class MessagePassing:
         return choice
 
     def _visit(self, level: _Level, best: float, choice: np.ndarray) -> None:
+        """Visit the decisions of a level, and add their best options to `choice`."""
         gathered = np.zeros(0)
         if len(level.slots):
             rows = np.minimum.reduceat(

@@ -208,7 +208,7 @@ class Reduction:
     def _fold(self, i: int) -> None:
         """Eliminate a decision with at most two neighbours.
 
-        Their costs take over the cost of its best option for each of theirs.
+        The costs of the neighbours take over the cost of its best option for each of their options.
         """
         neighbours = list(self.edges[i].items())
         total = self.costs.pop(i).reshape(-1, *(1,) * len(neighbours))

@@ -152,6 +152,7 @@ def known_result(eqn: JaxprEqn, operands: Sequence[Known | None]) -> Known | Non
 def _elementwise(
     fun: Callable[..., Any], operands: Sequence[Known | None], aval: Any
 ) -> Known | None:
+    """Return the table of a function of tables and constants; None if it is no table."""
     tables = [known for known in operands if isinstance(known, RowTable)]
     if len({(table.origin, table.rows, table.first) for table in tables}) > 1:
         return None

@@ -108,6 +108,7 @@ def tune(
 
 
 def _predicted(make: StepFactory, candidate: Candidate, cluster: Cluster) -> Trial:
+    """Return the trial of a candidate: compiled for a GPU, or as planned for a CPU."""
     compiles = cluster.device.kind != "cpu"
 
     def mesh_of(shape: Sequence[int]) -> Mesh:

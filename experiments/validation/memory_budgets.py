@@ -104,6 +104,7 @@ def row_of(seed: int, cluster: Cluster) -> BudgetRow:
 
 
 def _row_of(seed: int, cluster: Cluster) -> BudgetRow:
+    """Plan and compile a random case within a random budget."""
     draw = random.Random(seed)
     name = draw.choice(sorted(MODELS))
     model, method = MODELS[name], drawn_method(draw, name)

@@ -190,6 +190,7 @@ class HeterogeneousCosts:
         return _nic_loads(self.cluster, pairs)
 
     def _collective_uncached(self, kind: CollectiveKind, num_bytes: float, groups: Groups) -> float:
+        """Return the seconds of a collective until the slowest pool has ended."""
         groups_within: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # by pool
         messages_across: Counter[tuple[int, str, int]] = Counter()  # by pool, direction and NIC
         for group in groups:

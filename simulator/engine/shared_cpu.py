@@ -65,6 +65,8 @@ def simulate_processes(
 
 
 class _Machine:
+    """The processes of all hosts, which share the cores of one machine."""
+
     def __init__(
         self, program: Program, cluster: Cluster, seconds: Mapping[str, float], costs: CostModel
     ) -> None:
@@ -157,6 +159,7 @@ class _Machine:
                 assert_never(instruction)
 
     def _end(self, process: _Process) -> None:
+        """End the instruction that a process runs, and record its spans."""
         mesh, instruction = process.todo.popleft()
         name = str(instruction)
         start = process.start

@@ -119,6 +119,8 @@ def shared_nics_of(
 
 
 class _Engine:
+    """The streams of all meshes, and the messages between them."""
+
     def __init__(
         self, program: Program, costs: CostModel, dispatch: float, backend: Backend | None
     ) -> None:

@@ -118,6 +118,7 @@ class RecordedStreams(MeshStreams[float]):
             self._play_op(op)
 
     def _play_op(self, op: Op) -> None:
+        """Play one op of a body, and record its span."""
         match op:
             case Kernel():
                 self._launch(op.name)

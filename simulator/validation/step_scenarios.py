@@ -179,6 +179,7 @@ def _completed(row: StepRow, notes: Notes) -> StepRow:
 
 
 def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
+    """Return the model of a row."""
     name = row.model.lower()
     if _ENCODER_DECODER.match(name):
         return _encoder_decoder(row, software)
@@ -278,6 +279,7 @@ def _adapters(row: StepRow, notes: Notes) -> dict[str, Any] | None:
 
 
 def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[str, Any]:
+    """Return the fields of the execution of a row."""
     zero = row.zero
     if zero is None:
         zero = software.execution.get("zero", 1)
