@@ -66,15 +66,7 @@ class BERT(Model):
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:
-        module = Encoder(
-            self.num_layers,
-            self.hidden_size,
-            self.num_heads,
-            self.sequence_length,
-            self.vocab_size,
-            jnp.dtype(self.compute_dtype),
-            self.remat,
-        )
+        module = self.module(Encoder)
         return adam_state(
             module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
         )

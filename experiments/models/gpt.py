@@ -74,17 +74,7 @@ class GPT(NextToken):
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:
-        module = Decoder(
-            self.num_layers,
-            self.hidden_size,
-            self.num_heads,
-            self.sequence_length,
-            self.vocab_size,
-            jnp.dtype(self.compute_dtype),
-            self.remat,
-            self.tied_head,
-            self.scan_layers,
-        )
+        module = self.module(Decoder)
         return adam_state(
             module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
         )

@@ -140,16 +140,7 @@ class Llama(NextToken):
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:
-        module = LlamaDecoder(
-            self.num_layers,
-            self.hidden_size,
-            self.num_heads,
-            self.num_kv_heads,
-            self.width,
-            self.vocab_size,
-            jnp.dtype(self.compute_dtype),
-            self.remat,
-        )
+        module = self.module(LlamaDecoder)
         return adam_state(
             module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
         )

@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 from flax.training.train_state import TrainState
 
 type Batch = dict[str, jax.Array]
@@ -52,6 +54,15 @@ class Model(ABC):
         functions of its own, and `autopar.shared_traces` shares nothing between them.
         """
         return _abstract_args(self)
+
+    def module[M: nn.Module](self, module: type[M]) -> M:
+        """Return a module whose fields are those of the model, with `dtype` for activations."""
+        values = {
+            field.name: getattr(self, field.name)
+            for field in fields(module)
+            if hasattr(self, field.name)
+        }
+        return module(**values | {"dtype": jnp.dtype(self.dtype)})
 
     @property
     def num_parameters(self) -> int:

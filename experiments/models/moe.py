@@ -163,18 +163,7 @@ class MoE(Model):
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:
-        module = MoEModule(
-            self.num_layers,
-            self.hidden_size,
-            self.num_heads,
-            self.num_experts,
-            self.group_size,
-            self.sequence_length,
-            self.vocab_size,
-            self.widening,
-            jnp.dtype(self.compute_dtype),
-            self.remat,
-        )
+        module = self.module(MoEModule)
         params = module.init(key, jnp.zeros((self.batch_size, self.sequence_length), jnp.int32))
         optimizer = {"adam": optax.adam, "adafactor": optax.adafactor}[self.optimizer]
         return train_state(module.apply, params, optimizer(learning_rate=1e-3))

@@ -69,14 +69,7 @@ class ViT(Model):
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:
-        module = VisionTransformer(
-            self.num_layers,
-            self.hidden_size,
-            self.num_heads,
-            self.patch_size,
-            self.num_classes,
-            jnp.dtype(self.compute_dtype),
-        )
+        module = self.module(VisionTransformer)
         return adam_state(
             module.apply, module.init(key, jnp.zeros((1, self.image_size, self.image_size, 3)))
         )
