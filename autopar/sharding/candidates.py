@@ -1,11 +1,12 @@
 """Candidates of an equation: ways to shard its factors and to complete partial results."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import gather_p
 
@@ -13,6 +14,7 @@ from autopar.ir.spec import LogicalMesh, Spec, Specs, divides, local_shape
 from autopar.primitives.factors import Assignment, OpFactors
 from autopar.sharding.distinct_options import each_once
 from autopar.sharding.mesh_costs import Step
+from simulator.work import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,14 @@ class Candidates:
         options: the candidates.
         operands: for each operand, its spec under each candidate.
         results: for each result, its spec under each candidate.
+        partial_bytes: for each kind of collective that some candidate has, the bytes of the largest
+            array that such a collective completes under each candidate.
     """
 
     options: tuple[Option, ...]
     operands: tuple[Specs, ...]
     results: tuple[Specs, ...]
+    partial_bytes: Mapping[CollectiveKind, np.ndarray]
 
     @classmethod
     def of(cls, factors: OpFactors, options: Iterable[Option]) -> "Candidates":
@@ -60,7 +65,17 @@ class Candidates:
             for k in range(len(factors.operands))
         )
         results = (tuple(o.results[r] for o in options) for r in range(len(factors.results)))
-        return cls(options, tuple(operands), tuple(results))
+        return cls(options, tuple(operands), tuple(results), _partial_bytes(options))
+
+
+def _partial_bytes(options: Sequence[Option]) -> Mapping[CollectiveKind, np.ndarray]:
+    """Return `Candidates.partial_bytes`."""
+    found: dict[CollectiveKind, np.ndarray] = {}
+    for number, option in enumerate(options):
+        for kind, size, _ in option.collectives:
+            sizes = found.setdefault(kind, np.zeros(len(options)))
+            sizes[number] = max(sizes[number], size)
+    return found
 
 
 @lru_cache(maxsize=65536)

@@ -12,27 +12,23 @@ needs.
 """
 
 from collections.abc import Sequence
-from math import prod
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.extend.core.primitives import (
-    broadcast_in_dim_p,
-    name_p,
-)
+from jax.extend.core.primitives import name_p
 
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Spec, Specs, partition_spec, replicated
 from autopar.ir.step_graph import StepGraph
 from autopar.microbatch.gradients import accumulate_p
-from autopar.primitives import record_of
 from autopar.primitives.factors import OpFactors
 from autopar.progress import count_progress
 from autopar.sharding.candidates import Candidates
 from autopar.sharding.dataflow import analyze
 from autopar.sharding.equation_candidates import EquationCandidates
 from autopar.sharding.equation_seconds import EquationSeconds
+from autopar.sharding.followed_operands import followed_operands
 from autopar.sharding.heuristic import input_placed
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.options import ShardingOptions
@@ -75,8 +71,6 @@ class _ProblemBuilder:
         decisions: the decisions so far.
         candidates: the options of equations.
         seconds: the seconds of equations.
-        depth: longest path of equations from an input to each value.
-        content: number of elements of values before broadcasting.
     """
 
     def __init__(
@@ -97,10 +91,9 @@ class _ProblemBuilder:
         self.pins = Pins(options.pins, step, self.mesh)
         self.candidates = EquationCandidates(step, self.flow, costs, options, deferred)
         self.seconds = EquationSeconds(step, self.flow, memory_traffic, costs)
+        self._followed = followed_operands(step)
         self._loops = control_flow.repeats(step.jaxpr.eqns)
         self.deferred = deferred
-        self.depth: dict[Var, int] = {}
-        self.content: dict[Var, int] = {}
 
     # -- inputs and outputs
 
@@ -131,11 +124,9 @@ class _ProblemBuilder:
             placement = self._decide(path, specs)
             self.decisions.inputs.append(placement)
             self.decisions.placements[var] = placement
-            self.depth[var] = 0
         for var in self.step.jaxpr.constvars:
             specs = (replicated(len(aval_of(var).shape)),)
             self.decisions.placements[var] = self._decide("constant", specs)
-            self.depth[var] = 0
 
     def add_outputs(self) -> None:
         """Require the spec of their input for carried outputs, and of the pin for pinned ones."""
@@ -163,11 +154,6 @@ class _ProblemBuilder:
     def add_equation(self, number: int, eqn: JaxprEqn) -> None:
         """Place the results of an equation: as a decision, or following an operand."""
         placed = [self._placement(atom) for atom in eqn.invars]
-        if record_of(eqn).fusion == "elementwise" or eqn.primitive is broadcast_in_dim_p:
-            self.content[eqn.outvars[0]] = max(map(self._content, eqn.invars), default=0)
-        self.depth.update(
-            dict.fromkeys(eqn.outvars, 1 + max((self._depth(a) for a in eqn.invars), default=0))
-        )
         factors = self.flow.factors[number]
         if not eqn.outvars:
             return
@@ -210,29 +196,10 @@ class _ProblemBuilder:
     ) -> bool:
         """Let the equation follow an operand, if it can under all options of its decision.
 
-        Operands with a batch dim come first: a scale per feature may be larger than a small batch
-        of means. Of these the largest is followed, then the one with most elements before
-        broadcasting (dims that a broadcast added can be sliced to match the others at no cost),
-        then the deepest.
-
         Returns:
             Whether it follows an operand.
         """
-
-        def rank(k: int) -> tuple[int, ...]:
-            atom = eqn.invars[k]
-            return (
-                atom in self.flow.per_example,
-                prod(aval_of(atom).shape),
-                self._content(atom),
-                self._depth(atom),
-            )
-
-        leader = factors.leader
-        if leader is None:
-            leader = max(
-                (k for k, placement in enumerate(placed) if placement is not None), key=rank
-            )
+        leader = next(k for k in self._followed[number] if placed[k] is not None)
         placement = placed[leader]
         assert placement is not None
         candidates = self.candidates.following(number, eqn, factors, leader, placement.specs)
@@ -254,17 +221,10 @@ class _ProblemBuilder:
         self._add_seconds(number, first.decision, seconds)
         results = [Placement(first.decision, specs) for specs in candidates.results]
         is_combined = self.seconds.is_combined(eqn.outvars[0]) and self._loops[number] == 1
-        for kind in ("all_reduce", "reduce_scatter"):
-            before = np.array(
-                [
-                    max((size for k, size, _ in o.collectives if k == kind), default=0.0)
-                    for o in candidates.options
-                ]
+        for kind, before in sorted(candidates.partial_bytes.items()):
+            self.decisions.partial.append(
+                PartialResult(number, first.decision, kind, before, is_combined)
             )
-            if before.any():
-                self.decisions.partial.append(
-                    PartialResult(number, first.decision, kind, before, is_combined)
-                )
         self.decisions.decided.append((number, tuple(results)))
         self.decisions.placements.update(zip(eqn.outvars, results, strict=True))
         self._use_operands(number, eqn, first.decision, candidates)
@@ -317,8 +277,8 @@ class _ProblemBuilder:
             decision: the decision.
             parts: seconds of its kernels and of completing its results, shape (2, options).
         """
-        self.decisions.costs[decision] = self.decisions.costs[decision] + parts.sum(axis=0)
-        self.decisions.parts[decision] = self.decisions.parts[decision] + parts
+        self.decisions.costs[decision] += parts[0] + parts[1]
+        self.decisions.parts[decision] += parts
         self.decisions.shares.append((number, (decision,), parts))
 
     def _use_operands(
@@ -353,10 +313,3 @@ class _ProblemBuilder:
 
     def _placement(self, atom: Atom) -> Placement | None:
         return None if isinstance(atom, Literal) else self.decisions.placements[atom]
-
-    def _content(self, atom: Atom) -> int:
-        """Return the number of elements of a value before broadcasting."""
-        return 0 if isinstance(atom, Literal) else self.content.get(atom, prod(aval_of(atom).shape))
-
-    def _depth(self, atom: Atom) -> int:
-        return 0 if isinstance(atom, Literal) else self.depth[atom]
