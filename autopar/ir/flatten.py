@@ -4,10 +4,11 @@ Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined, because JAX has
 derivatives by the time a whole step is traced, and `custom_linear_solve` becomes its solver. A
 differentiated `jax.checkpoint` becomes an `optimization_barrier` on its inputs followed by its
 body, as JAX lowers it, so that the recomputation stays. A `reshape` that reads its operand in
-another order of dims becomes a transpose and a reshape. `stop_gradient` becomes its operand, since
-XLA merges the equations that read either. The bodies of `scan`, `while_loop` and `cond` stand
-between markers (`autopar.ir.control_flow`). A `psum` over an axis of `jax.vmap` becomes a sum, and
-a `device_put` between memories `to_host` or `to_device`.
+another order of dims becomes a transpose and a reshape, a `dot_general` that sums over no dim an
+elementwise product. A transpose that undoes another one is left out. `stop_gradient` becomes its
+operand, since XLA merges the equations that read either. The bodies of `scan`, `while_loop` and
+`cond` stand between markers (`autopar.ir.control_flow`). A `psum` over an axis of `jax.vmap`
+becomes a sum, and a `device_put` between memories `to_host` or `to_device`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,6 +60,7 @@ from autopar.ir.graph import (
     variables,
 )
 from autopar.ir.host_memory import is_on_host, to_device_p, to_host_p
+from autopar.ir.outer_products import elementwise_product, is_outer_product
 from autopar.ir.scope_renaming import with_renamed_scopes
 
 
@@ -148,6 +150,7 @@ class _FlatJaxprBuilder:
         self.constants: dict[Var, Any] = {}
         self._constant_of: dict[int, Var] = {}
         self._known: dict[Any, list[Var]] = {}
+        self._transposes: dict[Var, tuple[Atom, Sequence[int]]] = {}
         self._with_bodies: dict[Primitive, Callable[[JaxprEqn, list[Atom], Any], list[Atom]]] = {
             linear_solve_p: self._linear_solve
         }
@@ -191,9 +194,16 @@ class _FlatJaxprBuilder:
                 outvars = invars
             elif eqn.primitive is reshape_p and eqn.params["dimensions"] is not None:
                 outvars = self._transposed_reshape(_at(eqn, stack).replace(invars=invars))
+            elif is_outer_product(eqn):
+                outvars = self.inline(elementwise_product(eqn), invars, stack, call)
             else:
                 known = _host_move(_reduction(_at(eqn, stack))).replace(invars=invars)
-                outvars = self._without_empty(known) or _decided(known) or self._apply(known)
+                outvars = (
+                    self._without_empty(known)
+                    or _decided(known)
+                    or self._before_transposes(known)
+                    or self._apply(known)
+                )
             env.update(zip(eqn.outvars, outvars, strict=True))
         return [rename(atom) for atom in jaxpr.outvars]
 
@@ -203,7 +213,18 @@ class _FlatJaxprBuilder:
         """Append `eqn` with new results; return them."""
         outvars = [Var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(outvars=outvars))
+        if eqn.primitive is transpose_p:
+            self._transposes[outvars[0]] = eqn.invars[0], eqn.params["permutation"]
         return outvars
+
+    def _before_transposes(self, eqn: JaxprEqn) -> list[Atom]:
+        """Return what a transpose restores that undoes another one; empty for other equations."""
+        operand = eqn.invars[0] if eqn.primitive is transpose_p else None
+        if not isinstance(operand, Var) or operand not in self._transposes:
+            return []
+        source, order = self._transposes[operand]
+        after = [order[dim] for dim in eqn.params["permutation"]]
+        return [source] if after == sorted(after) else []
 
     def _apply(self, eqn: JaxprEqn) -> list[Var]:
         """Return the results of `eqn`, or of an equal equation before it.

@@ -75,6 +75,15 @@ def _conv_general_dilated(eqn: JaxprEqn) -> OpFactors:
     return build.build([lhs, rhs], [out], decides=True)
 
 
+def _tiled(eqn: JaxprEqn, operands: Shapes) -> Gemm | None:
+    """Return the sizes of a product of shards that is computed in tiles; None for one by a vector.
+
+    XLA computes products of vectors, or of matrices and vectors, as fused reductions.
+    """
+    gemm = _gemm(eqn, operands)
+    return None if 1 in (gemm.m, gemm.n) else gemm
+
+
 def _gemm(eqn: JaxprEqn, operands: Shapes) -> Gemm:
     """Return the sizes of a matrix product of shards.
 
@@ -149,7 +158,7 @@ RECORDS = {
     ),
     "dot_general": PrimitiveRecord(
         factors=_dot_general,
-        work=contraction_kernel("gemm", _gemm_flops, _gemm),
+        work=contraction_kernel("gemm", _gemm_flops, _tiled),
         fusion="contraction",
         layouts=dot_layouts,
         algebra="product",

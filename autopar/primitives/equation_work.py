@@ -38,7 +38,7 @@ def memory_kernel(flops: FlopRule = elements) -> KernelRule:
 def contraction_kernel(
     kind: Literal["gemm", "conv"],
     flops: FlopRule,
-    gemm: Callable[[JaxprEqn, Shapes], Gemm] | None = None,
+    gemm: Callable[[JaxprEqn, Shapes], Gemm | None] | None = None,
 ) -> KernelRule:
     """Return the rule of a matrix product or convolution.
 

@@ -6,6 +6,7 @@ from jax.extend.core import JaxprEqn
 
 from autopar.ir.graph import aval_of
 from autopar.primitives.registry import OperandLayout
+from autopar.primitives.rule_helpers import shape_of
 
 ORDER, PADDED, KERNEL, GRADIENT = "order", "padded", "kernel", "gradient"
 
@@ -13,14 +14,20 @@ ORDER, PADDED, KERNEL, GRADIENT = "order", "padded", "kernel", "gradient"
 def dot_layouts(eqn: JaxprEqn) -> list[OperandLayout | None]:
     """Return the layouts that a matrix product needs of its operands and leaves in its result.
 
-    Batch dims lead, and sizes of half-precision dims are multiples of 8.
+    Batch dims lead, and sizes of half-precision dims are multiples of 8. A product by a vector is a
+    reduction, which reads its operands as they are.
     """
     contracted, batched = eqn.params["dimension_numbers"]
+    free_sizes = [
+        prod(size for d, size in enumerate(shape_of(atom)) if d not in (*of_sum, *of_batch))
+        for atom, of_sum, of_batch in zip(eqn.invars, contracted, batched, strict=True)
+    ]
+    if 1 in free_sizes:
+        return [None, None, None]
     wants: list[OperandLayout | None] = []
     for side, atom in enumerate(eqn.invars):
         aval = aval_of(atom)
-        free = tuple(d for d in range(aval.ndim) if d not in (*contracted[side], *batched[side]))
-        sizes = [prod(aval.shape[d] for d in dims) for dims in (free, contracted[side])]
+        sizes = [free_sizes[side], prod(aval.shape[d] for d in contracted[side])]
         order = _product_order(aval.ndim, tuple(contracted[side]), tuple(batched[side]), side)
         if aval.dtype.itemsize == 2 and any(size % 8 for size in sizes):
             wants.append((PADDED, order))
