@@ -254,6 +254,11 @@ _WITHOUT_FUSED_ATTENTION = re.compile(r"gpt-?3.175b|nemotron-?4.340b|grok-?1")
 """Models whose recipes set NVTE_FUSED_ATTN=0 (github.com/NVIDIA/dgxc-benchmarking, configure.sh in
 nemo_megatron, nemotron and grok1); those of Llama and of Nemotron-4 15B set it to 1."""
 
+_SYNCHRONIZES_F32 = re.compile(r"nemotron-?4.15b")
+"""Models whose recipes have no grad_sync_dtype, so that devices sum gradients in f32
+(github.com/NVIDIA/dgxc-benchmarking, nemotron/nemotron4-15b-synth.yaml, and
+setup_mcore_distributed_parallel in github.com/NVIDIA/NeMo, megatron_gpt_model.py)."""
+
 GPT_NAME = re.compile(r"gpt-?\d|gpt2|gpt-[0-9x]+")
 
 
@@ -265,7 +270,11 @@ def software_of(row: StepRow, notes: Notes) -> Software:
         software = _MEGATRON_2021
     if software is SOFTWARE["pax"]:
         software = _pax(row, notes)
-    recipe = row.framework == "NeMo/Megatron-Core" and _WITHOUT_FUSED_ATTENTION.match(name)
+    of_dgxc = row.framework == "NeMo/Megatron-Core"
+    if of_dgxc and _SYNCHRONIZES_F32.match(name):
+        execution = {**software.execution, "communicated_gradient_bytes": 4}
+        software = replace(software, execution=execution)
+    recipe = of_dgxc and _WITHOUT_FUSED_ATTENTION.match(name)
     if software.backend is MEGATRON_CORE and (notes.flash_attention or recipe):
         software = replace(software, attention="flash2")
     return software

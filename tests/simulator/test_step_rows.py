@@ -521,6 +521,11 @@ def test_recipes_of_nemo_2_sum_gradients_in_16_bits() -> None:
     }
     assert [execution.gradient_bytes for execution in sizes.values()] == [2, 2, 2, 4]
     assert {execution.sent_gradient_bytes for execution in sizes.values()} == {2}
+    sent = {
+        model: scenario_of(row_with(framework="NeMo/Megatron-Core", model=model)).execution
+        for model in ("nemotron4-15b", "nemotron4-340b")
+    }
+    assert [execution.sent_gradient_bytes for execution in sent.values()] == [4, 2]
 
 
 def test_recipes_of_automodel_recompute_layers_with_consecutive_experts() -> None:
