@@ -1,9 +1,11 @@
 """Shapes, specs and memory roles of a stage's values between its tasks."""
 
+from collections.abc import Sequence
+
 from jax.extend.core import Var
 
 from autopar.ir.array_sizes import array_bytes
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import Atom, aval_of
 from autopar.ir.host_memory import is_on_host
 from autopar.ir.spec import Spec, local_shape, replicated
 from autopar.ir.step_graph import StepGraph
@@ -122,16 +124,27 @@ def check_stage(step: StepGraph, stage: Stage, number: int = 0) -> None:
                 f"stage {number} of the plan has {len(values)} {side}, expected the"
                 f" {len(atoms)} of the step; plan the step again"
             )
+        for atom, value in zip(atoms, values, strict=True):
+            _check_rank(f"{value.path} in the {side} of stage {number}", value.shape, atom)
     eqns = jaxpr.eqns
     for constraint in stage.constraints:
-        found = 0 <= constraint.eqn < len(eqns)
-        if found:
+        present: Sequence[Atom] = ()
+        if 0 <= constraint.eqn < len(eqns):
             eqn = eqns[constraint.eqn]
-            atoms = eqn.invars if constraint.side == "in" else eqn.outvars
-            found = 0 <= constraint.index < len(atoms)
-        if not found:
+            present = eqn.invars if constraint.side == "in" else eqn.outvars
+        if not 0 <= constraint.index < len(present):
             raise PlanError(
                 f"constraint {constraint.name!r} is of value {constraint.index} on the"
                 f" {constraint.side!r} side of equation {constraint.eqn}, which stage"
                 f" {number} does not have ({len(eqns)} equations); plan the step again"
             )
+        _check_rank(f"constraint {constraint.name!r}", constraint.shape, present[constraint.index])
+
+
+def _check_rank(name: str, shape: Sequence[int], atom: Atom) -> None:
+    """Raise PlanError unless a value of the plan has as many dims as that of the step."""
+    if len(shape) != aval_of(atom).ndim:
+        raise PlanError(
+            f"{name} has shape {tuple(shape)} in the plan, expected {aval_of(atom).ndim} dims; plan"
+            " the step again"
+        )

@@ -41,6 +41,16 @@ def test_a_constraint_on_a_value_that_the_stage_does_not_have_is_refused(pipelin
         assert with_changed_stages(pipeline, move_constraint).values
 
 
+@pytest.mark.parametrize("side", ["inputs", "outputs", "constraints"])
+def test_a_value_with_other_dims_is_refused(pipeline, side):
+    def drop_dims(stages):
+        value = next(value for value in stages[0][side] if value["shape"])
+        value["shape"], value["spec"] = [], []
+
+    with pytest.raises(PlanError, match=r"has shape \(\) in the plan, expected \d dims"):
+        assert with_changed_stages(pipeline, drop_dims).values
+
+
 def test_a_plan_of_one_stage_that_does_not_fit_is_refused_before_it_runs() -> None:
     args = stack_params(), stack_batch()
     plan = autopar.plan_step(

@@ -288,7 +288,7 @@ def predicted_seconds() -> float:
 
 @pytest.mark.slow
 def test_xla_flags_affect_compilation_for_a_cluster():
-    code = "from tests.autopar.test_target import predicted_seconds; print(predicted_seconds())"
+    code = f"from {__name__} import predicted_seconds; print(predicted_seconds())"
     env = {**os.environ, "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
