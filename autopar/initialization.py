@@ -1,4 +1,4 @@
-"""The devices on which steps run: those of this process, or of the hosts of a Ray cluster."""
+"""Which devices run steps: the devices of this process, or the devices of a Ray cluster."""
 
 import gc
 from collections.abc import Sequence

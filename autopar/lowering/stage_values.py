@@ -142,7 +142,7 @@ def check_stage(step: StepGraph, stage: Stage, number: int = 0) -> None:
 
 
 def _check_rank(name: str, shape: Sequence[int], atom: Atom) -> None:
-    """Raise PlanError unless a value of the plan has as many dims as that of the step."""
+    """Raise PlanError unless a shape in the plan has as many dims as the value of the step."""
     if len(shape) != aval_of(atom).ndim:
         raise PlanError(
             f"{name} has shape {tuple(shape)} in the plan, expected {aval_of(atom).ndim} dims; plan"

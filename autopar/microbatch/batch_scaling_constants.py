@@ -84,7 +84,7 @@ def constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
 
 
 def own_constant_scaling(value: Any, whole: Any, count: int) -> BatchScaling:
-    """Return the scaling of a constant of which each microbatch may have its own value.
+    """Return the scaling of a constant that may have another value in each microbatch.
 
     Such a number contains the number of examples less one, as an unbiased variance does. It scales
     as if it contained the number of examples.
@@ -196,7 +196,7 @@ def check_parameters(eqn: JaxprEqn, whole: JaxprEqn) -> None:
 def _moves_in_fixed_dims(eqn: JaxprEqn, whole: JaxprEqn, name: str) -> bool:
     """Return whether a slice or pad differs along a dim that does not grow with the batch.
 
-    The dims of a slice are those of its operand, the dims of a pad those of its result.
+    A slice has the dims of its operand, and a pad has the dims of its result.
     """
     end = eqn.invars if eqn.primitive is slice_p else eqn.outvars
     other_end = whole.invars if eqn.primitive is slice_p else whole.outvars

@@ -54,7 +54,7 @@ class LoopScalings:
         self._over_rows: set[Var] = set()
 
     def is_over_rows(self, eqn: JaxprEqn) -> bool:
-        """Return whether a marker is of a loop that has an iteration for each row."""
+        """Return whether a marker belongs to a loop with one iteration per row."""
         return control_flow.token_of(eqn) in self._over_rows
 
     def of(self, eqn: JaxprEqn, whole: JaxprEqn) -> list[BatchScaling]:

@@ -104,7 +104,7 @@ class _Growth:
         return other if other and len(other.eqns) == len(self.jaxpr.eqns) else None
 
     def of_operand(self, number: int, operand: int, dim: int) -> bool:
-        """Return whether a dim of an operand grows, also if no other size tells.
+        """Return whether a dim of an operand grows with the batch; True if that is not known.
 
         Args:
             number: the number of the equation.

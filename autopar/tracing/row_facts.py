@@ -102,7 +102,7 @@ class RowFacts:
             self.known[var] = RowTable(Origin("key", var), domain, shape, domain)
 
     def column(self, atom: Atom, origin: str) -> RowTable | None:
-        """Return the table of an array with one number per row, if it is of this origin."""
+        """Return the table of an array if it has one number per row and this kind of origin."""
         known = self.known_of(atom)
         if not isinstance(known, RowTable) or not known.has_numbers:
             return None

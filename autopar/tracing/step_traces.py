@@ -128,6 +128,7 @@ class StepTraces:
         self._assignments: Assignments = {}
         self.trace = cache(self._trace)
         self._flat_trace = cache(self._make_flat_trace)
+        self._flat_scales: list[tuple[Fraction, bool]] = []
 
     def _trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> TracedStep:
         """Return the step for a batch that is larger by `scale`, or smaller if that is below one.
@@ -176,10 +177,18 @@ class StepTraces:
         return traced._replace(jaxpr=with_own_blocks(own, traced.batch, resized))
 
     def _resized(self, scale: Fraction, whole_arrays: bool) -> Jaxpr | None:
-        """Return the step for a batch of another size than `scale`; None if it can't be traced."""
-        other = Fraction(2) if scale == 1 else Fraction(1)
+        """Return the step for a batch of another size than `scale`; None if it can't be traced.
+
+        A size that is traced already is taken if the step has as many equations for it.
+        """
+        own = self._flat_trace(scale, whole_arrays)
+        for other in self._flat_scales:
+            if other != (scale, whole_arrays) and other[1] == whole_arrays:
+                traced = self._flat_trace(*other)
+                if len(traced.jaxpr.eqns) == len(own.jaxpr.eqns):
+                    return with_own_rows(traced.jaxpr, traced.batch)
         try:
-            traced = self._flat_trace(other, whole_arrays)
+            traced = self._flat_trace(Fraction(2) if scale == 1 else Fraction(1), whole_arrays)
         except Exception:
             return None  # the size that is wanted may be traced nonetheless
         return with_own_rows(traced.jaxpr, traced.batch)
@@ -192,7 +201,9 @@ class StepTraces:
         ]
         whole = tracing_whole_arrays() if whole_arrays else nullcontext()
         with layering(self.options.layers, self._assignments), whole:
-            return self.flat(*self._jaxpr(scaled))
+            traced = self.flat(*self._jaxpr(scaled))
+        self._flat_scales.append((scale, whole_arrays))
+        return traced
 
     def flat(self, jaxpr: Jaxpr, out_keys: list[Any], out_tree: Any) -> TracedStep:
         """Return a traced step with its scans divided into layers, and flat.
