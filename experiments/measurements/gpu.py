@@ -277,14 +277,14 @@ def circumstances(repeat: int) -> dict[str, Any]:
         "driver": driver_version() if device.platform == "gpu" else None,
         "platform_version": device.client.platform_version,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
-        "commit": _commit(),
+        "commit": checked_out_commit(),
         "repeats": repeat,
         "statistic": "median of the repeats, each the mean over steps one after the other",
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
-def _commit() -> str | None:
+def checked_out_commit() -> str | None:
     """Return AUTOPAR_COMMIT, or else the commit that is checked out; None without git."""
     if commit := os.environ.get("AUTOPAR_COMMIT"):
         return commit

@@ -9,16 +9,16 @@ strategies that plans without stages. A row compares one quantity: the bytes of 
 one kind (as `simulator.Collective` counts them), device memory, or step time.
 """
 
-import argparse
-import csv
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import autopar
 from autopar.report import planned_collectives
+from experiments.growing_tables import table_options, with_error, written
 from experiments.models import (
     BERT,
     GPT,
@@ -284,23 +284,13 @@ def _busy(timeline: Timeline) -> dict[str, float]:
 
 def main() -> None:
     """Write the table, and print it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="a pattern of `model mesh cluster strategy`")
-    parser.add_argument("--output", type=Path, default=Path("results/tables/fidelity.csv"))
-    args = parser.parse_args()
-    with args.output.open("w", newline="") as file:
-        names = [field.name for field in fields(QuantityComparison)]
-        writer = csv.DictWriter(file, [*names[:-1], "error", names[-1]], lineterminator="\n")
-        writer.writeheader()
-        for case in (case for case in cases() if re.search(args.only, str(case))):
-            for row in compare(case):
-                writer.writerow(asdict(row) | {"error": f"{row.error:.4f}"})
-                file.flush()
-                where = f"{row.model:12} {row.mesh:4} {row.strategy:6} {row.quantity:15}"
-                numbers = f"{row.planned:16,.6g} {row.compiled:16,.6g} {row.error:+8.1%}"
-                print(where, numbers, row.because, flush=True)
+    only = "`model mesh cluster strategy`"
+    args = table_options(__doc__, "fidelity", only=only).parse_args()
+    chosen = (case for case in cases() if re.search(args.only, str(case)))
+    for row in written(chain.from_iterable(map(compare, chosen)), args.output, with_error):
+        where = f"{row.model:12} {row.mesh:4} {row.strategy:6} {row.quantity:15}"
+        numbers = f"{row.planned:16,.6g} {row.compiled:16,.6g} {row.error:+8.1%}"
+        print(where, numbers, row.because, flush=True)
 
 
 if __name__ == "__main__":

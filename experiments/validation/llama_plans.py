@@ -9,17 +9,15 @@ these degrees takes 366 ms and that of PyTorch's AutoParallel 379 ms (meta-pytor
 for a batch of one or two sequences for each of the 16 groups of 8 GPUs.
 """
 
-import argparse
-import csv
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
 import autopar
+from experiments.growing_tables import table_options, written
 from experiments.validation.llama_step import LlamaSizes, Recomputed
 from simulator import Cluster
 
@@ -104,22 +102,14 @@ def _row(
 
 def main() -> None:
     """Write the table, and print it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = table_options(__doc__, "llama_plans")
     parser.add_argument("--layers", type=int, default=LLAMA_8B.layers, help="number of layers")
-    parser.add_argument("--output", type=Path, default=Path("results/tables/llama_plans.csv"))
     args = parser.parse_args()
     llama = replace(LLAMA_8B, layers=args.layers)
     names = [field.name for field in fields(StrategyRow)]
     table = Table(*names, title=f"Llama 3 8B, {args.layers} layers, on 128 H100")
-    with args.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        for row in strategy_rows(llama, (GROUPS, 2 * GROUPS, 128, 256)):
-            writer.writerow(asdict(row))
-            file.flush()
-            table.add_row(*map(str, asdict(row).values()))
+    for row in written(strategy_rows(llama, (GROUPS, 2 * GROUPS, 128, 256)), args.output):
+        table.add_row(*map(str, asdict(row).values()))
     Console(width=120).print(table)
 
 

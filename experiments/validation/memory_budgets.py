@@ -11,15 +11,13 @@ Seeds whose solves end at their limit of time without a sharding have no row.
 A pipeline is planned by a bound of its bytes; the analytic prediction follows its schedule.
 """
 
-import argparse
-import csv
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import autopar
+from experiments.growing_tables import table_options, with_error, written
 from experiments.models import Model
 from experiments.validation.fidelity import MODELS
 from simulator import Cluster
@@ -180,40 +178,36 @@ def summary(rows: Sequence[BudgetRow]) -> str:
 
 def main() -> None:
     """Write the table, and print it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = table_options(__doc__, "memory_budgets")
     parser.add_argument("--number", type=int, default=60, help="number of rows")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--cluster", default="dgx_a100_80", help="cluster of 8 GPUs")
-    parser.add_argument("--output", type=Path, default=Path("results/tables/memory_budgets.csv"))
     args = parser.parse_args()
     cluster = Cluster.load(args.cluster)
     rows = []
-    with args.output.open("w", newline="") as file:
-        names = [field.name for field in fields(BudgetRow)]
-        writer = csv.DictWriter(file, [*names[:-1], "error", names[-1]], lineterminator="\n")
-        writer.writeheader()
-        for seed in range(args.first, args.first + args.number):
-            try:
-                row = row_of(seed, cluster)
-            except TimeoutError as error:
-                print(f"{seed:3} not planned: {error}", flush=True)
-                continue
-            rows.append(row)
-            writer.writerow(asdict(row) | {"error": f"{row.error:.4f}"})
-            file.flush()
-            sizes = (
-                f"{name} {getattr(row, name) / 1e9:7.3f} GB"
-                for name in ("budget", "planned", "predicted", "compiled")
-            )
-            over = "" if row.compiled <= row.budget else "OVER"
-            print(
-                f"{seed:3} {row.model:12} {', '.join(sizes)} {row.error:+7.1%} {over} {row.method}"
-                f" {row.warnings}",
-                flush=True,
-            )
+    seeds = range(args.first, args.first + args.number)
+    for row in written(_planned_rows(seeds, cluster), args.output, with_error):
+        rows.append(row)
+        sizes = (
+            f"{name} {getattr(row, name) / 1e9:7.3f} GB"
+            for name in ("budget", "planned", "predicted", "compiled")
+        )
+        over = "" if row.compiled <= row.budget else "OVER"
+        print(
+            f"{row.seed:3} {row.model:12} {', '.join(sizes)} {row.error:+7.1%} {over} {row.method}"
+            f" {row.warnings}",
+            flush=True,
+        )
     print(summary(rows))
+
+
+def _planned_rows(seeds: Iterable[int], cluster: Cluster) -> Iterator[BudgetRow]:
+    """Yield the rows of seeds; a case that the solver does not plan in time has none."""
+    for seed in seeds:
+        try:
+            yield row_of(seed, cluster)
+        except TimeoutError as error:
+            print(f"{seed:3} not planned: {error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,17 @@ Each is planned from the function of the step in a process of its own. The time 
 computation, measured before and after, says how fast the machine was.
 """
 
-import argparse
-import csv
 import multiprocessing
 import re
 import resource
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import autopar
+from experiments.growing_tables import table_options, written
 from experiments.models.gpt import GPT
 from experiments.models.model_sizes import gpt
 from experiments.reference_computation import reference_seconds
@@ -128,22 +126,11 @@ def row_of(name: str) -> PlanningRow:
 
 def main() -> None:
     """Write the table, and print it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="regular expression of names to plan")
-    parser.add_argument("--output", type=Path, default=Path("results/tables/planning_seconds.csv"))
-    args = parser.parse_args()
+    args = table_options(__doc__, "planning_seconds", only="names to plan").parse_args()
+    names = [name for name in PLANNINGS if re.search(args.only, name)]
     spawn = multiprocessing.get_context("spawn")
-    with (
-        args.output.open("w", newline="") as file,
-        ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as process,
-    ):
-        writer = csv.DictWriter(file, [f.name for f in fields(PlanningRow)], lineterminator="\n")
-        writer.writeheader()
-        for row in process.map(row_of, (n for n in PLANNINGS if re.search(args.only, n))):
-            writer.writerow(asdict(row))
-            file.flush()
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as process:
+        for row in written(process.map(row_of, names), args.output):
             print(row, flush=True)
 
 

@@ -8,18 +8,17 @@ stands for all. Large GPTs scan their layers, so that they compile as fast as on
 the other models have few layers.
 """
 
-import argparse
-import csv
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import autopar
+from experiments.growing_tables import table_options, written
 from experiments.models import GPT, Model, MoE
 from experiments.models.model_sizes import PUBLISHED
 from experiments.strategy import Shape
+from experiments.sweep_job import mesh_name
 from experiments.validation.annotations import Annotations
 from simulator import Cluster, Timeline, simulate
 
@@ -89,7 +88,7 @@ def measure(
     for way, method in (METHODS | ANNOTATED[len(mesh)]).items():
         if ways and way not in ways:
             continue
-        row = WayResult(name, cluster.name, "x".join(map(str, mesh)), way, "ok")
+        row = WayResult(name, cluster.name, mesh_name(mesh), way, "ok")
         place = name, cluster.name, way
         same = [other for other in earlier if _place(other) == place]
         if way in DATA_PARALLEL and same:
@@ -171,36 +170,29 @@ def _cells(full: bool) -> Iterator[tuple[str, Model, str, Shape]]:
 
 def main() -> None:
     """Write the table, and print it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = table_options(__doc__, "quality", only="`model cluster mesh`")
     parser.add_argument(
         "--full", action="store_true", help="every model and size of the suites, with all layers"
     )
-    parser.add_argument("--only", default="", help="a pattern of `model cluster mesh`")
     parser.add_argument("--ways", default="", help="only these, with commas between")
-    parser.add_argument("--output", type=Path, default=Path("results/tables/quality.csv"))
     args = parser.parse_args()
-    names = [field.name for field in fields(WayResult)]
-    with args.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        earlier: list[WayResult] = []
-        for name, model, cluster, mesh in _cells(args.full):
-            if not re.search(args.only, f"{name} {cluster} {'x'.join(map(str, mesh))}"):
-                continue
-            rows = []
-            ways = args.ways.split(",") if args.ways else ()
-            for row in measure(name, model, Cluster.load(cluster), mesh, ways, earlier):
-                rows.append(row)
-                earlier.append(row)
-                writer.writerow(asdict(row))
-                file.flush()
-                print(_text(row), flush=True)
-            gap = behind(rows)
-            print(
-                f"    automatic {'' if gap is None else f'{gap:+.1%}'}", file=sys.stderr, flush=True
-            )
+    ways = args.ways.split(",") if args.ways else ()
+    for row in written(_rows(args.full, args.only, ways), args.output):
+        print(_text(row), flush=True)
+
+
+def _rows(full: bool, only: str, ways: Sequence[str]) -> Iterator[WayResult]:
+    """Yield the results of all cells that match a pattern, and say how far behind a plan is."""
+    earlier: list[WayResult] = []
+    for name, model, cluster, mesh in _cells(full):
+        if not re.search(only, f"{name} {cluster} {mesh_name(mesh)}"):
+            continue
+        count = len(earlier)
+        for row in measure(name, model, Cluster.load(cluster), mesh, ways, earlier):
+            earlier.append(row)
+            yield row
+        gap = behind(earlier[count:])
+        print(f"    automatic {'' if gap is None else f'{gap:+.1%}'}", file=sys.stderr, flush=True)
 
 
 def _text(row: WayResult) -> str:

@@ -10,17 +10,14 @@ which are not fitted to. The simulator is given the seconds that each task takes
 process; contention of the stages for the cores is its own prediction.
 """
 
-import argparse
-import csv
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -32,8 +29,10 @@ import yaml
 import autopar
 from autopar import host_benchmarks
 from autopar.testing import raylets
+from experiments.growing_tables import table_options, written
 from experiments.local_steps import initial_args, use_devices_like
 from experiments.measurements import host_timing
+from experiments.measurements.gpu import checked_out_commit
 from experiments.measurements.host_timing import HostsShape, RunningStep, StepSeconds, medians
 from experiments.models import GPT, MLP, Model
 from simulator import Cluster, Run, cluster_files
@@ -264,9 +263,6 @@ def _tasks(measured: MeasuredCase) -> Iterator[str]:
 
 def circumstances(repeat: int, load_average: Sequence[float]) -> dict[str, Any]:
     """Return the machine, versions and statistics that belong to a run's numbers."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "machine": {
             "cores": os.cpu_count(),
@@ -276,7 +272,7 @@ def circumstances(repeat: int, load_average: Sequence[float]) -> dict[str, Any]:
         "load_average_before": round(load_average[0], 1),
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("jax", "ray", "numpy")},
-        "commit": commit.stdout.strip(),
+        "commit": checked_out_commit(),
         "repeats": repeat,
         "statistic": "median of the repeats, which take turns; of transfers the fastest",
     }
@@ -316,14 +312,9 @@ def measure_steps(cases: Sequence[CompiledCase], repeat: int) -> Iterator[Measur
 
 def write(path: Path, rows: Sequence[RayMeasurement]) -> None:
     """Write the table, and print it."""
-    names = [field.name for field in fields(RayMeasurement)]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(asdict(row) | {"value": f"{row.value:.4g}"})
-            shape = f"{row.hosts} x {row.devices_per_host}"
-            print(f"{row.case:45} {shape} {row.quantity:32} {row.value:12.6g}")
+    for row in written(rows, path, lambda row: asdict(row) | {"value": f"{row.value:.4g}"}):
+        shape = f"{row.hosts} x {row.devices_per_host}"
+        print(f"{row.case:45} {shape} {row.quantity:32} {row.value:12.6g}")
 
 
 def _log(text: str) -> None:
@@ -332,11 +323,8 @@ def _log(text: str) -> None:
 
 def main() -> None:
     """Measure, fit and write the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = table_options(__doc__, "hosts")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("results/tables/hosts.csv"))
     parser.add_argument("--calibrated", type=Path, help="a cluster file to write")
     flags = parser.parse_args()
     load_average = os.getloadavg()

@@ -7,17 +7,15 @@ shards, and `gspmd` leaves it to XLA's partitioner. With `auto` the planner keep
 for all layers or for attention alone, and decides the rest.
 """
 
-import argparse
-import csv
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from jax.sharding import AbstractMesh
 
 import autopar
 from autopar.directives import Backend, ModelSchedule, build
 from experiments.gpt_directives import megatron, schedule_gpt, split_attention, train_step
+from experiments.growing_tables import table_options, written
 from experiments.models import GPT
 from experiments.models.model_sizes import PUBLISHED
 from simulator import Cluster
@@ -61,26 +59,18 @@ def measure(name: str, model: GPT, cluster: Cluster) -> Iterator[ScheduleResult]
 
 def main() -> None:
     """Write the table, and print it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = table_options(__doc__, "schedules")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--output", type=Path, default=Path("results/tables/schedules.csv"))
     flags = parser.parse_args()
     model = PUBLISHED["gpt-350M"]
     assert isinstance(model, GPT)
     model, cluster = replace(model, num_layers=flags.layers), Cluster.load("dgx_a100_80")
-    with flags.output.open("w", newline="") as file:
-        writer = csv.DictWriter(
-            file, [field.name for field in fields(ScheduleResult)], lineterminator="\n"
+    rows = measure(f"gpt-350M ({flags.layers} layers)", model, cluster.first_devices(8))
+    for row in written(rows, flags.output):
+        print(
+            f"{row.way:40} {row.step_seconds * 1e3:8.2f} ms {row.memory_bytes / 1e9:6.2f} GB",
+            flush=True,
         )
-        writer.writeheader()
-        for row in measure(f"gpt-350M ({flags.layers} layers)", model, cluster.first_devices(8)):
-            writer.writerow(asdict(row))
-            print(
-                f"{row.way:40} {row.step_seconds * 1e3:8.2f} ms {row.memory_bytes / 1e9:6.2f} GB",
-                flush=True,
-            )
 
 
 if __name__ == "__main__":
