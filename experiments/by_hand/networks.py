@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from experiments.models import GPT, MLP, Model
+from experiments.models.transformer import attend
 
 type Params = dict[str, Any]
 
@@ -184,11 +185,7 @@ def _attention(layout: Layout, head_dim: int, params: Params, x: jax.Array) -> j
     query, key, value = jnp.split(
         qkv.reshape(batch, length, width // (3 * head_dim), 3 * head_dim), 3, axis=-1
     )
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / head_dim**0.5
-    visible = jnp.tril(jnp.ones((length, length), dtype=bool))
-    scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(qkv.dtype)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    mixed = attend(query, key, value, causal=True)
     return layout.row(params["out"], mixed.reshape(batch, length, width // 3))
 
 

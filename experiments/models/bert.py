@@ -1,7 +1,7 @@
 """A BERT encoder (Devlin et al., 2019), trained to predict masked tokens."""
 
 from dataclasses import dataclass
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, ComputeDtype, Model, ValueAndGrad, adam_state
+from experiments.models.model import Batch, ComputeDtype, TokenModel, ValueAndGrad
 from experiments.models.transformer import Block
 
 MASK = 0
@@ -46,7 +46,7 @@ class Encoder(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class BERT(Model):
+class BERT(TokenModel):
     """BERT with the cross-entropy of masked tokens, 15 % of all.
 
     Attributes:
@@ -55,6 +55,7 @@ class BERT(Model):
         remat: recompute each block in the backward pass instead of keeping its activations.
     """
 
+    network: ClassVar = Encoder
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -63,13 +64,6 @@ class BERT(Model):
     batch_size: int
     compute_dtype: ComputeDtype = "float32"
     remat: bool = False
-
-    @override
-    def init_state(self, key: jax.Array) -> TrainState:
-        module = self.module(Encoder)
-        return adam_state(
-            module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
-        )
 
     @override
     def make_batch(self, key: jax.Array) -> Batch:

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, override
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.training.train_state import TrainState
 
-from experiments.models.model import ComputeDtype, NextToken, adam_state
+from experiments.models.model import ComputeDtype, NextToken
 from experiments.models.transformer import Block
 
 
@@ -61,6 +60,7 @@ class GPT(NextToken):
         scan_layers: run one `lax.scan` over stacked blocks instead of unrolled blocks.
     """
 
+    network: ClassVar = Decoder
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -71,10 +71,3 @@ class GPT(NextToken):
     remat: bool = False
     tied_head: bool = True
     scan_layers: bool = False
-
-    @override
-    def init_state(self, key: jax.Array) -> TrainState:
-        module = self.module(Decoder)
-        return adam_state(
-            module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
-        )

@@ -4,14 +4,13 @@ It has RMS norms, rotary positions, gated feed-forward layers and grouped-query 
 """
 
 from dataclasses import dataclass
-from typing import Any, override
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.training.train_state import TrainState
 
-from experiments.models.model import ComputeDtype, NextToken, adam_state
+from experiments.models.model import ComputeDtype, NextToken
 from experiments.models.transformer import attend
 
 
@@ -127,6 +126,7 @@ class Llama(NextToken):
         remat: recompute each block in the backward pass instead of keeping its activations.
     """
 
+    network: ClassVar = LlamaDecoder
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -137,10 +137,3 @@ class Llama(NextToken):
     batch_size: int
     compute_dtype: ComputeDtype = "float32"
     remat: bool = False
-
-    @override
-    def init_state(self, key: jax.Array) -> TrainState:
-        module = self.module(LlamaDecoder)
-        return adam_state(
-            module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
-        )

@@ -1,14 +1,12 @@
 """An LSTM language model (Hochreiter and Schmidhuber, 1997) with a loop over time in each layer."""
 
 from dataclasses import dataclass
-from typing import override
+from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
-from flax.training.train_state import TrainState
 
-from experiments.models.model import NextToken, adam_state
+from experiments.models.model import NextToken
 
 
 class LanguageModel(nn.Module):
@@ -31,15 +29,9 @@ class LanguageModel(nn.Module):
 class LSTM(NextToken):
     """An LSTM with next-token prediction."""
 
+    network: ClassVar = LanguageModel
     num_layers: int
     hidden_size: int
     sequence_length: int
     vocab_size: int
     batch_size: int
-
-    @override
-    def init_state(self, key: jax.Array) -> TrainState:
-        module = LanguageModel(self.num_layers, self.hidden_size, self.vocab_size)
-        return adam_state(
-            module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
-        )

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
-from typing import Any, Literal, override
+from typing import Any, ClassVar, Literal, override
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +57,11 @@ class Model(ABC):
 
     def module[M: nn.Module](self, module: type[M]) -> M:
         """Return a module whose fields are those of the model, with `dtype` for activations."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(module)
-            if hasattr(self, field.name)
-        }
-        return module(**values | {"dtype": jnp.dtype(self.dtype)})
+        names = [field.name for field in fields(module) if hasattr(self, field.name)]
+        values = {name: getattr(self, name) for name in names}
+        if "dtype" in names:
+            values["dtype"] = jnp.dtype(self.dtype)
+        return module(**values)
 
     @property
     def num_parameters(self) -> int:
@@ -116,11 +115,23 @@ def cross_entropy_step(
     return state.apply_gradients(grads=grads), value
 
 
-class NextToken(Model):
-    """A model that predicts the next token, with cross-entropy."""
+class TokenModel(Model):
+    """A model of sequences of tokens, whose fields are those of `network`."""
 
+    network: ClassVar[type[nn.Module]]
     sequence_length: int
     vocab_size: int
+
+    @override
+    def init_state(self, key: jax.Array) -> TrainState:
+        module = self.module(self.network)
+        return adam_state(
+            module.apply, module.init(key, jnp.zeros((1, self.sequence_length), jnp.int32))
+        )
+
+
+class NextToken(TokenModel):
+    """A model that predicts the next token, with cross-entropy."""
 
     @override
     def make_batch(self, key: jax.Array) -> Batch:
@@ -134,3 +145,19 @@ class NextToken(Model):
         self, state: TrainState, batch: Batch, value_and_grad: ValueAndGrad = jax.value_and_grad
     ) -> tuple[TrainState, jax.Array]:
         return cross_entropy_step(state, batch["tokens"], batch["labels"], value_and_grad)
+
+
+class Classification(Model):
+    """A model that tells the class of square images, with three colours."""
+
+    image_size: int
+    num_classes: int
+
+    @override
+    def make_batch(self, key: jax.Array) -> Batch:
+        pixels, classes = jax.random.split(key)
+        shape = (self.batch_size, self.image_size, self.image_size, 3)
+        return {
+            "images": jax.random.normal(pixels, shape),
+            "labels": jax.random.randint(classes, (self.batch_size,), 0, self.num_classes),
+        }

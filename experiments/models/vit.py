@@ -10,8 +10,8 @@ from flax.training.train_state import TrainState
 
 from experiments.models.model import (
     Batch,
+    Classification,
     ComputeDtype,
-    Model,
     ValueAndGrad,
     adam_state,
     cross_entropy_step,
@@ -50,7 +50,7 @@ class VisionTransformer(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class ViT(Model):
+class ViT(Classification):
     """A vision transformer for classification.
 
     Attributes:
@@ -73,15 +73,6 @@ class ViT(Model):
         return adam_state(
             module.apply, module.init(key, jnp.zeros((1, self.image_size, self.image_size, 3)))
         )
-
-    @override
-    def make_batch(self, key: jax.Array) -> Batch:
-        pixels, classes = jax.random.split(key)
-        shape = (self.batch_size, self.image_size, self.image_size, 3)
-        return {
-            "images": jax.random.normal(pixels, shape),
-            "labels": jax.random.randint(classes, (self.batch_size,), 0, self.num_classes),
-        }
 
     @override
     def train_step(

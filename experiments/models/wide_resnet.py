@@ -10,7 +10,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from experiments.models.model import Batch, Model, ValueAndGrad
+from experiments.models.model import Batch, Classification, ValueAndGrad
 
 BLOCKS = {8: (1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 """Bottleneck blocks in each group, by number of layers (8 is for tests)."""
@@ -70,7 +70,7 @@ class WideResNetModule(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class WideResNet(Model):
+class WideResNet(Classification):
     """A Wide-ResNet for classification, in float32.
 
     Attributes:
@@ -98,15 +98,6 @@ class WideResNet(Model):
             tx=optax.adam(1e-3),
         )
         return state.replace(step=jnp.zeros((), jnp.int32))  # see `train_state`
-
-    @override
-    def make_batch(self, key: jax.Array) -> Batch:
-        pixels, classes = jax.random.split(key)
-        shape = (self.batch_size, self.image_size, self.image_size, 3)
-        return {
-            "images": jax.random.normal(pixels, shape),
-            "labels": jax.random.randint(classes, (self.batch_size,), 0, self.num_classes),
-        }
 
     @override
     def train_step(

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
+from experiments.models.llama import rotate
+
 type Arrays = dict[str, Any]
 
 type Recomputed = Literal["mlp", "full"]
@@ -102,7 +104,7 @@ class LlamaSizes:
             for name in ("q", "k", "v")
         )
         context = jax.nn.dot_product_attention(
-            _rotated(q), _rotated(k), v, is_causal=True, implementation="cudnn"
+            rotate(q), rotate(k), v, is_causal=True, implementation="cudnn"
         )
         context = checkpoint_name(context.reshape(batch, self.seq, -1), "context")
         x = x + checkpoint_name(context @ w["o"], "projection")
@@ -118,13 +120,3 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
     root = jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
     return (y * root * scale).astype(jnp.bfloat16)
-
-
-def _rotated(x: jax.Array) -> jax.Array:
-    """Return queries or keys of shape (batch, seq, heads, features) turned by their positions."""
-    seq, half = x.shape[1], x.shape[-1] // 2
-    frequencies = 10000.0 ** -(jnp.arange(half) / half)
-    angles = jnp.outer(jnp.arange(seq), frequencies)[:, None, :]
-    cosine, sine = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    left, right = jnp.split(x, 2, -1)
-    return jnp.concatenate([left * cosine - right * sine, left * sine + right * cosine], -1)
