@@ -7,17 +7,15 @@ Rows are named after the model and the number of GPUs and sorted by the latter; 
 computes one of them.
 """
 
-import argparse
-import csv
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import autopar
-from experiments.models import Model
+from experiments.growing_tables import table_options, written
+from experiments.models import GPT, Model, MoE
 from experiments.models.model_sizes import gpt, moe
 from simulator import Cluster
 
@@ -126,6 +124,33 @@ They are from Zheng et al., OSDI'22, and `benchmark/alpa/suite_auto_*.py` of Alp
 is 256, since the two sequences of a microbatch would be a single group of tokens, which traces
 differently from several.
 """
+
+
+def inter_only(published: AlpaPlan) -> AlpaPlan:
+    """Return the plan of the same model with one GPU per stage, and at least one block."""
+    blocks = published.sizes[1]
+    count = min(blocks, published.num_devices)
+    stages = ((blocks // count, (1, 1), (1, 1)),) * count
+    return AlpaPlan(published.family, published.sizes, GLOBAL_BATCH // 4, blocks, stages)
+
+
+def step_flops(model: GPT | MoE) -> float:
+    """Return the FLOP of a step whose blocks are recomputed, as Alpa counts them (`alpa/util.py`).
+
+    Each block counts two forward passes and a backward pass, which has twice the FLOP of a forward
+    pass; only matrix products and attention count.
+    """
+    hidden, seq = model.hidden_size, model.sequence_length
+    tokens = model.batch_size * seq
+    attention = tokens * (8.0 * hidden**2 + 4.0 * seq * hidden)
+    head = 6.0 * tokens * hidden * model.vocab_size
+    if isinstance(model, GPT):
+        return 4 * model.num_layers * (attention + 16.0 * tokens * hidden**2) + head
+    dense = 4.0 * model.widening * tokens * hidden**2
+    gates = 2.0 * tokens * hidden * model.num_experts
+    # Tokens are dispatched to the experts and combined again by products with masks.
+    dispatch = 2 * 2.0 * tokens * (2 * model.group_size) * hidden
+    return 4 * model.num_layers / 2 * (2 * attention + dense + 2 * dense + gates + dispatch) + head
 
 
 def p3(count: int) -> Cluster:
@@ -269,21 +294,9 @@ def rows(only: str) -> Iterator[PipelineComparison]:
 
 def main() -> None:
     """Write the table, and print it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="a pattern of e.g. gpt-8")
-    parser.add_argument("--output", type=Path, default=Path("results/tables/pipeline_quality.csv"))
-    args = parser.parse_args()
-    with args.output.open("w", newline="") as file:
-        writer = csv.DictWriter(
-            file, [field.name for field in fields(PipelineComparison)], lineterminator="\n"
-        )
-        writer.writeheader()
-        for row in rows(args.only):
-            writer.writerow(asdict(row))
-            file.flush()
-            print(_text(row), flush=True)
+    args = table_options(__doc__, "pipeline_quality", only="e.g. gpt-8").parse_args()
+    for row in written(rows(args.only), args.output):
+        print(_text(row), flush=True)
 
 
 def _text(row: PipelineComparison) -> str:

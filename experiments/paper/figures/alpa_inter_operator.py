@@ -19,8 +19,7 @@ from experiments.paper.wide_resnet_steps import (
     convolution_flops,
     plan_wide_resnet,
 )
-from experiments.validation.alpa_figure7 import step_flops
-from experiments.validation.pipeline_quality import PUBLISHED, AlpaPlan, plan_pipeline
+from experiments.validation.pipeline_quality import PUBLISHED, AlpaPlan, plan_pipeline, step_flops
 
 OPERATORS, LAYERS, PROGRAM = "equal operators", "equal layers", "dynamic program"
 ORDER = (OPERATORS, LAYERS, PROGRAM)

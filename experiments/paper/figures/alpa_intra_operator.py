@@ -13,7 +13,7 @@ from experiments.models.model_sizes import wide_resnet
 from experiments.paper.paper_style import draw_bars, legend_above, new_figure
 from experiments.paper.study import Table
 from experiments.paper.wide_resnet_steps import convolution_flops
-from experiments.validation.alpa_figure7 import step_flops
+from experiments.validation.pipeline_quality import step_flops
 from simulator import Cluster
 
 HEURISTIC, PROGRAM = "heuristic", "integer program"

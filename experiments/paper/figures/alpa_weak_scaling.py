@@ -12,8 +12,15 @@ from experiments.models import MoE
 from experiments.paper.paper_style import draw_bars, legend_above, new_figure
 from experiments.paper.published_values import published_factor, published_table
 from experiments.paper.study import Table
-from experiments.validation.alpa_figure7 import inter_only, step_flops
-from experiments.validation.pipeline_quality import PUBLISHED, AlpaPlan, p3, plan_pipeline, step_of
+from experiments.validation.pipeline_quality import (
+    PUBLISHED,
+    AlpaPlan,
+    inter_only,
+    p3,
+    plan_pipeline,
+    step_flops,
+    step_of,
+)
 from simulator.transformer import (
     EAGER,
     JITTED,

@@ -56,7 +56,7 @@ ALPA_FIGURE_7 = PublishedSet(
     cases=alpa_figure7,
     note=(
         "its plans, unequal stages taken as equal ones; no GEMM was measured on V100. As "
-        "programs, unequal stages and MoE too: python -m experiments.validation.alpa_figure7"
+        "programs, unequal stages and MoE too: results/paper/alpa_weak_scaling.csv"
     ),
     files=("alpa_fig7_digitised_pflops",),
 )
