@@ -22,6 +22,7 @@ from autopar.microbatch.created_rows import why_whole
 from autopar.microbatch.example_blocks import (
     Blocks,
     blocks_of_pieces,
+    blocks_of_strides,
     common_blocks,
     examples_factor,
 )
@@ -365,7 +366,8 @@ def _of_rows(
 ) -> list[BatchScaling]:
     """Return the scalings of results of operands with examples, whose scalings are `rows`."""
     where, factors = Where(eqn), op_factors(eqn)
-    places = blocks_of_pieces(eqn, whole, {k: (kind.dim, kind.blocks) for k, kind in rows.items()})
+    dims = {k: (kind.dim, kind.blocks) for k, kind in rows.items()}
+    places = blocks_of_pieces(eqn, whole, dims) or blocks_of_strides(eqn, whole, dims)
     if places is not None:
         kinds = [BatchScaling("rows", power, *place) for place in places]
         _check_all_rows(kinds, eqn, whole, count, where)

@@ -193,6 +193,43 @@ def blocks_of_pieces(
     return [(dim, None if equal_rows else blocks) for blocks in counts[-1]]
 
 
+def blocks_of_strides(
+    eqn: JaxprEqn, larger: JaxprEqn, rows: Mapping[int, tuple[int, Blocks | None]]
+) -> Sequence[tuple[int, Blocks | None]] | None:
+    """Return where the examples are in the result of an equation that takes every n-th row.
+
+    `x[0::2]` has a row of each pair of neighbouring examples, as `x.reshape(-1, 2)[:, 0]` has. Its
+    transpose puts rows of zeros between the rows of a cotangent.
+
+    Args:
+        eqn: the equation.
+        larger: the same equation for a larger batch.
+        rows: as in `blocks_of_pieces`.
+
+    Returns:
+        The dim of the examples and the number of blocks. None for other equations, and if a block
+        does not consist of whole runs of n rows.
+    """
+    if rows.keys() != {0}:
+        return None
+    dim, blocks = rows[0]
+    takes = all(_takes_rows_of_runs(each, dim, blocks) for each in (eqn, larger))
+    return [(dim, blocks)] if takes else None
+
+
+def _takes_rows_of_runs(eqn: JaxprEqn, dim: int, blocks: Blocks | None) -> bool:
+    """Return whether an equation takes a row of each run of neighbours, or is the transpose."""
+    params, size = eqn.params, aval_of(eqn.invars[0]).shape[dim]
+    if eqn.primitive is slice_p and params["strides"]:
+        start, stride = params["start_indices"][dim], params["strides"][dim]
+        is_whole = start < stride and aval_of(eqn.outvars[0]).shape[dim] * stride == size
+        return stride > 1 and is_whole and Fraction(size) / (blocks or 1) % stride == 0
+    if eqn.primitive is pad_p and blocks is not None:  # equal rows have no runs to keep together
+        before, behind, between = params["padding_config"][dim]
+        return min(before, behind) >= 0 and before + behind == between > 0
+    return False
+
+
 def parts_of_pieces(eqn: JaxprEqn, rows: Mapping[int, tuple[int, Blocks | None]]) -> int:
     """Return into how many equal parts a block has to be divided at the cuts of an equation.
 
