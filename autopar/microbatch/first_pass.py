@@ -122,6 +122,36 @@ def latest_completed(
     return tuple(value for var, value in known.items() if var in read & (derived | of_examples))
 
 
+def finished_with(
+    completed: Sequence[TracedValue],
+    traces: Sequence[Jaxpr],
+    second: Jaxpr,
+    inputs: Collection[int],
+    batch: Collection[int],
+    found: BatchScalings,
+) -> tuple[TracedValue, ...]:
+    """Return values that the second pass would compute by the layers that the first pass has, too.
+
+    The loss of a discriminator is one, if a generator learns from the updated discriminator: all
+    that it needs is computed for the gradient of the discriminator.
+
+    Args:
+        completed: the values that the first pass completes.
+        traces: the traces of the step, as in `more_completed`.
+        second: the second pass of the last but one, with `completed` as inputs.
+        inputs: the numbers of these inputs.
+        batch: inputs of `second` whose first dim is the batch.
+        found: the scalings of the values of `second`.
+    """
+    computed = {var for eqn in completing(traces[-2], completed).eqns for var in eqn.outvars}
+    eqns = list(enumerate(second.eqns))
+    own = (eqn for eqn in second.eqns if record_of(eqn).is_costly)
+    sources = [var for eqn in own for var in eqn.outvars if var not in computed]
+    sources += (second.invars[i] for i in inputs)
+    search = _CompletableValues(traces, second, batch, found)
+    return search.places_read_with(dependents(eqns, sources))
+
+
 def _has_fixed_shape(traces: Sequence[Jaxpr], place: TracedValue | None) -> bool:
     """Return whether a value is an array of the same shape for any size of the batch."""
     if place is None:
@@ -149,6 +179,20 @@ class _CompletableValues(PreparableValues):
         chosen += (var for var in self.rounded_with(chosen) if var not in only_first)
         places = [self._as_input(var) for var in chosen]
         return tuple(place for place in places if place) if all(places) else ()
+
+    def places_read_with(self, others: Set[Var]) -> tuple[TracedValue, ...]:
+        """Return the places of results, and of statistics read with values of `others`.
+
+        They depend on the examples, and on no value of `others`.
+        """
+        fitting = self._depending - others
+        results = set(variables(self.outvars)) & fitting
+        for unit in self.units:
+            if not others.isdisjoint(unit.makes):
+                read = fitting.intersection(unit.reads)
+                results.update(var for var in read if self._statistics(var) == [var])
+        chosen = (self._as_input(var) for var in self.place if var in results)
+        return tuple(place for place in chosen if place)
 
     def _statistics(self, var: Var) -> list[Var]:
         """Return a value itself if it is a statistic, or the one by which it is divided."""

@@ -28,6 +28,7 @@ from autopar.microbatch.first_pass import (
     COMPLETED,
     check_no_model,
     completing,
+    finished_with,
     latest_completed,
     model_layers,
     more_completed,
@@ -295,11 +296,31 @@ class MicrobatchTraces:
             _last_inputs(second, len(completed)),
             completed,
         )
-        if not self.is_first_pass:
-            return self._passes(places, latest)
-        with suppress(MicrobatchError):
-            return self._passes(places, latest)
-        return self._passes(places, completed)
+        attempts = [latest, completed] if self.is_first_pass else [latest]
+        if finished := self._finished(places, latest):
+            attempts.insert(0, (*latest, *finished))
+        *attempts, last = attempts
+        for values in attempts:
+            with suppress(MicrobatchError):
+                return self._passes(places, values)
+        return self._passes(places, last)
+
+    def _finished(
+        self, places: tuple[TracedValue, ...], completed: tuple[TracedValue, ...]
+    ) -> tuple[TracedValue, ...]:
+        """Return further values to complete, with which the second pass has fewer layers."""
+        second = self._second_pass(places, completed)
+        found = self._scalings(second)
+        if found is None:
+            return ()
+        small, _ = second.pairs[-1]
+        inputs = _last_inputs(second, len(completed))
+        more = finished_with(completed, self.traces, small, inputs, second.batch, found)
+        more = tuple(place for place in more if place not in completed)
+        if not more:
+            return ()
+        fewer, _ = self._second_pass(places, (*completed, *more)).pairs[-1]
+        return more if _num_costly(fewer) < _num_costly(small) else ()
 
     def _check_between_layers(
         self,
@@ -458,6 +479,10 @@ def _values(eqns: Iterable[JaxprEqn]) -> set[Var]:
 def _is_of_gradient(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a product of a backward pass."""
     return is_backward(eqn) and record_of(eqn).is_contraction
+
+
+def _num_costly(jaxpr: Jaxpr) -> int:
+    return sum(record_of(eqn).is_costly for eqn in jaxpr.eqns)
 
 
 def _last_inputs(numbered: _Numbered, count: int) -> range:

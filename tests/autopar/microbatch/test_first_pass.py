@@ -19,6 +19,7 @@ from tests.autopar.microbatch.steps_of_all_examples import (
     STEPS,
     both,
     clip,
+    encoded,
     step_of,
 )
 from tests.tiers import slow
@@ -241,6 +242,36 @@ def test_means_of_layers_in_a_loop_are_combined_after_it():
     assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-6)
     with pytest.raises(MicrobatchError, match=r"return the means of each layer from the loop"):
         autopar.parallelize(balanced_layers(False), method=method)(*args)
+
+
+def updated_one_after_another(params, batch):
+    """Return the errors of each example by the first of two updates, and both losses."""
+
+    def loss_of(name, targets):
+        def loss(weights):
+            errors = (encoded(weights, batch[name]) - targets) ** 2
+            return errors.mean(), errors.mean(-1)
+
+        return loss
+
+    critic, actor = params["image"], params["text"]
+    (lost, errors), gradients = jax.value_and_grad(loss_of("image", 1.0), has_aux=True)(critic)
+    critic = jax.tree.map(lambda w, g: w - 0.1 * g, critic, gradients)
+    targets = encoded(critic, batch["text"])
+    (value, _), gradients = jax.value_and_grad(loss_of("text", targets), has_aux=True)(actor)
+    return critic, jax.tree.map(lambda w, g: w - 0.1 * g, actor, gradients), errors, lost + value
+
+
+def test_layers_of_a_first_update_are_in_one_of_two_passes():
+    step = assert_equals_one_device(updated_one_after_another, METHODS["pipeline"]).step
+
+    def num_products(eqns):
+        return sum(eqn.primitive.name == "dot_general" for eqn in eqns)
+
+    graphs = step, step.first_pass.step
+    bodies = [num_products(eqn for _, eqn in each.microbatching.body) for each in graphs]
+    written = jax.make_jaxpr(updated_one_after_another)(PARAMS, BATCH)
+    assert sum(bodies) == num_products(written.eqns)
 
 
 @pytest.fixture(scope="module")
