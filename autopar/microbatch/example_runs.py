@@ -40,12 +40,18 @@ def example_runs(
     body = [eqn for _, eqn in step_parts(traced, batch).body]
     _, mark = mark_of(traced)
     accumulated = {atom for atom in mark.invars if isinstance(atom, Var)}
-    runs = num_runs(found, body, [traced.invars[i] for i in batch], accumulated)
+    inputs = [traced.invars[i] for i in batch]
+    runs = num_runs(found, body, inputs, accumulated)
     first = min(batch)
     rows, larger = (aval_of(each.invars[first]).shape[0] for each in (micro, traced))
     if runs * rows % larger:
+        where = next(
+            Where(eqn)
+            for eqn in body
+            if num_runs(found, [eqn], inputs, accumulated) * rows % larger
+        )
         raise MicrobatchError(
-            f"the step puts {larger // runs} neighbouring examples together, and a microbatch has"
+            f"{where} puts {larger // runs} neighbouring examples together, and a microbatch has"
             f" {rows}; use fewer microbatches"
         )
     runs = runs * rows // larger

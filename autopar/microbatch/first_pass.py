@@ -294,12 +294,12 @@ class _CompletableValues(PreparableValues):
         return between
 
 
-def reading(jaxpr: Jaxpr, inputs: Collection[int]) -> Jaxpr:
-    """Return the second pass, without the equations that neither its results nor effects need.
+def reading(jaxpr: Jaxpr, inputs: Collection[int] = ()) -> Jaxpr:
+    """Return a pass without the equations that neither its results nor effects need.
 
     Args:
         jaxpr: the trace of a step with further inputs.
-        inputs: the inputs that the first pass completes. Copies of them are returned, because they
+        inputs: the inputs that a first pass completes. Copies of them are returned, because they
             are where the equations read them.
     """
     eqns = [eqn for _, eqn in needed(enumerate(jaxpr.eqns), jaxpr.outvars)]

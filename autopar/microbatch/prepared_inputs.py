@@ -121,14 +121,15 @@ def more_prepared(
         found: the scalings of its values.
 
     Returns:
-        The values that are not separable and, if there are none, the statistics of the batch.
+        The values that are not separable; if there are none, those that follow from groups of
+        examples that are larger than a microbatch; if there are none, the statistics of the batch.
         Empty if nothing can be prepared.
     """
     names = [eqn.primitive for eqn in traces[0].eqns]
     if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
         return ()
     search = PreparableValues(traces, small, batch, found)
-    chosen = search.inseparable() or search.statistics()
+    chosen = search.inseparable() or search.of_large_groups() or search.statistics()
     return search.places([*chosen, *filter(search.is_preparable, search.rounded_with(chosen))])
 
 
@@ -177,6 +178,29 @@ class PreparableValues:
                     return []
                 values.update(dict.fromkeys(chosen))
         return list(values)
+
+    def of_large_groups(self) -> list[Var]:
+        """Return the first values after those with a row for a group that no microbatch has whole.
+
+        Rewards are standardized among the answers to a question, for example.
+        """
+        rows, larger = (
+            aval_of(self.traces[k].invars[min(self.examples)]).shape[0] for k in (0, -2)
+        )
+        groups = {var for var in self._candidates if self._num_runs(var, larger) * rows % larger}
+        eqns = (each for unit in self.units for each in unit.eqns)
+        needed_by_results = units(needed(eqns, self.outvars))
+        readers = [unit for unit in needed_by_results if not groups.isdisjoint(unit.reads)]
+        values = [var for unit in readers for var in unit.makes if var not in groups]
+        return values if all(map(self.is_preparable, values)) else []
+
+    def _num_runs(self, var: Var, num_rows: int) -> int:
+        """Return the number of runs of examples that have a row of a value, or all examples."""
+        kind = self.kinds[var]
+        if not isinstance(kind, BatchScaling) or kind.form != "rows":
+            return num_rows
+        is_whole = isinstance(kind.blocks, int)
+        return aval_of(var).shape[kind.dim] // kind.blocks if is_whole else num_rows
 
     def statistics(self) -> list[Var]:
         """Return the sums, means and functions of them that the model or its loss reads."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -226,7 +227,9 @@ class MicrobatchTraces:
 
         Further inputs follow these if a first pass completes them.
         """
-        (micro, whole), (part, _), (small, large) = numbered.pairs
+        # What only prepared values need is no part of the step.
+        traces = {each: reading(each) if places else each for each in chain(*numbered.pairs)}
+        micro, whole, part, _, small, large = (traces[each] for each in chain(*numbered.pairs))
         jaxpr, microbatching = split(
             self.divide(micro) if self.divide else micro,
             whole,

@@ -8,6 +8,7 @@ these applies to it.
 import cmath
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from math import ceil
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -24,7 +25,9 @@ class NotAffineError(ValueError):
     """Traces have other equations, or sizes that are no affine functions of the batch size."""
 
 
-def rescaled(jaxpr: Jaxpr, larger: Jaxpr, growth: Fraction, scale: Fraction) -> Jaxpr:
+def rescaled(
+    jaxpr: Jaxpr, larger: Jaxpr, growth: Fraction, scale: Fraction, rounds: bool = False
+) -> Jaxpr:
     """Return a trace for a batch that is larger by `scale`, or smaller if that is below one.
 
     Sizes are affine functions of the batch size, as after `x[2:]`. Equations that are out of range
@@ -37,19 +40,21 @@ def rescaled(jaxpr: Jaxpr, larger: Jaxpr, growth: Fraction, scale: Fraction) -> 
         larger: the jaxpr of the same function for a batch that is larger by `growth`.
         growth: above one.
         scale: the factor.
+        rounds: whether sizes that are no whole numbers are rounded up, as those of groups of
+            examples that are larger than the scaled batch. Such values do not exist either.
 
     Raises:
         NotAffineError: the traces have other equations, or a size in them is no affine function of
             the batch size, or would be negative.
     """
-    return _Rescaling(growth, scale).of_jaxpr(jaxpr, larger)
+    return _Rescaling(growth, scale, rounds).of_jaxpr(jaxpr, larger)
 
 
 class _Rescaling:
     """The change of the values in two traces; see `rescaled` for the arguments."""
 
-    def __init__(self, growth: Fraction, scale: Fraction) -> None:
-        self._growth, self._scale = growth, scale
+    def __init__(self, growth: Fraction, scale: Fraction, rounds: bool = False) -> None:
+        self._growth, self._scale, self._rounds = growth, scale, rounds
 
     def of_jaxpr(self, jaxpr: Jaxpr, larger: Jaxpr) -> Jaxpr:
         """Return a jaxpr with all sizes scaled."""
@@ -92,13 +97,13 @@ class _Rescaling:
         mine, their = constant(value), constant(other)
         if not all(array.size and (array == array.flat[0]).all() for array in (mine, their)):
             raise NotAffineError
-        element = self.of(mine.flat[0], their.flat[0])
+        element = _Rescaling(self._growth, self._scale).of(mine.flat[0], their.flat[0])
         return np.full(self.of(mine.shape, their.shape), element, mine.dtype)
 
     def _of_literal(self, literal: Literal, other: Literal) -> Literal:
         """Return a number among the operands, scaled if it depends on the batch size."""
         try:
-            value = self.of(literal.val, other.val)
+            value = _Rescaling(self._growth, self._scale).of(literal.val, other.val)
         except NotAffineError:
             value = literal.val
         return Literal(value, self.of(aval_of(literal), aval_of(other)))
@@ -130,8 +135,8 @@ class _Rescaling:
         """Return a number that depends on the batch, scaled."""
         if _is_size(value) and _is_size(other):
             scaled = value + (other - value) * (self._scale - 1) / (self._growth - 1)
-            if scaled.denominator == 1:
-                return int(scaled)
+            if self._rounds or scaled.denominator == 1:
+                return ceil(scaled)
         elif isinstance(value, float | complex) and isinstance(other, float | complex) and value:
             for power in _POWERS:
                 if cmath.isclose(other / value, self._growth**power, rel_tol=1e-6):

@@ -90,6 +90,8 @@ class StepTraces:
         avals: The type of each array, for the whole batch.
         batch: The numbers of the arrays whose first dim is the batch.
         scan_assignments: The layers of scans whose gradients are divided.
+        rounded_scales: The parts of the batch, as fractions, whose traces have rounded sizes. They
+            are not made of whole groups of examples that the step puts together.
         trace: See `_trace`; a trace is made once for the same arguments.
     """
 
@@ -125,6 +127,7 @@ class StepTraces:
             if key[0].idx in batch_argnums and self.avals[i].ndim > 0
         )
         self.scan_assignments: Assignments = {}
+        self.rounded_scales: set[Fraction] = set()
         self._assignments: Assignments = {}
         self.trace = cache(self._trace)
         self._flat_trace = cache(self._make_flat_trace)
@@ -146,25 +149,29 @@ class StepTraces:
         mode = in_microbatches, whole_arrays
         if scale >= 1:
             return self._own_trace(scale, *mode)
-        if any(self.avals[i].shape[0] * scale == 1 for i in self.batch):
+        is_single = any(self.avals[i].shape[0] * scale == 1 for i in self.batch)
+        if is_single:
             larger = Fraction(2 if 2 * scale == 1 else 1)
             scaled_down = self._scaled_down(scale, 2 * scale, larger, *mode)
-            return scaled_down or self._own_trace(scale, *mode)
+            if scaled_down is not None:
+                return scaled_down
+        whole, double = Fraction(1), Fraction(2)
         try:
             traced = self._own_trace(scale, *mode)
         except Exception:
             if not in_microbatches:
                 raise
             # The largest five losses, for example, can't be traced for a microbatch of four.
-            scaled_down = self._scaled_down(scale, Fraction(1), Fraction(2), *mode)
-            if scaled_down is None:
-                raise
-            return scaled_down
-        if in_microbatches:
+            for rounds in (False, True):
+                scaled_down = self._scaled_down(scale, whole, double, *mode, rounds=rounds)
+                if scaled_down is not None:
+                    return scaled_down
+            raise
+        if in_microbatches and not is_single:
             try:
-                check_same_step(traced.jaxpr, self.trace(Fraction(1), *mode).jaxpr)
+                check_same_step(traced.jaxpr, self.trace(whole, *mode).jaxpr)
             except DifferentStepsError:
-                return self._scaled_down(scale, Fraction(1), Fraction(2), *mode) or traced
+                return self._scaled_down(scale, whole, double, *mode) or traced
         return traced
 
     def _own_trace(self, scale: Fraction, in_microbatches: bool, whole_arrays: bool) -> TracedStep:
@@ -243,7 +250,7 @@ class StepTraces:
         )
 
     def _scaled_down(
-        self, scale: Fraction, size: Fraction, larger: Fraction, *mode: bool
+        self, scale: Fraction, size: Fraction, larger: Fraction, *mode: bool, rounds: bool = False
     ) -> TracedStep | None:
         """Return the step for a batch, from its traces for two larger ones; None if that fails.
 
@@ -252,6 +259,7 @@ class StepTraces:
             size: The size of the smaller one of the larger batches.
             larger: The size of the other one.
             mode: The other arguments of `_trace`.
+            rounds: Whether sizes are rounded up, as in `rescaled`.
         """
         try:
             base, other = self.trace(size, *mode), self.trace(larger, *mode)
@@ -260,9 +268,11 @@ class StepTraces:
         if base[1:] != other[1:]:
             return None
         try:
-            jaxpr = rescaled(base.jaxpr, other.jaxpr, larger / size, scale / size)
+            jaxpr = rescaled(base.jaxpr, other.jaxpr, larger / size, scale / size, rounds)
         except NotAffineError:
             return None
+        if rounds or size in self.rounded_scales:
+            self.rounded_scales.add(scale)
         return base._replace(jaxpr=jaxpr)
 
     def trace_of_part(self, scale: Fraction, whole_arrays: bool) -> TracedStep:

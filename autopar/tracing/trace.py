@@ -287,8 +287,11 @@ class _StepTracer:
 
         Values of a microbatch with a single example, or a single run of examples, may have dims of
         size one that hide how they scale with the batch. The split then follows the step for a
-        batch twice as large.
+        batch twice as large. If groups of examples are larger than a microbatch, it follows the
+        step for two whole batches.
         """
+        if Fraction(1, count) in self.traces.rounded_scales:
+            return self._split_like(2 * count, traced, count)
         if any(self.traces.avals[i].shape[0] == count for i in self.traces.batch):
             return self._split_like(2, traced, count)
         try:

@@ -117,6 +117,15 @@ def summed_up_one_by_one(params, batch, key):
     return (sums * losses(logits_of(params, batch["x"]), batch["label"])).mean()
 
 
+def standardized_in_groups(params, batch, key):
+    """Advantages among eight answers to each question, as in GRPO; a microbatch has four."""
+    rewards = batch["weight"].reshape(-1, 8)
+    center = rewards.mean(axis=1, keepdims=True)
+    advantages = (rewards - center) / (rewards.std(axis=1, keepdims=True) + 1e-4)
+    of_examples = losses(logits_of(params, batch["x"]), batch["label"])
+    return (advantages.reshape(-1) * of_examples).mean() + (center**2).mean()
+
+
 LOSSES = (
     mixed_with_the_next,
     cut_and_mixed_with_a_permutation,
@@ -127,6 +136,7 @@ LOSSES = (
     random_pairs_and_one_row_less,
     summed_up_one_by_one,
     logarithm_of_a_weighted_mean,
+    standardized_in_groups,
 )
 
 
@@ -230,6 +240,13 @@ def test_what_depends_on_the_model_is_left_to_a_first_pass():
         graph = trace(step_of(loss), ARGS, (1,), 4)
         assert graph.first_pass is not None
         assert (graph.preparation is not None) is (loss is normalized)
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_groups_that_no_microbatch_has_are_put_together_before_the_first_one(count):
+    graph = trace(step_of(standardized_in_groups), ARGS, (1,), count)
+    assert graph.first_pass is None
+    assert graph.preparation is not None
 
 
 @pytest.mark.slow

@@ -50,6 +50,21 @@ def test_the_trace_for_a_single_example_keeps_its_dims():
     np.testing.assert_allclose(env[scaled.outvars[0]], loss(WEIGHTS, x), rtol=1e-6)
 
 
+def test_sizes_of_groups_that_are_larger_than_the_batch_are_rounded_up():
+    def fun(_, x):
+        groups = x.reshape(-1, 4, 6)
+        return (groups - groups.mean(1, keepdims=True)).reshape(x.shape) * 3
+
+    sizes = traced(fun, 8), traced(fun, 16), Fraction(2), Fraction(1, 4)
+    with pytest.raises(NotAffineError):
+        rescaled(*sizes)
+    scaled = rescaled(*sizes, rounds=True)
+    shapes = [aval_of(eqn.outvars[0]).shape for eqn in scaled.eqns]
+    assert shapes[0] == (1, 4, 6)
+    assert shapes[-2:] == [(2, 6)] * 2
+    assert scaled.eqns[-1].invars[1].val == 3
+
+
 def test_other_numbers_stay():
     def fun(_, x):
         return x * np.sqrt(len(x))
