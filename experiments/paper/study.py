@@ -146,8 +146,10 @@ FIGURES: tuple[PaperFigure, ...] = (
         document="Zheng et al. (OSDI'22), figure 7, digitised",
         difference=(
             "No kernel of a V100 was measured for us. Why MoE is predicted too fast up to sixteen"
-            " GPUs we do not know: its FLOP are counted as in Alpa's code. Of"
-            " DeepSpeed the degrees and the microbatches were not published; ours are the fastest."
+            " GPUs we do not know: its FLOP are counted as in Alpa's code. A GPU has 8 or 16"
+            " sequences of a microbatch there, and 2 on more GPUs; our rates grow with their"
+            " number, the published ones do not. Of DeepSpeed the degrees and the microbatches were"
+            " not published; ours are the fastest."
             " Without stages Alpa ran the largest GPT on a mesh whose sums cross hosts, with two"
             " sequences a microbatch; the fastest layout would be several times as fast."
             " Our stages are whole blocks, of which the largest GPT has fewer than GPUs, so its"
