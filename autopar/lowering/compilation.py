@@ -86,9 +86,6 @@ def compile_planned(
             calls Python or a library that this process cannot compile for the cluster.
     """
     start = time.perf_counter()
-    # JAX knows no memory kinds of absent devices: it would let parameters take the memory of state
-    # in host memory.
-    donated -= frozenset(planned.plan.offloaded)
     compiled: dict[tuple[str, Mesh], tuple[OpList, MemoryUse, TemporaryMemory]] = {}
     bodies: dict[str, OpList] = {}
     op_levels: dict[str, tuple[Level, ...]] = {}

@@ -7,7 +7,8 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -151,7 +152,7 @@ def compile_for(
             "ignore", message="Error reading persistent compilation cache entry"
         )
         lowered = step.lower(*args)
-        _put_on_host(lowered.compiler_ir(), on_host)
+        _set_memories(lowered.compiler_ir(), on_host)
         options = _OPTIONS | {"xla_gpu_kernel_cache_file": _kernel_file(cluster)}
         available = memory_for_programs(cluster.device.memory_bytes)
         compiled = compile_within(lowered, memory_budget, available, options)
@@ -189,23 +190,50 @@ def _kernel_folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="autopar-kernels-")
 
 
-def _put_on_host(module: Any, arguments: Sequence[int]) -> None:
-    """Mark arguments of a lowered function as arrays in host memory.
+def _set_memories(module: Any, on_host: Sequence[int]) -> None:
+    """Mark arguments of a lowered function as arrays in host memory, and match donated ones again.
 
-    JAX does it by their shardings, but not for devices that are absent.
+    JAX knows no memory of absent devices. It takes every argument for an array of a device, and
+    lets a result in host memory take the memory of an argument of the device.
 
     Args:
         module: the module of the function; changed.
-        arguments: their positions.
+        on_host: positions of the arguments in host memory.
     """
-    if not arguments:
-        return
     (main,) = (op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+    arguments, results = _attributes(main, "arg_attrs"), _attributes(main, "res_attrs")
     with module.context:
-        attributes = [
-            {item.name: item.attr for item in ir.DictAttr(of_argument)}
-            for of_argument in main.attributes["arg_attrs"]
-        ]
-        for position in arguments:
-            attributes[position]["mhlo.memory_kind"] = ir.StringAttr.get(HOST_KIND)
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(list(map(ir.DictAttr.get, attributes)))
+        for position in on_host:
+            arguments[position][_MEMORY] = ir.StringAttr.get(HOST_KIND)
+        if not any(map(_is_on_host, (*arguments, *results))):
+            return
+        types = ir.FunctionType(main.attributes["function_type"].value)
+        unused = defaultdict[Hashable, deque[int]](deque)
+        for result, attributes in enumerate(results):
+            unused[_alike(types.results[result], attributes)].append(result)
+        for argument, attributes in enumerate(arguments):
+            own = unused[_alike(types.inputs[argument], attributes)]
+            if attributes.pop(_ALIAS, None) is not None and own:
+                number = ir.IntegerType.get_signless(32)
+                attributes[_ALIAS] = ir.IntegerAttr.get(number, own.popleft())
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(list(map(ir.DictAttr.get, arguments)))
+
+
+_MEMORY, _ALIAS, _SHARDING = "mhlo.memory_kind", "tf.aliasing_output", "sdy.sharding"
+"""Attributes of the arguments and results of a lowered function."""
+
+
+def _attributes(main: Any, name: str) -> list[dict[str, Any]]:
+    """Return the attributes of each argument or result; none if no one has any."""
+    if name not in main.attributes:
+        return []
+    return [{item.name: item.attr for item in ir.DictAttr(each)} for each in main.attributes[name]]
+
+
+def _is_on_host(attributes: Mapping[str, Any]) -> bool:
+    return _MEMORY in attributes and attributes[_MEMORY].value == HOST_KIND
+
+
+def _alike(kind: Any, attributes: Mapping[str, Any]) -> Hashable:
+    """Return what an argument and a result that share memory have in common."""
+    return str(kind), str(attributes.get(_SHARDING)), _is_on_host(attributes)

@@ -157,6 +157,26 @@ def test_a_mesh_over_hosts_has_whole_hosts():
         target_devices(cluster, 12)
 
 
+@pytest.mark.parametrize("on_host", [1, 2])
+def test_results_in_host_memory_take_no_memory_of_donated_arguments(on_host):
+    cluster = Cluster.load("dgx_a100_80")
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def update(parameters, *moments):
+        moments = [*moments]
+        moments[on_host - 1] = jax.device_put(jax.device_put(moments[on_host - 1], host), device)
+        moments = [0.9 * moment + parameters for moment in moments]
+        parameters = parameters - moments[0] * moments[1]
+        moments[on_host - 1] = jax.device_put(moments[on_host - 1], host)
+        return parameters, *moments
+
+    sharding = NamedSharding(target_mesh(cluster, (8,), ("x",)), PartitionSpec("x"))
+    array = jax.ShapeDtypeStruct((8 * 4096,), jnp.float32, sharding=sharding)
+    jitted = jax.jit(update, donate_argnums=(0, 3 - on_host), out_shardings=sharding)
+    memory = compile_for(jitted, (array,) * 3, cluster, on_host=[on_host]).memory
+    assert memory.arguments == memory.aliased == 2 * 4 * 4096
+
+
 def test_target_devices_are_the_same_objects_each_time():
     first, second = (target_devices(Cluster.load("p3.16xlarge")) for _ in range(2))
     assert first == second
