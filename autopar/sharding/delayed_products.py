@@ -1,8 +1,12 @@
-"""Products that XLA:GPU delays to run beside collectives, and the memory that is live for longer.
+"""Products that XLA:GPU delays, and the memory that is live for longer.
 
 XLA's latency-hiding scheduler places kernels from the last to the first. Beside the collective that
 completes the gradient of one weight, it runs the product that computes the gradient of another. So
 these products run after the rest of the backward pass, and all updates after them.
+
+Without that scheduler, XLA runs first what frees most memory. It counts the result of a product
+that is added to a sum over microbatches, although it takes no memory of its own. So such a product
+runs after the rest of its microbatch if its operands are smaller than its result.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import Var
 
+from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
 from autopar.sharding.step_decisions import Decisions
-from autopar.sharding.value_lifetimes import Lifetime, base_of
+from autopar.sharding.value_lifetimes import Lifetime, base_of, local_bytes
 from autopar.xla_fusion import is_view, readings
 
 
@@ -22,6 +27,7 @@ class DelayedProduct(NamedTuple):
     """A product that may be delayed until its result is read.
 
     Attributes:
+        eqn: number of its equation.
         decision: its decision.
         is_delayed: whether it is delayed, by the option of the decision.
         at: the program point at which it then runs.
@@ -29,6 +35,7 @@ class DelayedProduct(NamedTuple):
         result: its result.
     """
 
+    eqn: int
     decision: int
     is_delayed: np.ndarray
     at: int
@@ -36,10 +43,17 @@ class DelayedProduct(NamedTuple):
     result: Var
 
 
-def delayed_products(step: StepGraph, decisions: Decisions) -> list[DelayedProduct]:
+def delayed_products(
+    step: StepGraph, decisions: Decisions, mesh: LogicalMesh
+) -> list[DelayedProduct]:
+    """Return the products that XLA may delay on the devices of a mesh."""
+    if decisions.hides_latency:
+        return _beside_collectives(step, decisions) if step.microbatching is None else []
+    return [] if step.cross_task_values else list(_added_to_sums(step, decisions, mesh))
+
+
+def _beside_collectives(step: StepGraph, decisions: Decisions) -> list[DelayedProduct]:
     """Return the products whose results collectives complete that XLA combines."""
-    if not decisions.hides_latency or step.microbatching is not None:
-        return []
     shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
     found = []
     for partial in decisions.partial:
@@ -50,6 +64,7 @@ def delayed_products(step: StepGraph, decisions: Decisions) -> list[DelayedProdu
             operands = {base_of(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)}
             found.append(
                 DelayedProduct(
+                    partial.eqn,
                     partial.decision,
                     partial.sizes > 0,
                     first_read - 1,
@@ -58,6 +73,42 @@ def delayed_products(step: StepGraph, decisions: Decisions) -> list[DelayedProdu
                 )
             )
     return found
+
+
+def _added_to_sums(
+    step: StepGraph, decisions: Decisions, mesh: LogicalMesh
+) -> Iterator[DelayedProduct]:
+    """Yield the products that are added to sums over microbatches.
+
+    They are delayed where no collective completes them and the operands are smaller.
+    """
+    shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
+    partial = {each.eqn: each.sizes > 0 for each in decisions.partial}
+    required = {(use.eqn, use.operand): use.required for use in decisions.uses}
+    added = {
+        base_of(atom, shown_by): number
+        for number, mark in (step.microbatching.marks if step.microbatching else ())
+        for atom in mark.invars
+        if isinstance(atom, Var)
+    }
+    for number, eqn in enumerate(step.jaxpr.eqns):
+        result = eqn.outvars[0] if eqn.outvars else None
+        placement = decisions.placements.get(result) if result in added else None
+        if result is None or placement is None or record_of(eqn).fusion != "contraction":
+            continue
+        room = local_bytes(result, placement.specs, mesh)
+        for k, atom in enumerate(eqn.invars):
+            own = decisions.placements.get(atom) if isinstance(atom, Var) else None
+            if own is not None:
+                room = room - local_bytes(atom, required.get((number, k), own.specs), mesh)
+        yield DelayedProduct(
+            number,
+            placement.decision,
+            (room > 0) & np.logical_not(partial.get(number, False)),
+            added[result],
+            frozenset(base_of(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)),
+            result,
+        )
 
 
 def with_delays(
@@ -70,7 +121,7 @@ def with_delays(
     """
     delayed = [product for product in products if product.is_delayed[choice[product.decision]]]
     starts: Mapping[Var, int] = {product.result: product.at for product in delayed}
-    ends = {product.result: max(p.at for p in delayed) for product in delayed}
+    ends = dict.fromkeys(starts, max((product.at for product in delayed), default=0))
     for product in delayed:
         ends.update((var, max(product.at, ends.get(var, 0))) for var in product.operands)
     for life in lifetimes:

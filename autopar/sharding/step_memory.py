@@ -42,7 +42,7 @@ class StepMemory:
         self.num_points = len(step.jaxpr.eqns) + 1
         self.lifetimes = value_lifetimes(step, decisions, mesh)
         self._resharded = ReshardedCopies(step, decisions, mesh)
-        self._delayed = delayed_products(step, decisions)
+        self._delayed = delayed_products(step, decisions, mesh)
 
     def live_bytes(self, choice: Sequence[int]) -> np.ndarray:
         """Return the bytes live at each program point under a choice, shape (points,)."""
@@ -128,17 +128,24 @@ class StepMemory:
         """Yield the first point, last point and bytes of each resharded copy.
 
         The compiler makes one copy per spec of a value, and keeps it from its first reader to its
-        last.
+        last, which may be a product that is added to a sum later.
         """
         points: dict[tuple[Atom, Spec], tuple[int, int]] = {}
+        added = self._delayed if self.step.microbatching else ()
+        runs_at: dict[int | None, int] = {
+            product.eqn: product.at
+            for product in added
+            if product.is_delayed[choice[product.decision]]
+        }
         for use, copies in self._resharded.of_uses:
             present = use.value.specs[choice[use.value.decision]]
             required = use.required[choice[use.decision]]
             for copy in copies:
                 if copy.is_made(present, required):
                     key = copy.atom, required
-                    start, end = points.get(key, (copy.first, copy.last))
-                    points[key] = min(start, copy.first), max(end, copy.last)
+                    last = max(copy.last, runs_at.get(use.eqn, 0))
+                    start, end = points.get(key, (copy.first, last))
+                    points[key] = min(start, copy.first), max(end, last)
         for (atom, spec), (first, last) in points.items():
             yield first, last, local_bytes(atom, (spec,), self.mesh)[0]
 

@@ -24,16 +24,19 @@ A100 = Cluster.load("dgx_a100_80")
 H100 = Cluster.load("dgx_h100")
 
 
-def planned_and_compiled(step, args, cluster=A100) -> tuple[Plan, MemoryUse]:
-    plan = autopar.plan_step(
-        step, args, cluster=cluster, mesh_shape=(8,), method=autopar.DataParallel()
-    )
+def planned_and_compiled(
+    step, args, cluster=A100, method: autopar.PlanningMethod | None = None
+) -> tuple[Plan, MemoryUse]:
+    method = method or autopar.DataParallel()
+    plan = autopar.plan_step(step, args, cluster=cluster, mesh_shape=(8,), method=method)
     program = autopar.compile_step(step, args, plan, cluster, donate_argnums=(0,))
     return plan, program.memory[0]
 
 
-def estimated_and_compiled(step, args, cluster=A100) -> tuple[float, float]:
-    plan, memory = planned_and_compiled(step, args, cluster)
+def estimated_and_compiled(
+    step, args, cluster=A100, method: autopar.PlanningMethod | None = None
+) -> tuple[float, float]:
+    plan, memory = planned_and_compiled(step, args, cluster, method)
     return plan.predicted_bytes, memory.total
 
 
@@ -138,6 +141,15 @@ def test_on_a100_a_gradient_larger_than_its_operands_is_computed_right_before_it
     assert 0.97 * compiled <= estimate <= 1.05 * compiled
     on_h100, _ = planned_and_compiled(descent(relu_layers), args, H100)
     assert on_h100.predicted_bytes > estimate + 3 * 4 * width**2
+
+
+@pytest.mark.parametrize(("rows", "width"), [(256, 1024), (448, 1024), (512, 2048), (768, 1024)])
+def test_on_a100_products_added_to_larger_sums_wait_for_the_end_of_a_microbatch(rows, width):
+    array = jax.ShapeDtypeStruct
+    args = [array((width, width), "float32")] * 4, array((8 * 4 * rows, width), "float32")
+    method = autopar.Zero2Parallel(num_micro_batches=4)
+    estimate, compiled = estimated_and_compiled(descent(relu_layers), args, method=method)
+    assert estimate == pytest.approx(compiled, rel=1e-3)
 
 
 @pytest.mark.parametrize("cluster", [A100, H100], ids=lambda cluster: cluster.name)
