@@ -5,12 +5,13 @@ distinguish (Okabe and Ito, 2008). Their lightness differs as well, and series h
 markers or hatches, so that a print in grey is legible.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -90,6 +91,16 @@ def series_style(number: int) -> dict[str, Any]:
     }
 
 
+def bar_style(number: int) -> dict[str, Any]:
+    """Return colour, hatch and outline of the bars of the series with a number."""
+    return {
+        "facecolor": COLOURS[(number + 1) % len(COLOURS)],
+        "hatch": HATCHES[number % len(HATCHES)],
+        "edgecolor": "black",
+        "linewidth": 0.4,
+    }
+
+
 def draw_lines(axes: Axes, table: Table, x: str, y: str) -> None:
     """Draw a line for each series of a table.
 
@@ -139,11 +150,8 @@ def draw_bars(
             places,
             rows[value].fillna(0).tolist(),
             width * 0.94,
-            facecolor=COLOURS[(look + 1) % len(COLOURS)],
-            edgecolor="black",
-            linewidth=0.4,
-            hatch=HATCHES[look % len(HATCHES)],
             label=name,
+            **bar_style(look),
         )
         for place, (_, row) in zip(places, rows.iterrows(), strict=True):
             if str(row.get("fits", "")) == "False":
@@ -155,6 +163,55 @@ def draw_bars(
                 axes.plot(place, row["published"], **PUBLISHED_MARK, label=label)
                 marked = True
     axes.set_xticks(range(len(groups)), list(map(str, groups)))
+
+
+def bar_figure(
+    table: Table,
+    height: float,
+    columns: int,
+    *,
+    value: str = "ours",
+    order: Sequence[str] = (),
+    **labels: Any,
+) -> Figure:
+    """Return a figure of bars with a legend above them.
+
+    Args:
+        table: as for `draw_bars`, like `value` and `order`.
+        height: height of the figure in inches.
+        columns: columns of the legend.
+        value: the column of the bars.
+        order: all series.
+        labels: labels and scales of the axes.
+    """
+    figure = new_figure(height)
+    axes = figure.subplots()
+    draw_bars(axes, table, value=value, order=order)
+    axes.set(**labels)
+    legend_above(figure, axes, columns=columns)
+    return figure
+
+
+def family_figure(
+    table: Table, names: Mapping[str, str], height: float, *, order: Sequence[str], columns: int = 3
+) -> Figure:
+    """Return a figure of the rates of each family of models, one below the other.
+
+    Args:
+        table: as for `draw_bars`, with `family`; groups are numbers of GPUs.
+        names: what families are called in the figure.
+        height: height of the figure in inches.
+        order: all series.
+        columns: columns of the legend.
+    """
+    figure = new_figure(height)
+    panels = list(table.groupby("family", sort=False))
+    plots = list(np.atleast_1d(figure.subplots(len(panels), 1)))
+    for axes, (family, panel) in zip(plots, panels, strict=True):
+        draw_bars(axes, panel.sort_values("group", kind="stable"), order=order)
+        axes.set(ylabel="PFLOP/s", xlabel=f"GPUs, {names[str(family)]}")
+    legend_above(figure, plots, columns=columns)
+    return figure
 
 
 PUBLISHED_MARK: dict[str, Any] = {

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 import autopar
 from experiments.models import GPT
-from experiments.paper.paper_style import draw_bars, legend_above, new_figure
+from experiments.paper.figure_rows import DoesNotFit, by_series, plan_rows
+from experiments.paper.paper_style import family_figure
 from experiments.paper.published_values import Factor, published_factor
 from experiments.paper.study import Table
 from experiments.paper.wide_resnet_steps import (
@@ -62,24 +63,10 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
     }
     named = {"family": family, "group": int(count)}
     rates: dict[str, float] = {}
-    for series, make in makers.items():
-        row = {**named, "series": series, "unit": "PFLOP/s"}
-        try:
-            plan = make()
-        except (autopar.NoStagesError, autopar.InfeasibleError):
-            yield {**row, "fits": False}
-            continue
-        except TimeoutError:
-            yield row  # whether a plan fits is not known
-            continue
-        rates[series] = flops / plan.predicted_seconds / 1e15
-        yield {
-            **row,
-            "ours": rates[series],
-            "fits": True,
-            "memory_gb": plan.predicted_bytes / 1e9,
-            "stages": len(plan.stages),
-        }
+    for row in plan_rows(makers, flops, **named):
+        yield row
+        if "ours" in row:
+            rates[row["series"]] = row["ours"]
     if family == "wide_resnet" and int(count) == FACTOR_GPUS:
         for series, name in FACTORS.items():
             both = series in rates and PROGRAM in rates
@@ -109,7 +96,7 @@ def _equal_layers(
         stages = autopar.UniformStageOption(count, (1, devices), (devices,))
         try:
             plans.append(planned(stages))
-        except (autopar.NoStagesError, autopar.InfeasibleError, TimeoutError) as unfit:
+        except (*DoesNotFit, TimeoutError) as unfit:
             error = unfit
     if not plans:
         assert error is not None
@@ -124,14 +111,7 @@ def _shown(table: Table) -> Table:
 
 def draw(table: Table) -> Figure:
     """Draw the rates of each model by number of GPUs."""
-    figure = new_figure(2.8)
-    panels = list(_shown(table).groupby("family", sort=False))
-    plots = np.atleast_1d(figure.subplots(len(panels), 1))
-    for axes, (family, panel) in zip(plots, panels, strict=True):
-        draw_bars(axes, panel.sort_values("group", kind="stable"), order=ORDER)
-        axes.set(ylabel="PFLOP/s", xlabel=f"GPUs, {NAMES[str(family)]}")
-    legend_above(figure, list(plots), columns=3)
-    return figure
+    return family_figure(_shown(table), NAMES, 2.8, order=ORDER)
 
 
 def _gains(table: Table, family: str) -> Table:
@@ -143,7 +123,7 @@ def _gains(table: Table, family: str) -> Table:
     rows_of = shown[shown["family"] == family]
     zero = rows_of["fits"].astype(str) == "False"
     rated = rows_of.assign(rate=rows_of["ours"].astype(float).mask(zero, 0.0))
-    rates = rated.pivot(index="group", columns="series", values="rate").reindex(columns=list(ORDER))
+    rates = by_series(rated, "rate").reindex(columns=list(ORDER))
     with np.errstate(divide="ignore"):
         return (1 / rates[[OPERATORS, LAYERS]]).mul(rates[PROGRAM], axis=0)
 

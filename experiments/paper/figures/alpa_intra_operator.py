@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 import autopar
 from experiments.models import GPT, Model, MoE, WideResNet
 from experiments.models.model_sizes import wide_resnet
-from experiments.paper.paper_style import draw_bars, legend_above, new_figure
+from experiments.paper.figure_rows import plan_rate
+from experiments.paper.paper_style import family_figure
 from experiments.paper.study import Table
 from experiments.paper.wide_resnet_steps import convolution_flops
 from experiments.validation.pipeline_quality import step_flops
@@ -53,13 +53,7 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
             if not plans:
                 yield {**row, "fits": False}
                 continue
-            best = min(plans, key=lambda plan: plan.predicted_seconds)
-            yield {
-                **row,
-                "ours": flops / best.predicted_seconds / 1e15,
-                "memory_gb": best.predicted_bytes / 1e9,
-                "fits": True,
-            }
+            yield row | plan_rate(flops, min(plans, key=lambda plan: plan.predicted_seconds))
 
 
 def _model(family: str, gpus: int) -> GPT | MoE | WideResNet:
@@ -96,14 +90,7 @@ def _plan(
 
 def draw(table: Table) -> Figure:
     """Draw the rates of each family by number of GPUs."""
-    figure = new_figure(3.8)
-    panels = list(table.groupby("family", sort=False))
-    plots = np.atleast_1d(figure.subplots(len(panels), 1))
-    for axes, (family, panel) in zip(plots, panels, strict=True):
-        draw_bars(axes, panel.sort_values("group", kind="stable"), order=list(METHODS))
-        axes.set(ylabel="PFLOP/s", xlabel=f"GPUs, {NAMES[str(family)]}")
-    legend_above(figure, list(plots), columns=3)
-    return figure
+    return family_figure(table, NAMES, 3.8, order=list(METHODS))
 
 
 def caption(table: Table) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import autopar
-from experiments.paper.paper_style import draw_bars, legend_above, new_figure
+from experiments.paper.figure_rows import by_series
+from experiments.paper.paper_style import bar_figure
 from experiments.paper.published_values import published_factor
 from experiments.paper.study import Table
 from experiments.paper.wide_resnet_steps import (
@@ -17,7 +18,7 @@ from experiments.paper.wide_resnet_steps import (
     convolution_flops,
     plan_wide_resnet,
 )
-from experiments.validation.pipeline_quality import p3
+from experiments.validation.pipeline_quality import p3, step_of
 from simulator import Program, Recv, Send, simulate
 
 SIGNAL, WITHOUT, WITH = "signal", "without all_gather", "with local all_gather"
@@ -43,15 +44,8 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
 
 def _program(plan: WideResNetPlan) -> Program:
     """Return the analytic program of Alpa's stages, with local all_gathers."""
-    model = plan.model
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return model.train_step(state, batch, autopar.value_and_grad)
-
     planned = plan_wide_resnet(plan, plan.stages)
-    return autopar.compile_step(
-        train_step, model.abstract_args(), planned, p3(plan.gpus), fidelity="analytic"
-    )
+    return autopar.compile_step(*step_of(plan.model), planned, p3(plan.gpus), fidelity="analytic")
 
 
 def _changed(program: Program, bytes_of: Callable[[int, Send, int], int]) -> Program:
@@ -102,23 +96,15 @@ def _sends(program: Program) -> Iterator[Send]:
 
 def draw(table: Table) -> Figure:
     """Draw the rates by number of GPUs."""
-    figure = new_figure(1.8)
-    axes = figure.subplots()
-    draw_bars(axes, table.sort_values("group", kind="stable"), order=ORDER)
-    axes.set(ylabel="PFLOP/s", xlabel="GPUs")
-    legend_above(figure, axes, columns=3)
-    return figure
-
-
-def _rates(table: Table) -> Table:
-    return table.pivot(index="group", columns="series", values="ours").sort_index()
+    shown = table.sort_values("group", kind="stable")
+    return bar_figure(shown, 1.8, 3, order=ORDER, ylabel="PFLOP/s", xlabel="GPUs")
 
 
 def caption(table: Table) -> str:
     """Return the caption."""
-    rates = _rates(table)
+    rates = by_series(table)
     gain = (rates[WITH] / rates[WITHOUT]).iloc[-1]
-    sent = table.pivot(index="group", columns="series", values="sent_gb").sort_index()
+    sent = by_series(table, "sent_gb")
     more = (sent[WITHOUT] / sent[WITH]).iloc[-1]
     return (
         "Wide-ResNet in Alpa's stages when a mesh sends a byte for each device, everything that"
@@ -131,7 +117,7 @@ def caption(table: Table) -> str:
 
 def claims(table: Table) -> dict[str, bool]:
     """Return whether the paper's claims hold for our rows."""
-    rates = _rates(table)
+    rates = by_series(table)
     return {
         "alpa_all_gather_faster": bool((rates[WITH] >= 0.999 * rates[WITHOUT]).all()),
         "alpa_all_gather_twice": bool(

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 from matplotlib.figure import Figure
 
 import autopar
 from experiments.models import MoE
-from experiments.paper.paper_style import draw_bars, legend_above, new_figure
+from experiments.paper.figure_rows import DoesNotFit, by_series, plan_rate, rate
+from experiments.paper.paper_style import family_figure
 from experiments.paper.published_values import published_factor, published_table
 from experiments.paper.study import Table
 from experiments.validation.pipeline_quality import (
@@ -90,16 +90,11 @@ def _planned(plan: AlpaPlan) -> dict[str, Any]:
     """Return the rate and the memory of a pipeline with given stages, whose shardings we plan."""
     model: Any = plan.model()
     try:
-        planned = plan_pipeline(plan, plan.option())
-    except (autopar.NoStagesError, autopar.InfeasibleError):
+        columns = plan_rate(step_flops(model), plan_pipeline(plan, plan.option()))
+    except DoesNotFit:
         planned = plan_pipeline(plan, plan.option(), _ANY_SIZE)
-        return {"fits": False, "memory_gb": planned.predicted_bytes / 1e9, "by": "planner"}
-    return {
-        "ours": step_flops(model) / planned.predicted_seconds / 1e15,
-        "fits": True,
-        "memory_gb": planned.predicted_bytes / 1e9,
-        "by": "planner",
-    }
+        columns = rate(0.0, planned.predicted_bytes, fits=False)
+    return columns | {"by": "planner"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +150,14 @@ def _fastest(
     where = _machine(gpus, backend)
     found = search_layouts(model, execution, where, _CONFIDENCE, (*always, *kept))
     if not found.fitting:
-        return {"fits": False, "memory_gb": found.least_bytes / 1e9, "by": "closed form"}
+        return _closed(0.0, found.least_bytes, fits=False)
     best = found.fitting[0].prediction
-    return {
-        "ours": best.hardware_flops / best.seconds / 1e15,
-        "fits": True,
-        "memory_gb": best.memory.total / 1e9,
-        "by": "closed form",
-    }
+    return _closed(best.hardware_flops / best.seconds, best.memory.total)
+
+
+def _closed(flop_per_s: float, num_bytes: float, *, fits: bool = True) -> dict[str, Any]:
+    """Return the columns of a rate of the closed form."""
+    return rate(flop_per_s, num_bytes, fits=fits) | {"by": "closed form"}
 
 
 def _given_layout(model: Transformer, gpus: int, layout: IntraLayout) -> dict[str, Any]:
@@ -178,13 +173,9 @@ def _given_layout(model: Transformer, gpus: int, layout: IntraLayout) -> dict[st
         recompute="full",
         zero=2,
     )
-    prediction = predict(model, execution, _machine(gpus, JITTED))
-    return {
-        "ours": prediction.hardware_flops / prediction.seconds / 1e15,
-        "fits": prediction.memory.fits,
-        "memory_gb": prediction.memory.total / 1e9,
-        "by": "closed form",
-    }
+    found = predict(model, execution, _machine(gpus, JITTED))
+    flop_per_s, memory = found.hardware_flops / found.seconds, found.memory
+    return _closed(flop_per_s, memory.total, fits=memory.fits)
 
 
 def _without_stages(plan: AlpaPlan, layout: IntraLayout) -> dict[str, Any]:
@@ -202,12 +193,7 @@ def _without_stages(plan: AlpaPlan, layout: IntraLayout) -> dict[str, Any]:
         )
     except autopar.InfeasibleError:
         return {"fits": False, "by": "planner"}
-    return {
-        "ours": step_flops(model) / planned.predicted_seconds / 1e15,
-        "fits": True,
-        "memory_gb": planned.predicted_bytes / 1e9,
-        "by": "planner",
-    }
+    return plan_rate(step_flops(model), planned) | {"by": "planner"}
 
 
 def _deepspeed(plan: AlpaPlan, gpus: int) -> dict[str, Any]:
@@ -227,19 +213,14 @@ def _deepspeed(plan: AlpaPlan, gpus: int) -> dict[str, Any]:
     machine = _machine(gpus, EAGER)
     found = search_layouts(model, execution, machine, _CONFIDENCE, kept)
     if not found.fitting:
-        return {"fits": False, "memory_gb": found.least_bytes / 1e9, "by": "closed form"}
+        return _closed(0.0, found.least_bytes, fits=False)
     timed = [
         (layout.prediction.seconds + _mask_seconds(model, layout.execution, machine), layout)
         for layout in found.fitting
     ]
     seconds, best = min(timed, key=lambda one: one[0])
     flops = step_flops(cast(MoE, plan.model()))
-    return {
-        "ours": flops / seconds / 1e15,
-        "fits": True,
-        "memory_gb": best.prediction.memory.total / 1e9,
-        "by": "closed form",
-    }
+    return _closed(flops / seconds, best.prediction.memory.total)
 
 
 def _mask_seconds(model: Transformer, execution: Execution, machine: Machine) -> float:
@@ -256,15 +237,10 @@ def _mask_seconds(model: Transformer, execution: Execution, machine: Machine) ->
 
 def draw(table: Table) -> Figure:
     """Draw the rates of each model."""
-    figure = new_figure(3.4)
-    panels = list(table.groupby("family", sort=False))
-    plots = np.atleast_1d(figure.subplots(len(panels), 1))
-    for axes, (family, panel) in zip(plots, panels, strict=True):
-        shown = panel.assign(group=panel["gpus"]).sort_values("gpus", kind="stable")
-        draw_bars(axes, shown, order=list(COLUMNS))
-        axes.set(yscale="log", ylabel="PFLOP/s", xlabel=f"GPUs, {NAMES[family]}")
-        axes.set_ylim(0.05, None)
-    legend_above(figure, list(plots), columns=2)
+    by_gpus = table.assign(group=table["gpus"])
+    figure = family_figure(by_gpus, NAMES, 3.4, order=list(COLUMNS), columns=2)
+    for axes in figure.axes:
+        axes.set(yscale="log", ylim=(0.05, None))
     return figure
 
 
@@ -289,24 +265,24 @@ def caption(table: Table) -> str:
 
 def claims(table: Table) -> dict[str, bool]:
     """Return whether the paper's claims hold for our rows."""
-    by_series = table.pivot(index="group", columns="series", values="ours")
-    gpt = by_series[by_series.index.str.startswith("gpt")]
+    rates = by_series(table)
+    gpt = rates[rates.index.str.startswith("gpt")]
     others = gpt.drop(columns=[ALPA, MEGATRON], errors="ignore").max(axis=1)
     near = gpt[ALPA] / gpt[MEGATRON] if MEGATRON in gpt else gpt[ALPA]
     return {
         "alpa_beats_one_level": (gpt[ALPA] >= others)[gpt.index.str.len() > 5].all(),
         "alpa_matches_megatron": near.between(0.85, 1.3).all(),
-        "alpa_experts_two_hosts": _over_deepspeed(by_series)
+        "alpa_experts_two_hosts": _over_deepspeed(rates)
         > 0.85 * published_factor("experts_two_hosts"),
     }
 
 
-def _over_deepspeed(by_series: Table) -> float:
+def _over_deepspeed(rates: Table) -> float:
     """Return by which factor MoE on two hosts is faster than DeepSpeed's; 0 without the rows."""
-    if "moe-16" not in by_series.index:
+    if "moe-16" not in rates.index:
         return 0.0
-    rates = by_series.loc["moe-16"]
-    return float(rates[ALPA] / rates[DEEPSPEED])
+    moe = rates.loc["moe-16"]
+    return float(moe[ALPA] / moe[DEEPSPEED])
 
 
 def numbers(table: Table) -> dict[str, str]:

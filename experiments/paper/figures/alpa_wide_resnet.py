@@ -6,7 +6,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import autopar
-from experiments.paper.paper_style import draw_bars, legend_above, new_figure
+from experiments.paper.figure_rows import by_series, plan_rows
+from experiments.paper.paper_style import bar_figure
 from experiments.paper.published_values import published_factor
 from experiments.paper.study import Table
 from experiments.paper.wide_resnet_steps import (
@@ -30,7 +31,7 @@ NEAR = 0.15
 
 
 def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rate of each system on one number of GPUs."""
+    """Return the rate of each system on one number of GPUs."""
     plan = SMOKE if smoke else alpa_plans()[int(part)]
     planned: dict[str, Callable[[], autopar.Plan]] = {
         ALPA: lambda: plan_wide_resnet(plan, plan.stages),
@@ -39,21 +40,7 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
     if plan.gpus > 1:
         planned[INTER] = lambda: _one_gpu_stages(plan)
         planned[PP_DP] = lambda: plan_wide_resnet(plan, DATA_STAGES, data_parallel=True)
-    flops = convolution_flops(plan.model)
-    for series, make in planned.items():
-        row = {"group": int(part), "series": series, "unit": "PFLOP/s"}
-        try:
-            found = make()
-        except (autopar.NoStagesError, autopar.InfeasibleError):
-            yield {**row, "fits": False}
-            continue
-        yield {
-            **row,
-            "ours": flops / found.predicted_seconds / 1e15,
-            "fits": True,
-            "memory_gb": found.predicted_bytes / 1e9,
-            "stages": len(found.stages),
-        }
+    return plan_rows(planned, convolution_flops(plan.model), group=int(part))
 
 
 def _without_stages(plan: WideResNetPlan) -> autopar.Plan:
@@ -80,21 +67,13 @@ def _one_gpu_stages(plan: WideResNetPlan) -> autopar.Plan:
 
 def draw(table: Table) -> Figure:
     """Draw the rates by number of GPUs."""
-    figure = new_figure(2.1)
-    axes = figure.subplots()
-    draw_bars(axes, table.sort_values("group", kind="stable"))
-    axes.set(yscale="log", ylabel="PFLOP/s", xlabel="GPUs")
-    legend_above(figure, axes, columns=2)
-    return figure
-
-
-def _rates(table: Table) -> Table:
-    return table.pivot(index="group", columns="series", values="ours").sort_index()
+    shown = table.sort_values("group", kind="stable")
+    return bar_figure(shown, 2.1, 2, yscale="log", ylabel="PFLOP/s", xlabel="GPUs")
 
 
 def _efficiency(table: Table) -> float | None:
     """Return the rate of a GPU of four hosts, relative to that of a single GPU."""
-    rates = _rates(table)[ALPA]
+    rates = by_series(table)[ALPA]
     if not {1, EFFICIENCY_GPUS} <= set(rates.index):
         return None
     return float(rates[EFFICIENCY_GPUS] / (EFFICIENCY_GPUS * rates[1]))
@@ -126,7 +105,7 @@ def caption(table: Table) -> str:
 
 def claims(table: Table) -> dict[str, bool]:
     """Return whether the paper's claims hold for our rows."""
-    rates, efficiency = _rates(table), _efficiency(table)
+    rates, efficiency = by_series(table), _efficiency(table)
     several = rates[rates.index > 8]
     return {
         "alpa_wide_resnet_efficient": efficiency is not None

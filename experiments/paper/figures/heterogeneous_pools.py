@@ -7,8 +7,10 @@ from matplotlib.figure import Figure
 
 import autopar
 from experiments.models.model_sizes import gpt
-from experiments.paper.paper_style import draw_bars, legend_above, new_figure
+from experiments.paper.figure_rows import DoesNotFit, by_series
+from experiments.paper.paper_style import bar_figure
 from experiments.paper.study import Table
+from experiments.validation.pipeline_quality import step_of
 from simulator import load_cluster
 
 CLUSTERS = {"p3_beside_p4d": "8 V100 + 8 A100", "a2_uneven": "8 A100 + 4 A100"}
@@ -36,7 +38,7 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
         row = {"group": CLUSTERS[part], "series": series, "gpus": where.num_devices}
         try:
             plan = _plan(where, stages, layers, smoke)
-        except (autopar.NoStagesError, autopar.InfeasibleError):
+        except DoesNotFit:
             yield {**row, "fits": False}
             continue
         yield {
@@ -51,32 +53,23 @@ def rows(part: str, smoke: bool) -> Iterator[dict[str, Any]]:
 
 def _plan(cluster: Any, stages: Any, layers: int, smoke: bool) -> autopar.Plan:
     """Return the plan of a GPT of 1.3 billion parameters, or a tiny one."""
-    model = gpt(64, 2, 2, BATCH) if smoke else gpt(2048, 24, 32, BATCH)
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return model.train_step(state, batch, autopar.value_and_grad)
-
+    train_step, args = step_of(gpt(64, 2, 2, BATCH) if smoke else gpt(2048, 24, 32, BATCH))
     method = autopar.PipeshardParallel(
         num_micro_batches=1 if smoke else MICRO_BATCHES,
         layer_option=autopar.AutoLayerOption(layers, eps=1.0),
         stage_option=stages,
     )
-    return autopar.plan_step(train_step, model.abstract_args(), method=method, cluster=cluster)
+    return autopar.plan_step(train_step, args, method=method, cluster=cluster)
 
 
 def draw(table: Table) -> Figure:
     """Draw the sequences per second of each cluster."""
-    figure = new_figure(1.9)
-    axes = figure.subplots()
-    draw_bars(axes, table, value="sequences_per_s")
-    axes.set(ylabel="sequences/s")
-    legend_above(figure, axes, columns=2)
-    return figure
+    return bar_figure(table, 1.9, 2, value="sequences_per_s", ylabel="sequences/s")
 
 
 def caption(table: Table) -> str:
     """Return the caption."""
-    rates = table.pivot(index="group", columns="series", values="sequences_per_s")
+    rates = by_series(table, "sequences_per_s")
     gains = (rates[SEARCHED] / rates[EQUAL] - 1).dropna()
     alone = (rates[SEARCHED] / rates[[FIRST, SECOND]].max(axis=1) - 1).dropna()
     text = "; ".join(

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.by_hand import BY_HAND
 from experiments.models import MLP
-from experiments.paper.paper_style import COLOURS, HATCHES, legend_above, new_figure
+from experiments.paper.paper_style import bar_style, legend_above, new_figure
 from experiments.paper.study import Table
 from simulator import Cluster, work_of
 
@@ -63,11 +63,8 @@ def draw(table: Table) -> Figure:
             moved[kind],
             0.7,
             bottom=bottom,
-            facecolor=COLOURS[number + 1],
-            hatch=HATCHES[number],
-            edgecolor="black",
-            linewidth=0.4,
             label=kind,
+            **bar_style(number),
         )
         bottom += moved[kind].to_numpy()
     axes.axhline(table["parameters_mb"].iloc[0], color="black", linewidth=0.7, linestyle="--")

@@ -3,6 +3,7 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.paper.figure_rows import by_series
 from experiments.paper.paper_style import draw_bars, legend_above, new_figure
 from experiments.paper.study import Table
 from simulator.validation import published_cases
@@ -58,5 +59,5 @@ def caption(table: Table) -> str:
 
 def claims(table: Table) -> dict[str, bool]:
     """Return whether the paper's claims hold for our rows."""
-    shares = table[table["figure"] == 7].pivot(index="group", columns="series", values="ours")
+    shares = by_series(table[table["figure"] == 7])
     return {"korthikanti_fifth": bool((shares["selective, sequence"] < 21).all())}

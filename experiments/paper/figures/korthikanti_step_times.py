@@ -3,6 +3,7 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.paper.figure_rows import by_series
 from experiments.paper.paper_style import draw_bars, legend_above, new_figure
 from experiments.paper.study import Table
 from simulator.validation import published_cases
@@ -73,7 +74,7 @@ def claims(table: Table) -> dict[str, bool]:
     layer = table[table["table"] == 4].pivot(index="series", columns="group", values="ours")
     total = layer.sum(axis=1)
     overhead = total / total["baseline"] - 1
-    steps = table[table["table"] == 5].pivot(index="group", columns="series", values="ours")
+    steps = by_series(table[table["table"] == 5])
     gain = steps["full"] / steps["selective"] - 1
     return {
         "korthikanti_overhead": overhead["selective+seq"] < 0.1 < 0.33 < overhead["full_recompute"],

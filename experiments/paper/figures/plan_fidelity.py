@@ -10,6 +10,7 @@ import autopar
 from experiments.local_steps import initial_args, largest_difference, use_devices_like
 from experiments.models import Model
 from experiments.models.model_sizes import SMALL
+from experiments.paper.figure_rows import by_series
 from experiments.paper.paper_style import draw_bars, legend_above, new_figure
 from experiments.paper.study import Table
 from experiments.validation.fidelity import MODELS
@@ -89,5 +90,5 @@ def caption(table: Table) -> str:
 
 
 def _ratios(table: Table, column: str) -> Table:
-    values = table.pivot(index="group", columns="series", values=column)
+    values = by_series(table, column)
     return values[ANALYTIC] / values[COMPILED]

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.paper.megatron_steps import GPT, machine, sized
-from experiments.paper.paper_style import COLOURS, HATCHES, legend_above, new_figure
+from experiments.paper.paper_style import bar_style, legend_above, new_figure
 from experiments.paper.study import Table
 from simulator import Cluster
 from simulator.transformer import Execution, Machine, Transformer, search_layouts
@@ -93,11 +93,8 @@ def draw(table: Table) -> Figure:
                 np.arange(len(names)) + (number - 1) * width,
                 values,
                 0.94 * width,
-                facecolor=COLOURS[number + 1],
-                hatch=HATCHES[number],
-                edgecolor="black",
-                linewidth=0.4,
                 label=series,
+                **bar_style(number),
             )
         axes.axhline(1, color="black", linewidth=0.6)
         axes.set_xticks(range(len(names)), names)

@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.paper.paper_style import COLOURS, HATCHES, legend_above, new_figure
+from experiments.paper.paper_style import COLOURS, bar_style, legend_above, new_figure
 from experiments.paper.study import Table
 from experiments.sources import ROOT
 
@@ -42,10 +42,7 @@ def draw(table: Table) -> Figure:
             counts.index,
             values,
             left=left,
-            facecolor=COLOURS[(1, 3, 4)[number]],
-            hatch=HATCHES[number],
-            edgecolor="black",
-            linewidth=0.4,
+            **bar_style(number) | {"facecolor": COLOURS[(1, 3, 4)[number]]},
             label={"equal": "equal to one device"}.get(outcome, outcome),
         )
         left = left + values

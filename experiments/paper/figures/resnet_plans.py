@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.paper.paper_style import COLOURS, HATCHES, legend_above, new_figure
+from experiments.paper.paper_style import bar_style, legend_above, new_figure
 from experiments.paper.study import Table
 from experiments.paper.wide_resnet_steps import SMOKE, STAGES, alpa_plans, plan_wide_resnet
 
@@ -76,10 +76,7 @@ def draw(table: Table) -> Figure:
                     row.blocks,
                     bottom=bottom,
                     align="edge",
-                    facecolor=COLOURS[(number + 1) % len(COLOURS)],
-                    hatch=HATCHES[number],
-                    edgecolor="black",
-                    linewidth=0.6,
+                    **bar_style(number) | {"linewidth": 0.6},
                     label=row.kind if height else None,
                 )
                 bottom += height

@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.paper.figure_rows import by_series
 from experiments.paper.megatron_steps import sized, step, throughput
 from experiments.paper.paper_style import draw_lines, new_figure
 from experiments.paper.study import Table
@@ -61,7 +62,7 @@ def _best_microbatch(table: Table) -> Table:
 def _recomputation(table: Table) -> tuple[float, float]:
     """Return by which factor recomputation slows the smallest batch, and speeds up the best."""
     panel = table[(table["panel"] == PANELS[1]) & (table["fits"].astype(str) == "True")]
-    rates = panel.pivot(index="x", columns="series", values="sequences_per_s").sort_index()
+    rates = by_series(panel, "sequences_per_s", index="x")
     both = rates.dropna()
     slower = (both["recomputed"] / both["saved"]).min()
     return float(slower), float(rates["recomputed"].max() / rates["saved"].max())

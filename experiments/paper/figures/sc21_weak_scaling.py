@@ -3,6 +3,7 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.paper.figure_rows import by_series
 from experiments.paper.paper_style import PUBLISHED_MARK, legend_above, new_figure, series_style
 from experiments.paper.study import Table
 from simulator.validation import published_cases, records
@@ -76,7 +77,7 @@ def claims(table: Table) -> dict[str, bool]:
     """Return whether the paper's claims hold for our rows."""
     scaling = table[table["series"] == "PTD, table 1"].sort_values("gpus")
     others = table[table["series"] != "PTD, table 1"]
-    by_model = others.pivot(index="group", columns="series", values="ours")
+    by_model = by_series(others)
     return {
         "sc21_superlinear": scaling["ours"].iloc[-1] > scaling["ours"].iloc[0],
         "sc21_zero3": (by_model["PTD, table 2"] > by_model["ZeRO-3"]).all(),

@@ -13,7 +13,8 @@ from autopar.model_schedules import Knobs
 from experiments.gpt_directives import NAMES, schedule_gpt, scheduled_step
 from experiments.models import GPT
 from experiments.models.model_sizes import gpt
-from experiments.paper.paper_style import draw_bars, legend_above, new_figure
+from experiments.paper.figure_rows import by_series
+from experiments.paper.paper_style import bar_figure
 from experiments.paper.study import Table
 from experiments.planned_strategies import MESH_AXES
 from simulator import Cluster, simulate
@@ -92,16 +93,8 @@ def _directives(model: GPT, shape: tuple[int, int], knobs: Knobs) -> int:
 
 def draw(table: Table) -> Figure:
     """Draw the rate of each schedule."""
-    figure = new_figure(2.1)
-    axes = figure.subplots()
-    draw_bars(axes, table, value="sequences_per_s")
-    axes.set(yscale="log", ylabel="sequences/s")
-    legend_above(figure, axes, columns=3)
-    return figure
-
-
-def _rates(table: Table) -> Table:
-    return table.pivot(index="series", columns="group", values="sequences_per_s")
+    labels = {"yscale": "log", "ylabel": "sequences/s"}
+    return bar_figure(table, 2.1, 3, value="sequences_per_s", **labels)
 
 
 def caption(table: Table) -> str:
@@ -117,6 +110,6 @@ def caption(table: Table) -> str:
 
 def claims(table: Table) -> dict[str, bool]:
     """Return whether Slapo's claims hold for our rows."""
-    rates = _rates(table)
-    one = rates.get("1 GPU")
+    rates = by_series(table, "sequences_per_s")
+    one = rates.loc["1 GPU"] if "1 GPU" in rates.index else None
     return {"slapo_kernels": one is not None and bool(one["kernels"] > one[PLAIN])}
