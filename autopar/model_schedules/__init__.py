@@ -6,10 +6,15 @@ built = autopar.build(sch, batch_axis="x")
 """
 
 from autopar.model_schedules.attention import causal_flash_attention, flash_attention
-from autopar.model_schedules.bert_schedule import BERT, schedule_bert
-from autopar.model_schedules.gpt_schedule import GPT, schedule_gpt
 from autopar.model_schedules.knobs import Knobs
-from autopar.model_schedules.llama_schedule import LLAMA, schedule_llama
+from autopar.model_schedules.transformer_families import (
+    BERT,
+    GPT,
+    LLAMA,
+    schedule_bert,
+    schedule_gpt,
+    schedule_llama,
+)
 from autopar.model_schedules.transformer_schedule import (
     ColumnRowLayer,
     TransformerNames,
