@@ -1,6 +1,7 @@
 """Errors of hosts, by what a user can do about them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class HostsError(RuntimeError):
@@ -84,13 +85,19 @@ class StepFailedError(HostError):
     """An instruction of a step failed on a worker.
 
     Attributes:
-        mesh: the mesh of the instruction.
+        mesh: the mesh of the instruction, or -1 if the arguments were at fault.
+        cause: type and message of the exception.
     """
 
     def __init__(self, host: int, mesh: int, instruction: str, cause: str) -> None:
         message = f"host {host}, mesh {mesh}, instruction {instruction!r}: {cause}"
         super().__init__(host, message, (mesh,), instruction)
         self.mesh = mesh
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let Ray send the error from the worker to the driver."""
+        return StepFailedError, (self.host, self.mesh, self.instruction, self.cause)
 
 
 def _named(host: int, address: str, meshes: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from autopar.checkpoint.parts import Wanted, copied, restore, write
 from autopar.devices import Device
 from autopar.hosts.batch_threads import open_reader
 from autopar.hosts.environment import check_port, devices_of, free_port, versions
-from autopar.hosts.errors import HostsError
+from autopar.hosts.errors import HostsError, StepFailedError
 from autopar.hosts.mailbox import Mailbox
 from autopar.hosts.timelines import Execute, ExecutedInstruction, Stopwatch
 from autopar.hosts.worker_job import WorkerJob
@@ -30,27 +30,6 @@ from autopar.runtime.loaded_job import placed
 from autopar.util import memory_of, zeros
 from simulator.memory import MemoryUse
 from simulator.program import Run
-
-
-class InstructionError(RuntimeError):
-    """An instruction failed on a worker.
-
-    Attributes:
-        worker: number of the worker.
-        mesh: number of the mesh, or -1 if the arguments were at fault.
-        instruction: text of the instruction.
-        cause: type and message of the exception.
-    """
-
-    def __init__(self, worker: int, mesh: int, instruction: str, cause: str) -> None:
-        super().__init__(worker, mesh, instruction, cause)
-        self.worker = worker
-        self.mesh = mesh
-        self.instruction = instruction
-        self.cause = cause
-
-    def __str__(self) -> str:
-        return f"host {self.worker}, mesh {self.mesh}, instruction {self.instruction}: {self.cause}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +149,6 @@ class Worker:
         """Return the keys of the stored arrays, for tests."""
         return frozenset(self._arrays)
 
-    def num_arrays(self) -> int:
-        """Return the number of stored arrays, for tests."""
-        return len(self._arrays)
-
     def wait(self) -> None:
         """Wait until the devices are idle."""
         jax.block_until_ready(list(self._arrays.values()))
@@ -265,10 +240,6 @@ class Worker:
         """Delete a job."""
         self.jobs.pop(number, None)
 
-    def num_jobs(self) -> int:
-        """Return the number of loaded jobs."""
-        return len(self.jobs)
-
     def run(
         self,
         number: int,
@@ -291,7 +262,7 @@ class Worker:
             arrays: the other inputs.
 
         Raises:
-            InstructionError: an instruction failed.
+            StepFailedError: an instruction failed.
         """
         loaded = self.jobs[number]
         try:
@@ -309,7 +280,7 @@ class Worker:
                     self._arrays[results[output.number]] = loaded.take(output, values)
         except Exception as error:
             mesh, instruction, _ = self._activity or (None, "the arguments", 0.0)
-            raise InstructionError(
+            raise StepFailedError(
                 self.number,
                 -1 if mesh is None else mesh,
                 instruction,

@@ -25,7 +25,7 @@ from autopar.hosts.health import (
 )
 from autopar.hosts.process_groups import start_process_groups
 from autopar.hosts.reservation import Reservation
-from autopar.hosts.worker import InstructionError, ProcessGroup
+from autopar.hosts.worker import ProcessGroup
 from autopar.progress import log_progress
 from autopar.runtime.batch_reading import DataLoaderError
 from autopar.tracing.jax_settings import has_x64
@@ -368,17 +368,13 @@ class Workers:
         lost = next(gone, None)
         causes = [cause, *self._failures()]
         self._kill()
-        if isinstance(cause, InstructionError) and lost is None:
-            raise StepFailedError(
-                cause.worker, cause.mesh, cause.instruction, cause.cause
-            ) from None
         if isinstance(cause, HostsError) and lost is None:
             raise cause from None
         if not isinstance(error, RayActorError) and lost is None:
             raise error
         host = host if lost is None else lost
         last = monitor.last(host)
-        failed = [str(failure) for failure in causes if isinstance(failure, InstructionError)]
+        failed = [str(failure) for failure in causes if isinstance(failure, StepFailedError)]
         raise HostLostError(
             host,
             self.addresses[host],

@@ -192,7 +192,7 @@ def test_a_worker_reads_only_the_inputs_of_its_stages(hosts, tmp_path):
 @pytest.mark.hosts(2, 4)
 def test_prefetch_size_batches_are_read_ahead_and_unclaimed_ones_are_freed(hosts, tmp_path):
     _, specs = step_and_specs(data_parallel_pipeline(2))
-    before = hosts.ask_all("num_arrays")
+    before = hosts.ask_all("array_keys")
     batches = iter(
         MeshDriverDataLoader(ROWS, 20 * ROWS, recording_reader(tmp_path), specs, prefetch_size=2)
     )
@@ -204,7 +204,7 @@ def test_prefetch_size_batches_are_read_ahead_and_unclaimed_ones_are_freed(hosts
     del batches
     assert_array_equal(np.array(first["x"]), batch(0, 16)["x"])
     del first
-    assert until(lambda: hosts.ask_all("num_arrays") == before)
+    assert until(lambda: hosts.ask_all("array_keys") == before)
 
 
 @pytest.mark.hosts(2, 4)

@@ -13,8 +13,9 @@ from numpy.testing import assert_allclose
 
 import autopar
 from autopar.hosts import delivery
+from autopar.hosts.errors import StepFailedError
 from autopar.hosts.job_export import export_job
-from autopar.hosts.worker import InstructionError, Worker
+from autopar.hosts.worker import Worker
 from autopar.lowering.job import Array, Job, worker_groups
 from autopar.lowering.job_description import JobDescription
 from autopar.lowering.planned import PlannedStep
@@ -174,7 +175,7 @@ def test_a_worker_stores_only_the_results_of_the_last_step():
     args = stack_params(), stack_batch()
     driver = Driver(stack_job(2))
     driver.steps(args, 3)
-    assert driver.worker.num_arrays() == len(driver.description.outputs)
+    assert len(driver.worker.array_keys()) == len(driver.description.outputs)
 
 
 def test_an_unloaded_job_is_freed():
@@ -184,7 +185,7 @@ def test_an_unloaded_job_is_freed():
     job = weakref.ref(driver.worker.jobs[0])
     driver.worker.do(None, [], False, "unload", 0)
     gc.collect()
-    assert driver.worker.num_jobs() == 0
+    assert not driver.worker.jobs
     assert job() is None
 
 
@@ -221,8 +222,8 @@ def test_the_error_of_an_instruction_names_its_mesh():
 
     driver.worker.jobs[0].carriers[name, to].receive = raise_error  # pyright: ignore
     with pytest.raises(
-        InstructionError,
-        match=rf"host 0, mesh {to}, instruction recv {name}.*: MemoryError: no room",
+        StepFailedError,
+        match=rf"host 0, mesh {to}, instruction 'recv {name}.*': MemoryError: no room",
     ):
         driver.steps(args, 1)
 
