@@ -134,7 +134,7 @@ def _cluster(jaxpr: Jaxpr, forward: Sequence[Unit], option: AutoLayerOption) -> 
     ]
     received = received_bytes(len(forward), values)
     light = after_heavy(flops > 0, values)
-    layers = cluster_layers(
+    stops = cluster_layers(
         work,
         received,
         option.layer_num,
@@ -142,7 +142,7 @@ def _cluster(jaxpr: Jaxpr, forward: Sequence[Unit], option: AutoLayerOption) -> 
         light=light,
         line_of=lambda position: source_line(forward[position].eqns[0][1]),
     )
-    return np.searchsorted(layers.stops, np.arange(len(forward)), side="right").tolist()
+    return np.searchsorted(stops, np.arange(len(forward)), side="right").tolist()
 
 
 def _flops(unit: Unit, times: Sequence[float]) -> float:

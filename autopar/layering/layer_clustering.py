@@ -37,19 +37,6 @@ class NoLayersError(ValueError):
     """The equations can't be divided into the given number of layers of similar work."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """Consecutive layers.
-
-    Attributes:
-        stops: For each layer the number of the equation after its last one.
-        bottleneck: The most bytes that any layer receives.
-    """
-
-    stops: tuple[int, ...]
-    bottleneck: float
-
-
 def cluster_layers(
     flops: np.ndarray,
     received: Received,
@@ -58,8 +45,8 @@ def cluster_layers(
     heavy: np.ndarray | None = None,
     light: np.ndarray | None = None,
     line_of: Callable[[int], str] | None = None,
-) -> Layers:
-    """Divide equations into `num_layers` layers.
+) -> tuple[int, ...]:
+    """Divide equations into `num_layers` layers: return where each ends.
 
     Args:
         flops: The FLOP of each equation, [equations].
@@ -71,6 +58,10 @@ def cluster_layers(
         heavy: Which equations are heavy, [equations]; by default those with FLOP.
         light: Which equations count as heavy, too, if there are more layers than heavy ones.
         line_of: Returns the line of the user's code that makes an equation, for the error.
+
+    Returns:
+        For each layer the number of the equation after its last one. The most bytes that any layer
+        receives are as few as possible.
 
     Raises:
         NoLayersError: There are too few heavy equations, or work is too uneven for `eps`.
@@ -107,8 +98,8 @@ def _places(heavy: np.ndarray, line_of: Callable[[int], str] | None) -> str:
 
 def _cluster(
     flops: np.ndarray, received: Received, num_layers: int, eps: float, heavy: np.ndarray
-) -> Layers:
-    """Return the layers for a bound on their work; arguments as for `cluster_layers`.
+) -> tuple[int, ...]:
+    """Return where layers end for a bound on their work; arguments as for `cluster_layers`.
 
     Raises:
         NoLayersError: Work is too uneven for `eps`.
@@ -140,7 +131,7 @@ def _cluster(
         return before + np.where(column <= bottleneck, (work[stop] - work[starts]) ** 2, np.inf)
 
     _, stops = _least(windows, least <= bottleneck, received(), unevenness)
-    return Layers(stops, bottleneck)
+    return stops
 
 
 def _least_eps(flops: np.ndarray, received: Received, num_layers: int, heavy: np.ndarray) -> float:

@@ -106,7 +106,7 @@ class AutoLayerOption:
         light = after_heavy(flops > 0, values)
         numbers = np.repeat(np.arange(len(jaxpr.eqns)), iterations.counts)
         try:
-            layers = cluster_layers(
+            stops = cluster_layers(
                 work,
                 received,
                 self.layer_num,
@@ -116,7 +116,7 @@ class AutoLayerOption:
             )
         except NoLayersError as error:
             raise NoLayersError(f"{error}{uncut_loops(jaxpr, iterations.scans)}") from None
-        return np.searchsorted(layers.stops, np.arange(iterations.total), side="right").tolist()
+        return np.searchsorted(stops, np.arange(iterations.total), side="right").tolist()
 
 
 @dataclass(frozen=True, slots=True)
