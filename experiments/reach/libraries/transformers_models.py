@@ -11,13 +11,18 @@ from flax.training.train_state import TrainState
 from experiments.reach.libraries.transformers_training import (
     DECODER,
     ENCODER,
+    GPT2,
     SEQ2SEQ,
     VISION,
+    cross_entropy,
+    image_classifier,
     labelled,
     language_model,
     masked_loss,
     masked_model,
+    mean_of,
     next_token,
+    texts,
     train,
 )
 from experiments.reach.public_step import LENGTH, PublicStep, classes, features, tokens
@@ -30,19 +35,15 @@ def bert() -> PublicStep:
 
 def bert_classifier() -> PublicStep:
     """FlaxBertForSequenceClassification, as run_flax_glue.py trains it."""
-    ids = tokens()
-    model = hf.FlaxBertForSequenceClassification(
-        hf.BertConfig(**ENCODER, num_labels=3), (1, LENGTH)
-    )
-    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": classes(3)}
-    return train(model, batch, labelled)
+    config = hf.BertConfig(**ENCODER, num_labels=3)
+    model = hf.FlaxBertForSequenceClassification(config, (1, LENGTH))
+    return train(model, texts(tokens(), labels=classes(3)), labelled)
 
 
 def albert() -> PublicStep:
     """FlaxAlbertForMaskedLM: all layers share their weights."""
-    return masked_model(
-        hf.FlaxAlbertForMaskedLM(hf.AlbertConfig(**ENCODER, embedding_size=16), (1, LENGTH))
-    )
+    config = hf.AlbertConfig(**ENCODER, embedding_size=16)
+    return masked_model(hf.FlaxAlbertForMaskedLM(config, (1, LENGTH)))
 
 
 def roberta() -> PublicStep:
@@ -58,30 +59,22 @@ def roberta_prelayernorm() -> PublicStep:
 
 def bert_span() -> PublicStep:
     """FlaxBertForQuestionAnswering, as run_qa.py trains it."""
-    ids = tokens()
     model = hf.FlaxBertForQuestionAnswering(hf.BertConfig(**ENCODER), (1, LENGTH))
-    batch = {
-        "input_ids": ids,
-        "attention_mask": jnp.ones_like(ids),
-        "labels": jnp.stack([classes(8), 8 + classes(8)], axis=1),
-    }
 
     def loss(outputs, batch):
-        start, end = (
-            optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"][:, k]).mean()
-            for k, logits in enumerate((outputs.start_logits, outputs.end_logits))
-        )
+        start = cross_entropy(outputs.start_logits, batch["labels"][:, 0]).mean()
+        end = cross_entropy(outputs.end_logits, batch["labels"][:, 1]).mean()
         return (start + end) / 2
 
-    return train(model, batch, loss)
+    spans = jnp.stack([classes(8), 8 + classes(8)], axis=1)
+    return train(model, texts(tokens(), labels=spans), loss)
 
 
 def bert_choices() -> PublicStep:
     """FlaxBertForMultipleChoice: each example has four texts."""
     ids = tokens(length=4 * LENGTH).reshape(-1, 4, LENGTH)
     model = hf.FlaxBertForMultipleChoice(hf.BertConfig(**ENCODER), (1, 4, LENGTH))
-    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": classes(4)}
-    return train(model, batch, labelled)
+    return train(model, texts(ids, labels=classes(4)), labelled)
 
 
 def bert_pretraining() -> PublicStep:
@@ -89,58 +82,44 @@ def bert_pretraining() -> PublicStep:
     ids = tokens()
     masked = ids % 5 == 0
     model = hf.FlaxBertForPreTraining(hf.BertConfig(**ENCODER), (1, LENGTH))
-    labels = jnp.concatenate([jnp.where(masked, ids, 0), classes(2)[:, None]], axis=1)
-    batch = {
-        "input_ids": jnp.where(masked, 2, ids),
-        "attention_mask": jnp.ones_like(ids),
-        "labels": labels,
-    }
 
     def loss(outputs, batch):
         targets, following = batch["labels"][:, :-1], batch["labels"][:, -1]
         chosen = jnp.where(targets > 0, 1.0, 0.0)
-        losses = optax.softmax_cross_entropy_with_integer_labels(outputs.prediction_logits, targets)
-        next_ = optax.softmax_cross_entropy_with_integer_labels(
-            outputs.seq_relationship_logits, following
-        )
-        return (losses * chosen).sum() / chosen.sum() + next_.mean()
+        losses = cross_entropy(outputs.prediction_logits, targets)
+        next_ = cross_entropy(outputs.seq_relationship_logits, following)
+        return mean_of(losses, chosen) + next_.mean()
 
-    return train(model, batch, loss)
+    labels = jnp.concatenate([jnp.where(masked, ids, 0), classes(2)[:, None]], axis=1)
+    return train(model, texts(jnp.where(masked, 2, ids), labels=labels), loss)
 
 
 def electra_detector() -> PublicStep:
     """FlaxElectraForPreTraining, which finds replaced tokens."""
     config = hf.ElectraConfig(**ENCODER, embedding_size=32)
     ids = tokens()
-    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids % 3 == 0}
 
     def loss(outputs, batch):
         labels = batch["labels"].astype(jnp.float32)
         losses = optax.sigmoid_binary_cross_entropy(outputs.logits, labels)
-        return (losses * batch["attention_mask"]).sum() / batch["attention_mask"].sum()
+        return mean_of(losses, batch["attention_mask"])
 
-    return train(hf.FlaxElectraForPreTraining(config, (1, LENGTH)), batch, loss)
+    model = hf.FlaxElectraForPreTraining(config, (1, LENGTH))
+    return train(model, texts(ids, labels=ids % 3 == 0), loss)
 
 
 def bert_tokens() -> PublicStep:
     """FlaxBertForTokenClassification, as run_flax_ner.py trains it, with ignored tokens."""
     ids = tokens()
     model = hf.FlaxBertForTokenClassification(hf.BertConfig(**ENCODER, num_labels=5), (1, LENGTH))
-    batch = {
-        "input_ids": ids,
-        "attention_mask": jnp.ones_like(ids),
-        "labels": jnp.where(ids % 4 == 0, -100, ids % 5),
-    }
 
     def loss(outputs, batch):
         labels = batch["labels"]
         valid = labels >= 0
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            outputs.logits, jnp.where(valid, labels, 0)
-        )
+        losses = cross_entropy(outputs.logits, jnp.where(valid, labels, 0))
         return jnp.where(valid, losses, 0.0).sum() / valid.sum()
 
-    return train(model, batch, loss)
+    return train(model, texts(ids, labels=jnp.where(ids % 4 == 0, -100, ids % 5)), loss)
 
 
 def distilbert() -> PublicStep:
@@ -168,8 +147,7 @@ def dinov2() -> PublicStep:
         num_labels=10,
         drop_path_rate=0.1,
     )
-    model = hf.FlaxDinov2ForImageClassification(config, (1, 16, 16, 3))
-    return train(model, {"pixel_values": features(3, 16, 16), "labels": classes()}, labelled)
+    return image_classifier(hf.FlaxDinov2ForImageClassification(config, (1, 16, 16, 3)))
 
 
 def big_bird() -> PublicStep:
@@ -178,9 +156,7 @@ def big_bird() -> PublicStep:
         **{**ENCODER, "max_position_embeddings": 64}, block_size=2, num_random_blocks=1
     )
     ids = tokens(length=32)
-    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids}
-    state = hf.FlaxBigBirdForMaskedLM(config, (1, 32))
-    step = train(state, batch, masked_loss)
+    step = train(hf.FlaxBigBirdForMaskedLM(config, (1, 32)), texts(ids, labels=ids), masked_loss)
 
     def train_step(state, batch, dropout_rng):
         dropout_rng, indices_rng = jax.random.split(dropout_rng)
@@ -210,23 +186,12 @@ def electra() -> PublicStep:
 
 def gpt2() -> PublicStep:
     """FlaxGPT2LMHeadModel, as run_clm_flax.py trains it."""
-    config = hf.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
-    return language_model(hf.FlaxGPT2LMHeadModel(config, (1, LENGTH)))
+    return language_model(hf.FlaxGPT2LMHeadModel(hf.GPT2Config(**GPT2), (1, LENGTH)))
 
 
 def gptj() -> PublicStep:
     """FlaxGPTJForCausalLM with dropout."""
-    config = hf.GPTJConfig(
-        vocab_size=64,
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        rotary_dim=4,
-        resid_pdrop=0.1,
-        embd_pdrop=0.1,
-        attn_pdrop=0.1,
-    )
+    config = hf.GPTJConfig(**GPT2, rotary_dim=4, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     return language_model(hf.FlaxGPTJForCausalLM(config, (1, LENGTH)))
 
 
@@ -276,9 +241,8 @@ def opt() -> PublicStep:
         word_embed_proj_dim=32,
     )
     ids = tokens()
-    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids}
     model = hf.FlaxOPTForCausalLM(config, (1, LENGTH))
-    return train(model, batch, next_token, {"deterministic": False})
+    return train(model, texts(ids, labels=ids), next_token, {"deterministic": False})
 
 
 def xglm() -> PublicStep:
@@ -312,27 +276,21 @@ def bart() -> PublicStep:
     """FlaxBartForConditionalGeneration, as run_summarization_flax.py trains it."""
     config = hf.BartConfig(**SEQ2SEQ, max_position_embeddings=32)
     model = hf.FlaxBartForConditionalGeneration(config, (1, LENGTH))
-    ids, target = tokens(), tokens(1)
+    target = tokens(1)
     batch = {
-        "input_ids": ids,
-        "attention_mask": jnp.ones_like(ids),
         "decoder_input_ids": jnp.roll(target, 1, 1),
         "decoder_attention_mask": jnp.ones_like(target),
         "labels": target,
     }
-    return train(model, batch, labelled)
+    return train(model, texts(tokens(), **batch), labelled)
 
 
 def vit() -> PublicStep:
     """FlaxViTForImageClassification with dropout."""
     config = hf.ViTConfig(
-        **VISION,
-        num_labels=10,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
+        **VISION, num_labels=10, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1
     )
-    batch = {"pixel_values": features(3, 16, 16), "labels": classes()}
-    return train(hf.FlaxViTForImageClassification(config), batch, labelled)
+    return image_classifier(hf.FlaxViTForImageClassification(config))
 
 
 def beit() -> PublicStep:
@@ -344,17 +302,12 @@ def beit() -> PublicStep:
         use_relative_position_bias=True,
         layer_scale_init_value=0.1,
     )
-    batch = {"pixel_values": features(3, 16, 16), "labels": classes()}
-    return train(hf.FlaxBeitForImageClassification(config, (1, 16, 16, 3)), batch, labelled)
+    return image_classifier(hf.FlaxBeitForImageClassification(config, (1, 16, 16, 3)))
 
 
 def beit_pretraining() -> PublicStep:
     """FlaxBeitForMaskedImageModeling: the visual tokens of masked patches."""
-    config = hf.BeitConfig(
-        vocab_size=32,
-        **VISION,
-        use_mask_token=True,
-    )
+    config = hf.BeitConfig(vocab_size=32, **VISION, use_mask_token=True)
     model = hf.FlaxBeitForMaskedImageModeling(config, (1, 16, 16, 3))
     masked = tokens(length=16) % 3 == 0
     batch = {
@@ -364,8 +317,7 @@ def beit_pretraining() -> PublicStep:
     }
 
     def loss(outputs, batch):
-        losses = optax.softmax_cross_entropy_with_integer_labels(outputs.logits, batch["labels"])
-        return (losses * batch["bool_masked_pos"]).sum() / batch["bool_masked_pos"].sum()
+        return mean_of(cross_entropy(outputs.logits, batch["labels"]), batch["bool_masked_pos"])
 
     return train(model, batch, loss)
 

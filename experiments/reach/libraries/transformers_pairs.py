@@ -10,15 +10,23 @@ import jax.numpy as jnp
 import optax
 import transformers as hf
 
-from experiments.reach.libraries.transformers_training import ENCODER, SEQ2SEQ, VISION, train
+from experiments.reach.libraries.transformers_training import (
+    ENCODER,
+    GPT2,
+    SEQ2SEQ,
+    VISION,
+    mean_of,
+    texts,
+    train,
+)
 from experiments.reach.public_step import LENGTH, PublicStep, features, tokens
 
 
 def _summarization(model: Any, **inputs: jax.Array) -> PublicStep:
     """Return the step of run_summarization_flax.py, with its label smoothing and its mask."""
-    ids, target = tokens(), tokens(1)
+    target = tokens(1)
     batch = {
-        **(inputs or {"input_ids": ids, "attention_mask": jnp.ones_like(ids)}),
+        **(inputs or texts(tokens())),
         "decoder_input_ids": jnp.roll(target, 1, 1),
         "decoder_attention_mask": (target != 5).astype(jnp.int32),
         "labels": target,
@@ -34,8 +42,7 @@ def _summarization(model: Any, **inputs: jax.Array) -> PublicStep:
         )
         hot = jax.nn.one_hot(labels, vocab_size) * (confidence - low) + low
         losses = optax.softmax_cross_entropy(logits, hot) - constant
-        mask = batch["decoder_attention_mask"]
-        return (losses * mask).sum() / mask.sum()
+        return mean_of(losses, batch["decoder_attention_mask"])
 
     return train(model, batch, loss)
 
@@ -75,8 +82,7 @@ def bert2bert() -> PublicStep:
 def vit_gpt2() -> PublicStep:
     """FlaxVisionEncoderDecoderModel, which describes images."""
     config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        hf.ViTConfig(**VISION),
-        hf.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4),
+        hf.ViTConfig(**VISION), hf.GPT2Config(**GPT2)
     )
     model = hf.FlaxVisionEncoderDecoderModel(config, ((1, 16, 16, 3), (1, LENGTH)))
     return _summarization(model, pixel_values=features(3, 16, 16))
@@ -84,12 +90,6 @@ def vit_gpt2() -> PublicStep:
 
 def _contrastive(model: Any) -> PublicStep:
     """Return the step of run_hybrid_clip.py: images and texts of the batch, each with all."""
-    ids = tokens()
-    batch = {
-        "input_ids": ids,
-        "attention_mask": jnp.ones_like(ids),
-        "pixel_values": features(3, 16, 16),
-    }
 
     def cross_entropy(logits):
         return -jnp.diag(jax.nn.log_softmax(logits, axis=-1)).mean()
@@ -98,7 +98,7 @@ def _contrastive(model: Any) -> PublicStep:
         similarity = outputs.logits_per_text
         return (cross_entropy(similarity) + cross_entropy(similarity.T)) / 2
 
-    return train(model, batch, loss)
+    return train(model, texts(tokens(), pixel_values=features(3, 16, 16)), loss)
 
 
 def clip() -> PublicStep:

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
-from experiments.reach.public_step import LENGTH, PublicStep, tokens
+from experiments.reach.public_step import LENGTH, PublicStep, classes, features, tokens
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 ENCODER = {
     "vocab_size": 64,
@@ -20,6 +22,7 @@ ENCODER = {
     "max_position_embeddings": 32,
 }
 DECODER = {**ENCODER, "num_key_value_heads": 2, "attention_dropout": 0.1, "pad_token_id": 0}
+GPT2 = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
 SEQ2SEQ = {
     "vocab_size": 64,
     "d_model": 32,
@@ -38,6 +41,11 @@ VISION = {
     "image_size": 16,
     "patch_size": 4,
 }
+
+
+def texts(ids: jax.Array, **others: jax.Array) -> dict[str, jax.Array]:
+    """Return a batch of texts that are all of the same length."""
+    return {"input_ids": ids, "attention_mask": jnp.ones_like(ids), **others}
 
 
 def train(
@@ -72,39 +80,41 @@ def train(
     return PublicStep(train_step, (state, dict(batch), jax.random.key(1)))
 
 
+def mean_of(losses: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Return the mean of the losses where `chosen` is 1."""
+    return (losses * chosen).sum() / chosen.sum()
+
+
 def next_token(outputs: Any, batch: Mapping[str, Any]) -> jax.Array:
     """Return the loss of run_clm_flax.py."""
-    return optax.softmax_cross_entropy_with_integer_labels(
-        outputs.logits[..., :-1, :], batch["labels"][..., 1:]
-    ).mean()
+    return cross_entropy(outputs.logits[..., :-1, :], batch["labels"][..., 1:]).mean()
 
 
 def labelled(outputs: Any, batch: Mapping[str, Any]) -> jax.Array:
     """Return the loss of run_flax_glue.py and run_image_classification_flax.py."""
-    return optax.softmax_cross_entropy_with_integer_labels(outputs.logits, batch["labels"]).mean()
+    return cross_entropy(outputs.logits, batch["labels"]).mean()
 
 
 def masked_loss(outputs: Any, batch: Mapping[str, Any]) -> jax.Array:
     """Return the loss of run_mlm_flax.py: the mean over the tokens that were masked."""
     chosen = jnp.where(batch["labels"] > 0, 1.0, 0.0)
-    losses = optax.softmax_cross_entropy_with_integer_labels(outputs.logits, batch["labels"])
-    return (losses * chosen).sum() / chosen.sum()
+    return mean_of(cross_entropy(outputs.logits, batch["labels"]), chosen)
 
 
 def language_model(model: Any) -> PublicStep:
     """Return the step of run_clm_flax.py."""
     ids = tokens()
-    batch = {"input_ids": ids, "attention_mask": jnp.ones_like(ids), "labels": ids}
-    return train(model, batch, next_token)
+    return train(model, texts(ids, labels=ids), next_token)
 
 
 def masked_model(model: Any) -> PublicStep:
     """Return the step of run_mlm_flax.py."""
     ids = tokens()
     masked = (ids % 5 == 0) | (jnp.arange(LENGTH) == 3)
-    batch = {
-        "input_ids": jnp.where(masked, 2, ids),
-        "attention_mask": jnp.ones_like(ids),
-        "labels": jnp.where(masked, ids, 0),
-    }
+    batch = texts(jnp.where(masked, 2, ids), labels=jnp.where(masked, ids, 0))
     return train(model, batch, masked_loss)
+
+
+def image_classifier(model: Any) -> PublicStep:
+    """Return the step of run_image_classification_flax.py."""
+    return train(model, {"pixel_values": features(3, 16, 16), "labels": classes()}, labelled)
