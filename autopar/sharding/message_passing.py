@@ -100,6 +100,8 @@ class MessagePassing:
         self._owner = _integers(at[i] for i, _ in self._sides)
         self._other = _integers(at[j] for _, j in self._sides)
         self._opposite = _integers(side_of[j, i] for i, j in self._sides)
+        self._num_sides = _integers(len(work.edges[i]) for i in self.numbers)
+        self._first_side = _starts(self._num_sides)
         self._num_options = _integers(len(work.costs[i]) for i in self.numbers)
         self._first_option = _starts(self._num_options)
         self._num_slots = self._num_options[self._owner]
@@ -151,74 +153,51 @@ class MessagePassing:
 
     def _levels_of(self, ranks: np.ndarray) -> list[_Level]:
         """Return the levels of a pass that visits the decisions by `ranks`."""
-        order = np.argsort(ranks, kind="stable")
-        place = np.argsort(order)
-        sides = np.argsort(place[self._owner], kind="stable")
-        num_options, num_slots = self._num_options[order], self._num_slots[sides]
-        first_option = _starts(num_options)
-        options = _ranges(self._first_option[order], num_options)
-        slots = _ranges(self._first_slot[sides], num_slots)
-        num_rows = self._num_classes[sides]
-        opposite = self._opposite[sides]
-        row_lengths = np.repeat(self._num_classes[opposite], num_rows)
-        first_pair = _starts(row_lengths)
-        senders = _ranges(np.repeat(self._first_class[opposite], num_rows), row_lengths)
-        classes = _ranges(self._first_class[sides], num_rows)
-        costs = _joined([self._matrices[side].ravel() for side in sides])
-        row_of = np.repeat(_starts(num_rows), num_slots) + self._class_of[slots]
-        option_of = _ranges(first_option[place[self._owner[sides]]], num_slots)
-        by_row = np.argsort(row_of, kind="stable")
-        first_by_row = _starts(np.bincount(row_of, minlength=len(classes)))
         is_later = ranks[self._other] > ranks[self._owner]
         num_later = np.bincount(self._owner[is_later], minlength=len(ranks))
-        num_earlier = np.bincount(self._owner[~is_later], minlength=len(ranks))
-        parts = np.repeat(np.maximum(np.maximum(num_later, num_earlier), 1)[order], num_options)
-        later = np.repeat(is_later[sides], num_slots)
-        other, other_slot = (
-            np.repeat(of_side, num_slots)
-            for of_side in (self._other[sides], self._first_slot[opposite])
-        )
+        num_parts = np.maximum(np.maximum(num_later, self._num_sides - num_later), 1)
+        levels = range(ranks.max(initial=-1) + 1)
+        return [self._level(np.flatnonzero(ranks == k), is_later, num_parts) for k in levels]
 
-        # Where each level begins, and the last one ends.
-        decision_cuts = np.searchsorted(ranks[order], np.arange(ranks.max(initial=-1) + 2))
-        option_cuts = np.append(first_option, len(options))[decision_cuts]
-        side_cuts = np.searchsorted(place[self._owner[sides]], decision_cuts)
-        slot_cuts = np.append(_starts(num_slots), len(slots))[side_cuts]
-        row_cuts = np.append(_starts(num_rows), len(classes))[side_cuts]
-        pair_cuts = np.append(first_pair, len(costs))[row_cuts]
-        levels: list[_Level] = []
-        for level in range(len(decision_cuts) - 1):
-            here = slice(*decision_cuts[level : level + 2])
-            of_options = slice(*option_cuts[level : level + 2])
-            of_slots = slice(*slot_cuts[level : level + 2])
-            of_rows = slice(*row_cuts[level : level + 2])
-            of_pairs = slice(*pair_cuts[level : level + 2])
-            is_sent = later[of_slots]
-            earlier = np.flatnonzero(~is_sent)
-            levels.append(
-                _Level(
-                    decisions=order[here],
-                    options=options[of_options],
-                    first_options=first_option[here] - of_options.start,
-                    decision_of=np.repeat(np.arange(here.stop - here.start), num_options[here]),
-                    parts=parts[of_options],
-                    costs=costs[of_pairs],
-                    first_pairs=first_pair[of_rows] - of_pairs.start,
-                    senders=senders[of_pairs],
-                    classes=classes[of_rows],
-                    slots=slots[of_slots],
-                    row_of=row_of[of_slots] - of_rows.start,
-                    option_of=option_of[of_slots] - of_options.start,
-                    by_row=by_row[of_slots] - of_slots.start,
-                    first_by_row=first_by_row[of_rows] - of_slots.start,
-                    later=np.flatnonzero(is_sent),
-                    earlier=earlier,
-                    earlier_pairs=(first_pair[row_of[of_slots]] - of_pairs.start)[earlier],
-                    earlier_decisions=other[of_slots][earlier],
-                    earlier_slots=other_slot[of_slots][earlier],
-                )
-            )
-        return levels
+    def _level(self, decisions: np.ndarray, is_later: np.ndarray, num_parts: np.ndarray) -> _Level:
+        """Return a level.
+
+        Args:
+            decisions: its decisions.
+            is_later: for each side of all edges, whether the neighbour is visited later.
+            num_parts: number of parts in which the costs of each decision are shared.
+        """
+        num_sides, num_options = self._num_sides[decisions], self._num_options[decisions]
+        sides = _ranges(self._first_side[decisions], num_sides)
+        opposite = self._opposite[sides]
+        num_slots, num_rows = self._num_slots[sides], self._num_classes[sides]
+        slots = _ranges(self._first_slot[sides], num_slots)
+        row_of = np.repeat(_starts(num_rows), num_slots) + self._class_of[slots]
+        num_pairs = np.repeat(self._num_classes[opposite], num_rows)
+        first_options, first_pairs = _starts(num_options), _starts(num_pairs)
+        is_sent = np.repeat(is_later[sides], num_slots)
+        earlier = np.flatnonzero(~is_sent)
+        return _Level(
+            decisions=decisions,
+            options=_ranges(self._first_option[decisions], num_options),
+            first_options=first_options,
+            decision_of=np.repeat(np.arange(len(decisions)), num_options),
+            parts=np.repeat(num_parts[decisions], num_options),
+            costs=_joined([self._matrices[side].ravel() for side in sides]),
+            first_pairs=first_pairs,
+            senders=_ranges(np.repeat(self._first_class[opposite], num_rows), num_pairs),
+            classes=_ranges(self._first_class[sides], num_rows),
+            slots=slots,
+            row_of=row_of,
+            option_of=_ranges(np.repeat(first_options, num_sides), num_slots),
+            by_row=np.argsort(row_of, kind="stable"),
+            first_by_row=_starts(np.bincount(row_of)),
+            later=np.flatnonzero(is_sent),
+            earlier=earlier,
+            earlier_pairs=first_pairs[row_of[earlier]],
+            earlier_decisions=np.repeat(self._other[sides], num_slots)[earlier],
+            earlier_slots=np.repeat(self._first_slot[opposite], num_slots)[earlier],
+        )
 
     def sweep(self, forward: bool, best: float) -> np.ndarray:
         """Visit all decisions, and pass their costs on to the edges of later ones.
