@@ -35,7 +35,7 @@ from experiments.local_steps import next_state
 from experiments.measurements.gpu import circumstances, replace_file
 from experiments.models import BERT, GPT, LSTM, MLP, Llama, Model, MoE, UNet, ViT, WideResNet
 from experiments.validation.llama_step import LlamaSizes
-from simulator import Program, simulate, unmodelled_kernels
+from simulator import Cluster, Program, simulate, unmodelled_kernels
 from simulator.hlo import parse_hlo
 
 type Step = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -214,12 +214,8 @@ def measure(case: BudgetCase, sizes: str, lock: Path, repeat: int, least: float)
     device = jax.devices()[0]
     cluster = autopar.cluster_of(Mesh([device], ("x",)))
     train_step, abstract = step_of(case.model, sizes)
-    method = autopar.ShardParallel(devices=[device], remat=case.remat, offload=case.offload)
     begun = time.perf_counter()
-    if case.share:
-        fastest = autopar.plan_step(train_step, abstract, method=method, cluster=cluster)
-        method = replace(method, memory_budget=int(case.share * fastest.predicted_bytes))
-    plan = autopar.plan_step(train_step, abstract, method=method, cluster=cluster)
+    plan, budget = _planned(case, train_step, abstract, cluster)
     planning_seconds = time.perf_counter() - begun
     step = autopar.parallelize(
         train_step, method=autopar.PlanMethod(plan, [device]), donate_argnums=(0,)
@@ -230,39 +226,17 @@ def measure(case: BudgetCase, sizes: str, lock: Path, repeat: int, least: float)
         executable = step.get_executable(*abstract)
         compile_seconds = time.perf_counter() - begun
         before = _peak_bytes(device)
-        args, loss = list(executable.shard_args(*concrete)), np.nan
+        args = list(executable.shard_args(*concrete))
         del concrete
-
-        def run() -> None:
-            nonlocal loss
-            result = step(*args)
-            args[0] = next_state(result)
-            if type(result) is tuple:
-                loss = result[1]
-                args[2:] = result[2:]
-
-        for _ in range(3):
-            run()
-        third = float(loss)
-        seconds = benchmark_func(
-            run,
-            lambda: jax.block_until_ready((args, loss)),
-            warmup=0,
-            repeat=repeat,
-            number=1,
-            min_repeat_second=least,
-        )
+        seconds, loss = _timed(step, args, repeat, least)
         peak = _peak_bytes(device)
     body = parse_hlo(executable.get_hlo_text("optimized"))
     program = Program.single(body, memory=executable.memory[0])
     analytic = autopar.simulate(train_step, abstract, plan, cluster, fidelity="analytic")
     return PlanRow(
-        case.model,
-        case.share,
-        case.remat,
-        case.offload,
+        **asdict(case),
         parameters=_num_parameters(abstract[0]),
-        budget=int(method.memory_budget or 0),
+        budget=budget,
         planned_bytes=analytic.memory[0].total,
         compiled_bytes=executable.get_total_allocation_size(),
         peak_bytes=peak if peak > before else 0,
@@ -270,7 +244,7 @@ def measure(case: BudgetCase, sizes: str, lock: Path, repeat: int, least: float)
         compiled_seconds=simulate(program, cluster).makespan,
         measured=float(np.median(seconds)),
         spread=float(np.std(seconds)),
-        loss=third,
+        loss=loss,
         recomputed=len(plan.recomputed),
         offloaded=len(plan.offloaded) + len(plan.offloaded_results),
         unmodelled_kernels=sum(unmodelled_kernels(body).values()),
@@ -278,6 +252,53 @@ def measure(case: BudgetCase, sizes: str, lock: Path, repeat: int, least: float)
         compile_seconds=compile_seconds,
         warnings="; ".join(plan.warnings),
     )
+
+
+def _planned(
+    case: BudgetCase, train_step: Callable[..., Any], abstract: Any, cluster: Cluster
+) -> tuple[autopar.Plan, int]:
+    """Return the plan of a case, and the budget that it keeps; 0 for none."""
+    method = autopar.ShardParallel(
+        devices=jax.devices()[:1], remat=case.remat, offload=case.offload
+    )
+    plan = autopar.plan_step(train_step, abstract, method=method, cluster=cluster)
+    if not case.share:
+        return plan, 0
+    budget = int(case.share * plan.predicted_bytes)
+    method = replace(method, memory_budget=budget)
+    return autopar.plan_step(train_step, abstract, method=method, cluster=cluster), budget
+
+
+def _timed(
+    step: Callable[..., Any], args: list[Any], repeat: int, least: float
+) -> tuple[np.ndarray, float]:
+    """Run steps one after the other; `args` are those of the first, on the device.
+
+    Returns:
+        The seconds of a step in each measurement, and the loss of the third step, NaN for none.
+    """
+    loss: Any = np.nan
+
+    def run() -> None:
+        nonlocal loss
+        result = step(*args)
+        args[0] = next_state(result)
+        if type(result) is tuple:
+            loss = result[1]
+            args[2:] = result[2:]
+
+    for _ in range(3):
+        run()
+    third = float(loss)
+    seconds = benchmark_func(
+        run,
+        lambda: jax.block_until_ready((args, loss)),
+        warmup=0,
+        repeat=repeat,
+        number=1,
+        min_repeat_second=least,
+    )
+    return seconds, third
 
 
 def _num_parameters(state: Any) -> int:
