@@ -1,7 +1,7 @@
 """Prediction of a program: simulate it, and break the seconds of the timeline down by part."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import nan
 
@@ -12,7 +12,7 @@ from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
 from simulator.hardware.device import Device
 from simulator.hardware.heterogeneous import AnyCluster
-from simulator.memory import Footprint
+from simulator.memory import Footprint, MemoryUse
 from simulator.program import Phase, Program, Run, parse_instruction
 from simulator.spans import Span
 
@@ -74,28 +74,11 @@ def prediction_of(
     parts, exposed = _compute_seconds(own)
     computed = max((span.end for span in own if span.stream == "compute"), default=0.0)
     parts["bubble"] += timeline.makespan - computed
-    communication: defaultdict[str, float] = defaultdict(float)
-    tail: defaultdict[str, float] = defaultdict(float)  # communication after the last kernel
-    for span in own:
-        if span.stream == "communication":
-            communication[_axis(span)] += span.seconds
-            part = max(0.0, span.end - max(span.start, computed)) / (span.end - span.start or 1.0)
-            tail[_axis(span)] += part * span.seconds
-    # Communication over different links at the same time counts once.
-    total = sum(tail.values())
-    end = max((span.end for span in own), default=computed)
-    share = min(1.0, (end - computed) / total) if total else 0.0
-    for axis, seconds in tail.items():
-        if seconds:
-            exposed[axis] += share * seconds
-            parts["bubble"] -= share * seconds
+    communication, last = _communication(own, computed)
+    for axis, seconds in last.items():
+        exposed[axis] += seconds
+        parts["bubble"] -= seconds
     devices = [cluster.pools[cluster.pool_of(ids)].device for ids in timeline.meshes]
-    memory = [(use.parts(), device) for use, device in zip(timeline.memory, devices, strict=False)]
-    memory_parts, device = max(
-        memory,
-        key=lambda use: sum(use[0].values()) / use[1].usable_bytes,
-        default=({}, devices[mesh]),
-    )
     sizes = list(map(len, timeline.meshes))
     flops = timeline.model_flops if model_flops is None else model_flops
     return Prediction(
@@ -107,8 +90,8 @@ def prediction_of(
         bubble=parts["bubble"],
         host=parts["host"],
         exposed=dict(exposed),
-        communication=dict(communication),
-        memory=Footprint(memory_parts, 1e9 * device.reserve_gb, device.memory_bytes),
+        communication=communication,
+        memory=_fullest(timeline.memory, devices, devices[mesh]),
         model_flops=nan if flops is None else flops,
         hardware_flops=sum(timeline.flops.values()) or nan,
         peak_flop_per_s=sum(
@@ -122,6 +105,47 @@ def prediction_of(
         unmodelled_kernels=timeline.unmodelled_kernels,
         timeline=timeline,
     )
+
+
+def _communication(
+    own: Sequence[Span], computed: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of collectives by mesh axis, and those after the last kernel.
+
+    Args:
+        own: the spans of a mesh.
+        computed: when the last kernel ends.
+    """
+    communication: defaultdict[str, float] = defaultdict(float)
+    tail: defaultdict[str, float] = defaultdict(float)
+    for span in own:
+        if span.stream == "communication":
+            communication[_axis(span)] += span.seconds
+            part = max(0.0, span.end - max(span.start, computed)) / (span.end - span.start or 1.0)
+            tail[_axis(span)] += part * span.seconds
+    # Communication over different links at the same time counts once.
+    total = sum(tail.values())
+    end = max((span.end for span in own), default=computed)
+    share = min(1.0, (end - computed) / total) if total else 0.0
+    return dict(communication), {axis: share * spent for axis, spent in tail.items() if spent}
+
+
+def _fullest(
+    memory: Sequence[MemoryUse], devices: Sequence[Device], otherwise: Device
+) -> Footprint:
+    """Return the memory of the mesh that fills its devices most.
+
+    Args:
+        memory: the memory of each mesh; none if it is not known.
+        devices: the kind of device of each mesh.
+        otherwise: the device without `memory`.
+    """
+    parts, device = max(
+        ((use.parts(), device) for use, device in zip(memory, devices, strict=False)),
+        key=lambda use: sum(use[0].values()) / use[1].usable_bytes,
+        default=({}, otherwise),
+    )
+    return Footprint(parts, 1e9 * device.reserve_gb, device.memory_bytes)
 
 
 def _compute_seconds(own: list[Span]) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
