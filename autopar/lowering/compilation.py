@@ -15,8 +15,10 @@ from autopar.lowering.program_memory import MeshMemory
 from autopar.lowering.stage_lowering import StageLowering, TaskFunction
 from autopar.lowering.target import compile_for, opaque_kernels, target_mesh
 from autopar.pipeline.partition import WHOLE_STEP_TASK
+from autopar.plan_stages import Stage
 from autopar.progress import log_progress, progress_part
 from autopar.tracing.shared_traces import shared
+from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.hlo import parse_hlo
@@ -25,6 +27,9 @@ from simulator.live_ranges import fullest
 from simulator.memory import Level, MemoryUse
 from simulator.program import Program
 from simulator.work import OpList, with_axes
+
+type _Compiled = tuple[OpList, MemoryUse, TemporaryMemory]
+"""Operations of a compiled task, the memory that it takes, and what of it is temporary."""
 
 
 def lower_stage(
@@ -63,6 +68,37 @@ def _explained(name: str, cluster: AnyCluster) -> Iterator[None]:
         ) from error
 
 
+def _compiled(
+    function: TaskFunction,
+    planned: PlannedStep,
+    stage: Stage,
+    pool: Cluster,
+    mesh: Mesh,
+    known: dict[tuple[str, Mesh], _Compiled],
+) -> _Compiled:
+    """Compile a task, unless the same program is known already.
+
+    Args:
+        function: the task.
+        planned: the step with its plan.
+        stage: the stage of the task.
+        pool: the devices of the stage.
+        mesh: a mesh of such devices.
+        known: what is compiled, by the text of the program and the mesh; the task is added.
+    """
+    key = function.jitted.lower(*function.in_avals).as_text(), mesh
+    if key not in known:
+        options = function.on_host, planned.program_budget
+        compile_task = partial(compile_for, function.jitted, function.in_avals, pool, *options)
+        target = shared((compile_for, *key, *options), compile_task)
+        # the plan's warnings say that endless loops count once
+        endless = bool(endless_loops(planned.step.jaxpr.eqns))
+        ops = parse_hlo(target.hlo_text, endless_once=endless)
+        body = with_axes(ops, stage.mesh.axes_of_groups)
+        known[key] = body, target.memory, temporary_memory(target.hlo_text)
+    return known[key]
+
+
 def compile_planned(
     planned: PlannedStep, cluster: AnyCluster, donated: frozenset[int]
 ) -> tuple[Program, float]:
@@ -86,12 +122,10 @@ def compile_planned(
             calls Python or a library that this process cannot compile for the cluster.
     """
     start = time.perf_counter()
-    compiled: dict[tuple[str, Mesh], tuple[OpList, MemoryUse, TemporaryMemory]] = {}
+    compiled: dict[tuple[str, Mesh], _Compiled] = {}
     bodies: dict[str, OpList] = {}
     op_levels: dict[str, tuple[Level, ...]] = {}
     memory = MeshMemory(planned)
-    # the plan's warnings say that such loops count once
-    endless = bool(endless_loops(planned.step.jaxpr.eqns))
     for number, stage in enumerate(planned.plan.stages):
         pool = cluster.pools[cluster.pool_of(stage.devices)]
         mesh = target_mesh(pool, stage.mesh_shape, stage.axis_names)
@@ -103,23 +137,7 @@ def compile_planned(
                 opaque_kernels(),
                 progress_part(share, share + 1 / len(planned.tasks), f"compiling {task}"),
             ):
-                key = function.jitted.lower(*function.in_avals).as_text(), mesh
-                if key not in compiled:
-                    compile_task = partial(
-                        compile_for,
-                        function.jitted,
-                        function.in_avals,
-                        pool,
-                        function.on_host,
-                        planned.program_budget,
-                    )
-                    target = shared(
-                        (compile_for, *key, function.on_host, planned.program_budget), compile_task
-                    )
-                    ops = parse_hlo(target.hlo_text, endless_once=endless)
-                    body = with_axes(ops, stage.mesh.axes_of_groups)
-                    compiled[key] = body, target.memory, temporary_memory(target.hlo_text)
-            body, used, temporaries = compiled[key]
+                body, used, temporaries = _compiled(function, planned, stage, pool, mesh, compiled)
             bodies[task] = body
             log_progress(f"compiled {task}", len(bodies), len(planned.tasks))
             peak = fullest(temporaries.values())
