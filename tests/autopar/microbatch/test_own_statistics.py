@@ -15,8 +15,8 @@ from autopar.planning.method_planning import trace_for
 from autopar.testing import assert_allclose
 from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
-from tests.autopar.microbatch.test_splitting import FITTING, REPAIRED
-from tests.autopar.microbatch.test_splitting import step_of as simple_step
+from tests.autopar.microbatch.batch_losses import FITTING, REPAIRED
+from tests.autopar.microbatch.batch_losses import step_of as simple_step
 from tests.tiers import slow
 
 RNG = np.random.default_rng(0)
