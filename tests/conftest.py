@@ -11,6 +11,7 @@ JAX reads these variables when it starts, so they are set before anything import
 - `autopar.checks.compiled_plans`: plans by bandwidth alone, and the collectives of compiled ones.
 - `autopar.directives.scheduled_models`: schedules of models, and the collectives that they have.
 - `autopar.hosts.workers`: workers on a Ray cluster of this machine.
+- `autopar.microbatch.batch_losses`: losses by what microbatches have to know of the whole batch.
 - `autopar.pipeline.stack_steps`: a step with pipeline boundaries, and pipelines.
 - `autopar.recompute.dropout_mlp`: layers with dropout, their loss and arguments.
 - `autopar.report.planned_steps`: traced steps and their plans, cached by name.
@@ -18,7 +19,8 @@ JAX reads these variables when it starts, so they are set before anything import
   shardings device by device, `split_by_xla` by XLA's partitioner.
 - `autopar.sharding.flax_steps`: training steps with common models and optimizers.
 - `fuzz.outcomes`: counts of what became of random inputs.
-- `fuzz.random_steps`: random training steps. `fuzz.eager_tasks` runs them without compilation.
+- `fuzz.random_steps`: random training steps, of `fuzz.random_operations`. `fuzz.eager_tasks` runs
+  them without compilation.
 - `simulator.bodies`: task bodies, cost models and strategies of programs.
 - `simulator.toy_clusters`: clusters whose collectives have seconds that follow by hand.
 - `golden/` and `simulator/data/`: expected outputs, and compiled HLO.

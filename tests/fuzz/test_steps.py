@@ -16,10 +16,11 @@ from autopar.runtime import local_executable
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.tracing.step_traces import TraceError
-from tests.fuzz import random_steps
+from tests.fuzz import random_operations, random_steps
 from tests.fuzz.eager_tasks import eager_tasks
 from tests.fuzz.outcomes import Outcomes
-from tests.fuzz.random_steps import ARGS, BATCH_ARGNUMS, CHUNKS, AccumulatingStep, RandomStep
+from tests.fuzz.random_operations import ARGS, BATCH_ARGNUMS
+from tests.fuzz.random_steps import CHUNKS, AccumulatingStep, RandomStep
 
 pytestmark = pytest.mark.fuzz
 
@@ -95,7 +96,8 @@ def outcome_of(step, method):
         try:
             got = parallel(*ARGS)
         except autopar.MicrobatchError as refused:
-            named = random_steps.__file__ in str(refused)
+            sources = random_steps.__file__, random_operations.__file__
+            named = any(source in str(refused) for source in sources)
             return "refused" if named else f"UNNAMED {refused}"
     with jax.disable_jit():
         return compared(got, step(*ARGS))
