@@ -8,7 +8,7 @@ itself), equations by the names that `autopar.directives.model_graph` gives them
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -173,21 +173,7 @@ type Directive = (
     | Annotate
 )
 
-_CLASSES: dict[str, type[Any]] = {
-    cls.kind: cls
-    for cls in (
-        Shard,
-        Sync,
-        Decompose,
-        Trace,
-        Fuse,
-        Replace,
-        Checkpoint,
-        CutPipelineStage,
-        ForkRng,
-        Annotate,
-    )
-}
+_CLASSES: dict[str, type[Any]] = {cls.kind: cls for cls in get_args(Directive.__value__)}
 
 
 def directive_names() -> tuple[str, ...]:
