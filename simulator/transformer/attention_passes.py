@@ -18,7 +18,9 @@ from simulator.transformer.pass_cost import (
     NO_COST,
     PartPasses,
     PassCost,
+    Shape,
     linear_passes,
+    norm_pass,
     residual_passes,
     sum_of_outputs,
     tensor_collectives,
@@ -56,6 +58,8 @@ def attention_passes(
         # what naive attention returns doesn't give its backward pass the scores
         if execution.recomputes("context") or model.attention == "naive":
             unsaved += core[0] + exchange[0]
+    elif execution.recompute == "modules":
+        unsaved = _recomputed_modules(model, execution, machine, core[0] + exchange[0])
     return PartPasses(forward, backward, scores, unsaved)
 
 
@@ -91,6 +95,32 @@ def _unsaved_products(
     return linear_passes(shapes, model, execution, machine)[0] + output if shapes else NO_COST
 
 
+def _recomputed_modules(
+    model: Transformer, execution: Execution, machine: Machine, core: PassCost
+) -> PassCost:
+    """Return the modules of attention that are recomputed.
+
+    Args:
+        model: the model.
+        execution: the execution.
+        machine: the machine.
+        core: the forward pass of the core, with the exchange of long sequences.
+    """
+    modules, recomputed = execution.recomputed, NO_COST
+    if "core_attn" in modules:
+        recomputed += core
+    if model.latent_attention is None:
+        return recomputed
+    if "layernorm" in modules:
+        recomputed += norm_pass(execution.stream(model), machine)
+    if "mla_up_proj" in modules:
+        _, to_heads, _ = _latent_shapes(model, execution)
+        columns = 2.0 * execution.tokens(model) * model.qkv_width / execution.tensor
+        rotation = PassCost(machine.memory_seconds(2 * columns, 1), 1)
+        recomputed += linear_passes(to_heads, model, execution, machine)[0] + rotation
+    return recomputed
+
+
 def _cross_projections(
     model: Transformer, execution: Execution, machine: Machine
 ) -> tuple[PassCost, PassCost]:
@@ -123,24 +153,10 @@ def _projections(
         adapters = model.adapters
         adapted = 0 if adapters is None else 1 if adapters.of == "qkv" else len(shapes)
         return linear_passes(shapes, model, execution, machine, adapted=adapted)
-    queries = model.heads * model.query_size // t
-    keys_and_values = model.heads * (model.head_width + model.value_size) // t
     # projections to latents are whole on each device
-    down = [(latent.key_rank + latent.rotary_size, h)]
-    up = [] if latent.shared else [(keys_and_values, latent.key_rank)]
-    if latent.output_rank is None:
-        up.append(output)
-    else:
-        groups, rank = latent.output_groups // t, latent.output_rank
-        up += [(rank, model.attention_width // latent.output_groups)] * groups
-        up.append((h, groups * rank))
-    if latent.query_rank is None:
-        up.append((queries, h))
-    else:
-        down.append((latent.query_rank, h))
-        up.append((queries, latent.query_rank))
+    down, up, outputs = _latent_shapes(model, execution)
     latents = linear_passes(down, model, execution, machine, divided=True)
-    heads = linear_passes(up, model, execution, machine)
+    heads = linear_passes((*up, *outputs), model, execution, machine)
     # norms of the latents
     stream = 2.0 * execution.tokens(model) * sum(out for out, _ in down)
     norms = (
@@ -148,6 +164,28 @@ def _projections(
         PassCost(machine.memory_seconds(3 * stream, 2), 2),
     )
     return latents[0] + heads[0] + norms[0], latents[1] + heads[1] + norms[1]
+
+
+def _latent_shapes(
+    model: Transformer, execution: Execution
+) -> tuple[list[Shape], list[Shape], list[Shape]]:
+    """Return the projections of latent attention: to latents, to heads, and of the values."""
+    t, h, latent = execution.tensor, model.hidden, model.latent_attention
+    assert latent is not None
+    queries = model.heads * model.query_size // t
+    keys_and_values = model.heads * (model.head_width + model.value_size) // t
+    to_latents = [(latent.key_rank + latent.rotary_size, h)]
+    to_heads = [] if latent.shared else [(keys_and_values, latent.key_rank)]
+    if latent.query_rank is None:
+        to_heads.append((queries, h))
+    else:
+        to_latents.append((latent.query_rank, h))
+        to_heads.append((queries, latent.query_rank))
+    if latent.output_rank is None:
+        return to_latents, to_heads, [(h, model.attention_width // t)]
+    groups, rank = latent.output_groups // t, latent.output_rank
+    outputs = [(rank, model.attention_width // latent.output_groups)] * groups
+    return to_latents, to_heads, [*outputs, (h, groups * rank)]
 
 
 def _elementwise(

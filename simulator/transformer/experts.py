@@ -17,6 +17,7 @@ from simulator.transformer.pass_cost import (
     PassCost,
     accumulation_seconds,
     linear_passes,
+    norm_pass,
     residual_passes,
     tensor_collectives,
     without_products,
@@ -100,9 +101,30 @@ def expert_passes(model: Transformer, execution: Execution, machine: Machine) ->
     )
     forward = sum((part[0] for part in passes), exchange)
     backward = sum((part[1] for part in passes), exchange)
-    saved = not execution.recomputes(*activation_inputs(model))
-    unsaved = without_products(forward, passes[0][0]) if saved else forward
+    if execution.recompute == "modules":
+        unsaved = forward
+        if "moe" not in execution.recomputed:
+            unsaved = _recomputed_modules(routing, model, execution, machine)
+    else:
+        saved = not execution.recomputes(*activation_inputs(model))
+        unsaved = without_products(forward, passes[0][0]) if saved else forward
     return PartPasses(forward, backward, unsaved=unsaved)
+
+
+def _recomputed_modules(
+    routing: Routing, model: Transformer, execution: Execution, machine: Machine
+) -> PassCost:
+    """Return the modules of experts that are recomputed: norm, activation, shared experts."""
+    modules, recomputed = execution.recomputed, NO_COST
+    if "layernorm" in modules:
+        recomputed += norm_pass(execution.stream(model), machine)
+    if "moe_act" in modules and machine.backend.expert_kernels != "fused":
+        moved = (3 if model.gated else 2) * 2.0 * routing.rows * routing.inner
+        recomputed += PassCost(machine.memory_seconds(moved, 1), 1)
+        recomputed += _clamps(routing, model, machine)[0]
+    if "shared_experts" in modules:
+        recomputed += _shared(model, execution, machine)[0]
+    return recomputed
 
 
 def dispatch_seconds(model: Transformer, execution: Execution, machine: Machine) -> float:

@@ -79,7 +79,7 @@ def _of_parts(mixer: PartPasses, mlp: PartPasses, execution: Execution) -> Layer
     match execution.recompute:
         case "none":
             recompute = NO_COST
-        case "unsaved":
+        case "unsaved" | "modules":
             recompute = mixer.unsaved + mlp.unsaved
         case "selective":
             recompute = mixer.scores + mlp.scores

@@ -2,6 +2,7 @@
 
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
+    NO_COST,
     PartPasses,
     PassCost,
     linear_passes,
@@ -60,7 +61,8 @@ def mamba_passes(model: Transformer, execution: Execution, machine: Machine) -> 
         0.0,
         2 * flops,
     )
-    unsaved = forward
+    # the modules that can be recomputed are none of Mamba, whose norm is part of a linear layer
+    unsaved = NO_COST if execution.recompute == "modules" else forward
     if execution.recompute == "unsaved" and execution.recomputes(*PROJECTIONS):
         unsaved += linear[0] + sum_of_outputs(rows, model, execution, machine)
     return PartPasses(

@@ -42,10 +42,15 @@ def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> Pa
     dropped = mask + (execution.stream(model) if model.dropout else 0.0)
     dropout = composed_passes("dropout_by_xla", dropped, execution, machine)
     kernels = elementwise[0] + norm[0] + activation[0] + dropout[0]
+    forward = kernels + linear[0] + collectives[0]
+    if execution.recompute == "modules":
+        unsaved = forward if "mlp" in execution.recomputed else NO_COST
+    else:
+        unsaved = kernels + _unsaved_products(model, execution, machine)
     return PartPasses(
-        kernels + linear[0] + collectives[0],
+        forward,
         elementwise[1] + norm[1] + activation[1] + dropout[1] + linear[1] + collectives[1],
-        unsaved=kernels + _unsaved_products(model, execution, machine),
+        unsaved=unsaved,
     )
 
 

@@ -70,7 +70,8 @@ class PartPasses(NamedTuple):
         forward: the forward pass.
         backward: the backward pass.
         scores: the part of the forward pass that selective recomputation repeats.
-        unsaved: the part of the forward pass that is repeated because its results are not saved.
+        unsaved: the part of the forward pass that is repeated because its results are not saved,
+            or because it belongs to modules that are recomputed.
     """
 
     forward: PassCost = NO_COST
@@ -316,6 +317,11 @@ def overlapped(
         total += moved
         exposed += added_seconds(moved, compute, contention) if overlap else moved
     return PassCost(0.0, launches, exposed, 0.0, total - exposed)
+
+
+def norm_pass(elements: float, machine: Machine) -> PassCost:
+    """Return the forward pass of a norm, which reads and writes its elements in 16 bits."""
+    return PassCost(machine.memory_seconds(2 * 2.0 * elements, 1), 1)
 
 
 def residual_passes(

@@ -8,7 +8,12 @@ from pydantic import BeforeValidator, NonNegativeInt, PositiveInt, model_validat
 from simulator.hardware.description import Description
 from simulator.transformer.transformer_sizes import Transformer
 
-Recompute = Literal["none", "unsaved", "selective", "mlp", "full"]
+Recompute = Literal["none", "unsaved", "modules", "selective", "mlp", "full"]
+RecomputedModule = Literal[
+    "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"
+]
+"""Modules of Megatron-Core by their names in its option recompute_modules."""
+
 SavedResult = Literal["queries", "keys", "values", "context", "output", "gate", "up"]
 PROJECTIONS: tuple[SavedResult, ...] = ("queries", "keys", "values", "output")
 """Results of the linear layers of a mixer."""
@@ -76,8 +81,15 @@ class Execution(Description):
             passes.
         recompute: what the backward pass recomputes: nothing, what it reads but for the results in
             `saved` ("unsaved", as policies of `jax.checkpoint` and of PyTorch's selective
-            checkpoints do), the core of attention ("selective"), that and complete MLPs or experts
-            ("mlp"), or complete layers ("full").
+            checkpoints do), the modules in `recomputed` ("modules", as Megatron-Core's option
+            recompute_modules), the scores of attention ("selective"), these and complete MLPs or
+            experts ("mlp"), or complete layers ("full").
+        recomputed: modules of a layer that are recomputed with `recompute: modules`: the core of
+            attention ("core_attn", also where it is fused), norms ("layernorm": those before
+            experts and before latent attention, the others are part of a linear layer), the
+            projections from latents to heads with their rotary positions ("mla_up_proj"), dense
+            MLPs ("mlp"), all of the experts with their dispatch ("moe"), the activation of routed
+            experts ("moe_act"), and shared experts ("shared_experts").
         saved: results of a layer that are saved with `recompute: unsaved`, beside its input: the
             projections to "queries", "keys" and "values", the "context" that fused attention
             returns, the "output" projection of attention, and the products before the activation
@@ -174,6 +186,7 @@ class Execution(Description):
     loss_as_layer: bool = False
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     recompute: Recompute = "none"
+    recomputed: Annotated[tuple[RecomputedModule, ...], BeforeValidator(_tuple)] = ()
     saved: Annotated[tuple[SavedResult, ...], BeforeValidator(_tuple)] = ()
     zero: Literal[0, 1, 2, 3] = 0
     sharding_group: PositiveInt | None = None
@@ -230,11 +243,17 @@ class Execution(Description):
         return self
 
     @model_validator(mode="after")
-    def _saved_results_need_a_policy(self) -> Self:
+    def _results_and_modules_need_their_kind(self) -> Self:
         if self.saved and self.recompute != "unsaved":
             raise ValueError(
                 f"saved: given {', '.join(self.saved)} with recompute {self.recompute}, expected "
                 "together with recompute unsaved"
+            )
+        if bool(self.recomputed) != (self.recompute == "modules"):
+            given = ", ".join(self.recomputed) or "nothing"
+            raise ValueError(
+                f"recomputed: given {given} with recompute {self.recompute}, expected modules "
+                "together with recompute modules"
             )
         return self
 

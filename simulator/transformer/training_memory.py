@@ -326,6 +326,8 @@ def _saved_by_parts(model: Transformer, execution: Execution, kind: LayerKind) -
             return layer_activations(model, execution, kind)
         case "unsaved":
             return _saved_results(model, execution, kind)
+        case "modules":
+            return _saved_beside_modules(model, execution, kind)
         case "selective":
             return _saved_outside_scores(model, execution, kind)
         case "mlp":
@@ -333,6 +335,38 @@ def _saved_by_parts(model: Transformer, execution: Execution, kind: LayerKind) -
             return _saved_by_mixer(model, execution, kind) + input_bytes
         case "full":
             return 2.0 * execution.stream(model)
+
+
+def _saved_beside_modules(model: Transformer, execution: Execution, kind: LayerKind) -> float:
+    """Return the saved bytes without those that recomputed modules save or return."""
+    modules, tokens, t = execution.recomputed, execution.tokens(model), execution.tensor
+    scores = 0.0 if "core_attn" in modules else _saved_scores(model, execution, kind)
+    mixer = _saved_by_mixer(model, execution, kind)
+    if kind.mixer in ("attention", "window") and model.latent_attention is not None:
+        width = _input_width(model, execution, kind, mlp=False)
+        if "layernorm" in modules:
+            mixer -= width * execution.stream(model)
+        if "mla_up_proj" in modules:
+            mixer -= 2.0 * tokens * model.qkv_width / t
+    stream = 2.0 * execution.stream(model)
+    if kind.mlp == "dense":
+        whole = "mlp" in modules
+        return scores + mixer + (stream if whole else _saved_by_mlp(model, execution, kind))
+    if kind.mlp is None:
+        return scores + mixer
+    normalized = 0.0 if "layernorm" in modules else stream
+    if "moe" in modules:
+        return scores + mixer + stream + normalized
+    saved = _saved_by_mlp(model, execution, kind) - stream + normalized
+    experts, routing = model.experts_section, Routing.of(model, execution)
+    width = _input_width(model, execution, kind, mlp=True)
+    if "moe_act" in modules:
+        clamped = 4.0 if experts.clamped else 0.0
+        saved -= (width + clamped) * routing.rows * routing.inner
+    if "shared_experts" in modules:
+        gates = 4.0 if model.gated else 2.0
+        saved -= (gates + width) * tokens * experts.shared_ffn / t
+    return scores + mixer + saved
 
 
 def _saved_outside_scores(model: Transformer, execution: Execution, kind: LayerKind) -> float:

@@ -17,6 +17,7 @@ from simulator.transformer.scenario_files import EXAMPLES, Scenario
 from simulator.validation.step_hybrids import is_hybrid
 from simulator.validation.step_names import recipe_name
 from simulator.validation.step_notes import notes_of
+from simulator.validation.step_recipes import recomputed_modules
 from simulator.validation.step_rows import StepRow, StepRowError
 
 
@@ -296,8 +297,8 @@ def expert_execution(row: StepRow, model: Transformer) -> dict[str, Any]:
         fields["overlap_dispatch"] = fused or _OVERLAPS.search(recipe_name(row)) is not None
         if _SCALES_POSITIONS.search(recipe_name(row)):
             fields["composed"] = ("rotary",)
-        if not row.recompute and _RECOMPUTES_EXPERTS.search(f"{recipe_name(row)} tp{row.tp}"):
-            fields["recompute"] = "mlp"
+        if not row.recompute and (modules := recomputed_modules(row, fused)):
+            fields |= {"recompute": "modules", "recomputed": modules}
         fields |= _stages_before_predictions(row, model)
     if row.framework.lower().startswith(_AUTOMODEL):
         fields["loss_in_16_bits"] = True
@@ -339,10 +340,6 @@ _SCALES_POSITIONS = re.compile(r"gpt.?oss")
 fused kernel lacks (github.com/NVIDIA/Megatron-LM, megatron/core/models/common/embeddings:
 apply_rotary_pos_emb in rope_utils.py, _yarn_get_concentration_factor in
 yarn_rotary_pos_embedding.py)."""
-
-_RECOMPUTES_EXPERTS = re.compile(r"nano\S* h100|super\S* gb200 (bf16|mxfp8) tp1$")
-"""Recipes with "moe" among recompute_modules, without which they would not fit. The recipe of
-Nemotron 3 Super on GB200 needs it no more since attention and Mamba are divided over two GPUs."""
 
 _SUPER_CAPTURED = r"super\S* (gb[23]00|b300|b200 (bf16|nvfp4))"
 _MIXERS_CAPTURED = re.compile(

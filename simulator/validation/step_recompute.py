@@ -8,9 +8,9 @@ Pax (github.com/google/praxis, praxis/layers/checkpoint_policy.py).
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from simulator.transformer.scenario import Recompute, SavedResult
+from simulator.transformer.scenario import Recompute, RecomputedModule, SavedResult
 from simulator.validation.step_rows import StepRow, StepRowError
 
 
@@ -21,21 +21,24 @@ class Recomputation:
     Attributes:
         kind: the kind.
         saved: results that are saved, of the kind "unsaved".
+        modules: modules that are recomputed, of the kind "modules".
     """
 
     kind: Recompute
     saved: tuple[SavedResult, ...] = ()
+    modules: tuple[RecomputedModule, ...] = ()
 
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of an execution."""
-        return {"recompute": self.kind, "saved": self.saved}
+        return {"recompute": self.kind, "saved": self.saved, "recomputed": self.modules}
 
 
 NOTHING = Recomputation("none")
 WHOLE_LAYERS = Recomputation("full")
 MLPS = Recomputation("mlp")
 SCORES = Recomputation("selective")
+CORE_OF_ATTENTION = Recomputation("modules", modules=("core_attn",))
 
 SAVES_INPUTS = Recomputation("unsaved")
 """Whole layers but for what the backward pass doesn't read."""
@@ -111,7 +114,6 @@ _KINDS: Mapping[str, Recomputation] = {
     "yes": WHOLE_LAYERS,
     "true": WHOLE_LAYERS,
     "selective": SCORES,
-    "core_attn": SCORES,
 }
 _RECOMPUTED: Mapping[str, Recomputation] = {
     "everything": WHOLE_LAYERS,
@@ -119,9 +121,6 @@ _RECOMPUTED: Mapping[str, Recomputation] = {
     "nothing": NOTHING,
 }
 """What the column says is recomputed. Policies with these names say what is saved instead."""
-
-_WHOLE_MLPS = {"mlp", "moe"}
-_OWN_KERNELS = {"moe_act", "mla_up_proj", "layernorm", "shared_experts"}
 
 
 def recomputation_of(row: StepRow) -> Recomputation | None:
@@ -144,12 +143,11 @@ def recomputation_of(row: StepRow) -> Recomputation | None:
     text = " ".join(_NO_MEANING.sub(" ", text).split())
     if (kind := _KINDS.get(text)) is not None:
         return kind
-    modules = set(re.split(r"[ ,;+]+", text)) - {"selective", ""}
-    if not modules or not modules <= _WHOLE_MLPS | _OWN_KERNELS | {"core_attn"}:
+    named = set(re.split(r"[ ,;+]+", text)) - {"selective", ""}
+    modules = tuple(module for module in get_args(RecomputedModule) if module in named)
+    if not modules or len(modules) < len(named):
         raise StepRowError(
             f"column recompute: given {row.recompute!r}, expected none, selective, full, selective "
             f"op, modules of Megatron-Core such as moe, or a policy of JAX: {', '.join(_POLICIES)}"
         )
-    if modules & _WHOLE_MLPS:
-        return MLPS
-    return SCORES if "core_attn" in modules else NOTHING
+    return Recomputation("modules", modules=modules)

@@ -14,6 +14,7 @@ from simulator.transformer import (
 from simulator.validation.step_names import gpu_name
 from simulator.validation.step_notes import Notes
 from simulator.validation.step_recompute import (
+    CORE_OF_ATTENTION,
     MLPS,
     NOTHING,
     SAVES_EVERY_SECOND_PRODUCT,
@@ -39,7 +40,10 @@ class Software:
         devices: fields of the device by the name of the GPU, where they differ from the cluster's.
         full: what "full" recomputes. Whole layers run again in Megatron; JAX leaves out what the
             backward pass doesn't read, and PyTorch's checkpoints stop early.
-        selective: what "selective" recomputes; torchtitan's default is its option "op".
+        selective: what "selective" recomputes: the scores, which fused attention doesn't save, but
+            Megatron-Core computes its core again whichever kernels it has
+            (_checkpointed_attention_forward in megatron/core/transformer/attention.py), and
+            torchtitan's default is its option "op".
     """
 
     backend: Backend
@@ -64,6 +68,7 @@ _MEGATRON_CORE = Software(
         "fused_loss": True,
         "context_exchange": "ring",
     },
+    selective=CORE_OF_ATTENTION,
 )
 """Megatron-Core with Transformer Engine and the distributed optimizer, as NeMo and Megatron-Bridge
 set it for performance: https://docs.nvidia.com/nemo-framework (performance guide). Gradients are

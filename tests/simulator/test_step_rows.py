@@ -164,12 +164,7 @@ ATTENTION = ("queries", "keys", "values", "output")
         ("remat_policy=save_qkv_proj", "unsaved", ("queries", "keys", "values")),
         ("qkv_proj_offloaded", "unsaved", ("queries", "keys", "values")),
         ("dot_except_mlp", "unsaved", ATTENTION),
-        ("moe_act, layernorm", "none", ()),
-        ("core_attn+layernorm", "selective", ()),
-        ("moe;core_attn", "mlp", ()),
         ("full activation recomputation", "full", ()),
-        ("selective (core_attn)", "selective", ()),
-        ("[moe_act, layernorm]", "none", ()),
         ("True", "full", ()),
         # the column says what is recomputed, a policy what is saved
         ("everything", "full", ()),
@@ -184,7 +179,28 @@ def test_recomputation_has_the_names_of_each_framework(
 ) -> None:
     recomputation = recomputation_of(row_with(recompute=text))
     assert recomputation is not None
-    assert recomputation.fields == {"recompute": kind, "saved": saved}
+    assert recomputation.fields == {"recompute": kind, "saved": saved, "recomputed": ()}
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("core_attn", ("core_attn",)),
+        ("moe_act, layernorm", ("layernorm", "moe_act")),
+        ("core_attn+layernorm", ("core_attn", "layernorm")),
+        ("moe;core_attn", ("core_attn", "moe")),
+        ("selective (core_attn)", ("core_attn",)),
+        ("[moe_act, mla_up_proj]", ("mla_up_proj", "moe_act")),
+        ("recompute shared_experts mlp", ("mlp", "shared_experts")),
+    ],
+)
+def test_recomputed_modules_have_their_names_in_megatron(
+    text: str, modules: tuple[str, ...]
+) -> None:
+    recomputation = recomputation_of(row_with(recompute=text))
+    assert recomputation is not None
+    fields = {"recompute": "modules", "saved": (), "recomputed": modules}
+    assert recomputation.fields == fields
 
 
 def test_an_empty_cell_says_nothing_about_recomputation() -> None:
@@ -317,6 +333,9 @@ def test_oneflow_computes_the_loss_in_16_bits_and_has_buffers_for_two_pipelines(
     assert pipeline.spare_microbatches == 4
 
 
+ALL_MODULES = ("moe", "layernorm", "core_attn", "moe_act")
+
+
 def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
     sizes = {name: None for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")}
     bridge = sizes | {"framework": "Megatron-Bridge", "gpus": 64, "ep": 64, "gpu": "GB300"}
@@ -343,7 +362,7 @@ def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.attention == "cudnn"
     assert scenario("qwen3-30b-a3b", "mxfp8", ep=8).model.head_norms
     super_ = {"model": "Nemotron_3_Super", "precision": "mxfp8", "gpu": "GB200"}
-    assert scenario(**super_).execution.recompute == "mlp"
+    assert scenario(**super_).execution.recomputed == ALL_MODULES
     assert scenario(**super_, tp=2).execution.recompute == "none"
     for given, parts in (
         (super_, ("mixer", "router")),
@@ -354,7 +373,7 @@ def test_recipes_of_megatron_bridge_say_what_experts_and_attention_do() -> None:
     ):
         assert scenario(**given).machine.backend.captured == parts
     nano = {"model": "Nemotron_3_Nano", "precision": "fp8", "gpu": "H100", "ep": 8}
-    assert scenario(**nano).execution.recompute == "mlp"
+    assert scenario(**nano).execution.recomputed == ALL_MODULES
     assert scenario(**nano, recompute="none").execution.recompute == "none"
     assert scenario(**nano, recompute="save_qkv_proj").execution.recompute == "unsaved"
     # whichever way the model, the GPU and the precision are spelled
