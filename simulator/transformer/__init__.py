@@ -11,7 +11,7 @@ Nothing is traced or compiled.
 ... )
 >>> prediction = predict(gpt, execution, Machine(Cluster.load("dgx_a100_80").with_size(128)))
 >>> f"{prediction.seconds:.1f} s, {prediction.memory.total / 1e9:.0f} GB, MFU {prediction.mfu:.0%}"
-'16.7 s, 61 GB, MFU 42%'
+'16.8 s, 61 GB, MFU 42%'
 """
 
 from simulator.backend import (

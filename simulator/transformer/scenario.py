@@ -324,6 +324,28 @@ class Execution(Description):
         """Microbatches of a replica in a step."""
         return self.global_batch // (self.microbatch * self.data)
 
+    def in_flight(self, place: int) -> float:
+        """Return the microbatches whose activations are stored on a device of the pipeline.
+
+        The first has one for each stage of the pipeline, and a few chunks more with interleaving
+        (Korthikanti et al., arXiv 2205.05198, eq. 5 and appendix B); the next has one less, or two
+        chunks. A group of microbatches goes through a chunk before the next chunk starts: one for
+        each device, or more where these don't divide the number of microbatches.
+
+        Args:
+            place: place of the device in the pipeline, from 0.
+        """
+        p, v = self.pipeline, self.interleave
+        spare = self.spare_microbatches if p > 1 else 0
+        if self.schedule == "gpipe":
+            return self.microbatches
+        if v == 1:
+            return min(self.microbatches, p - place + spare)
+        groups = max(1, self.microbatches // p)
+        largest_group = -(-self.microbatches // groups)
+        chunks = (v - 1) * largest_group + 2 * (p - place) - 1
+        return min(self.microbatches, chunks / v + spare)
+
     @property
     def accumulates(self) -> bool:
         """Whether a device sums complete gradients over microbatches; not so with ZeRO-3."""

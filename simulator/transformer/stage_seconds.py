@@ -137,14 +137,21 @@ def _layer(layer: LayerPasses, execution: Execution, machine: Machine) -> StageS
 
 
 def exposed_dispatch(layer: LayerPasses, execution: Execution, machine: Machine) -> float:
-    """Return the exposed part of the seconds in which tokens get to experts and back."""
+    """Return the exposed part of the seconds in which tokens get to experts and back.
+
+    The forward pass of a microbatch overlaps with the backward pass of another one. Those before
+    the first backward pass, and as many backward passes after the last forward pass, have no such
+    other (combined_1f1b.py in github.com/NVIDIA/Megatron-LM, megatron/core/pipeline_parallel).
+    """
     passes = (layer.forward, layer.backward, layer.recompute)
     dispatch = sum(cost.dispatch for cost in passes)
     if not execution.overlap_dispatch or not dispatch:
         return 1.0
     far = execution.expert * execution.expert_shards > machine.cluster.devices_per_host
     compute = sum(cost.compute for cost in passes)
-    return machine.exposed_seconds(dispatch, compute, far) / dispatch
+    alone = execution.in_flight(0) / execution.microbatches
+    overlapped = machine.exposed_seconds(dispatch, compute, far) / dispatch
+    return alone + (1 - alone) * overlapped
 
 
 def _end(passes: tuple[PassCost, PassCost], machine: Machine) -> StageSeconds:

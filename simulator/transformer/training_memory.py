@@ -90,7 +90,7 @@ def memory_of(model: Transformer, execution: Execution) -> Memory:
     ]
     memories = [
         # the first of equal devices has most in flight
-        _device_memory(model, execution, device, states, activations, _in_flight(execution, place))
+        _device_memory(model, execution, device, states, activations, execution.in_flight(place))
         for device, place in division.first_places
     ]
     return max(memories, key=lambda memory: memory.total)
@@ -134,26 +134,6 @@ def _device_memory(
     if device.losses:
         temporaries = max(temporaries, _loss_temporaries(model, execution))
     return Memory(parameters, gradients, optimizer, embedding, in_flight * saved, temporaries)
-
-
-def _in_flight(execution: Execution, place: int) -> float:
-    """Return the microbatches whose activations are stored on a device of the pipeline.
-
-    The first has one for each stage of the pipeline, and a few chunks more with interleaving (eq. 5
-    and appendix B); the next has one less, or two chunks. A group of microbatches goes through a
-    chunk before the next chunk starts: one for each device, or more where these don't divide the
-    number of microbatches.
-    """
-    p, v = execution.pipeline, execution.interleave
-    spare = execution.spare_microbatches if p > 1 else 0
-    if execution.schedule == "gpipe":
-        return execution.microbatches
-    if v == 1:
-        return min(execution.microbatches, p - place + spare)
-    groups = max(1, execution.microbatches // p)
-    largest_group = -(-execution.microbatches // groups)
-    chunks = (v - 1) * largest_group + 2 * (p - place) - 1
-    return min(execution.microbatches, chunks / v + spare)
 
 
 def device_parameters(

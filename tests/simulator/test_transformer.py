@@ -3,6 +3,7 @@
 import doctest
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -66,6 +67,15 @@ def test_activation_bytes_equal_the_formulas_of_korthikanti() -> None:
     assert saved_activations(BIG, plain.model_copy(update={"recompute": "full"})) == pytest.approx(
         sbh * 2
     )
+
+
+@pytest.mark.parametrize(("devices", "deviates"), [(1, 0.0), (10, 1.5388), (100, 2.5076)])
+def test_the_slowest_device_is_the_expected_maximum_of_normal_deviates(
+    devices: int, deviates: float
+) -> None:
+    # order statistics of Harter (Biometrika 48, 1961, table 1)
+    machine = replace(a100(), spread=0.02)
+    assert machine.slowest_of(devices) == pytest.approx(1 + 0.02 * deviates, abs=4e-4)
 
 
 def test_each_level_of_zero_shards_one_more_kind_of_state() -> None:

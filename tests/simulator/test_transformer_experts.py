@@ -17,6 +17,7 @@ from simulator.transformer.layer import layer_passes
 from simulator.transformer.layer_kinds import Experts, LatentAttention, LayerKind
 from simulator.transformer.precision import RECIPES
 from simulator.transformer.scenario_files import Scenario
+from simulator.transformer.stage_seconds import exposed_dispatch
 from simulator.transformer.stages import division_of, stage_sizes
 from simulator.transformer.training_memory import device_parameters, layer_parameters
 
@@ -262,7 +263,7 @@ def test_overlap_and_faster_kernels_never_lengthen_a_step_that_waits_for_the_hos
     model = Transformer.model_validate(
         MOE.fields() | sizes | {"experts": MOE.experts_section.fields() | {"ffn": hidden}}
     )
-    plan = Execution.model_validate({"data": 64, "expert": 8, "global_batch": 64, "zero": zero})
+    plan = Execution.model_validate({"data": 64, "expert": 8, "global_batch": 256, "zero": zero})
     machine = h100(64)
     device = machine.cluster.device
     twice = {
@@ -274,6 +275,26 @@ def test_overlap_and_faster_kernels_never_lengthen_a_step_that_waits_for_the_hos
     seconds = predict(model, plan, machine).seconds
     assert predict(model, overlapped, machine).seconds <= seconds
     assert predict(model, plan, replace(machine, cluster=fast)).seconds <= seconds
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone"),
+    [
+        ({"data": 8, "global_batch": 8}, 1),
+        ({"data": 8, "global_batch": 32}, 1 / 4),
+        # of 64 chunks that the first device computes, 4 + 2 * 4 - 1 come before a backward pass
+        ({"data": 2, "pipeline": 4, "interleave": 2, "global_batch": 64}, 11 / 64),
+    ],
+)
+def test_a_dispatch_overlaps_with_another_microbatch_if_there_is_one(
+    fields: dict[str, Any], alone: float
+) -> None:
+    plan = Execution.model_validate({"expert": 2, "overlap_dispatch": True} | fields)
+    layer = layer_passes(MOE, plan, MACHINE, MOE.kinds[0])
+    dispatch = layer.forward.dispatch + layer.backward.dispatch
+    compute = layer.forward.compute + layer.backward.compute
+    beside = MACHINE.exposed_seconds(dispatch, compute, between_hosts=False) / dispatch
+    assert exposed_dispatch(layer, plan, MACHINE) == pytest.approx(alone + (1 - alone) * beside)
 
 
 def test_the_parts_of_a_step_with_experts_sum_up() -> None:
