@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import exp, isfinite, nan, sqrt
+from math import exp, hypot, isfinite, nan
 from statistics import NormalDist
 
+from simulator.backend import SOFTWARE_DEVIATION
 from simulator.engine.timeline import Timeline
 from simulator.memory import Footprint
 
@@ -14,10 +15,9 @@ PARTS = ("forward", "backward", "recompute", "update", "unattributed", "bubble",
 # Standard deviations of the relative error of each kind of time. On rows outside the fits, products
 # and collectives measured one by one have mean errors of 6 to 7 % and 5 to 9 %; standard deviations
 # are a quarter larger than mean errors. Those measurements lack NIC contention, so the network's
-# deviation is half as large again. The host's is a guess. That of the software, its versions and
-# kernels, is about what the mean errors of sets of published steps have. `python -m simulator
-# validate` prints how often these are in the interval, also with all four scaled to the other sets.
-_DEVIATION = {"compute": 0.08, "network": 0.15, "host": 0.25, "software": 0.04}
+# deviation is half as large again. The host's is a guess. `python -m simulator validate` prints how
+# often published steps are in the interval, also with all deviations scaled to the other sets.
+_DEVIATION = {"compute": 0.08, "network": 0.15, "host": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Prediction:
         tokens: tokens that the step learns from; 0 if unknown.
         examples: examples that the step learns from; 0 if unknown.
         unattributed: computation of a program without phases.
+        software_deviation: standard deviation of the relative error that comes from software.
         unmodelled_kernels: how many kernels of each sort no model has the cost of. They were priced
             by the bytes that they must move.
         timeline: the timeline; None for a scenario.
@@ -69,6 +70,7 @@ class Prediction:
     tokens: int
     examples: int = 0
     unattributed: float = 0.0
+    software_deviation: float = SOFTWARE_DEVIATION
     unmodelled_kernels: Mapping[str, int] = field(default_factory=dict)
     timeline: Timeline | None = field(default=None, repr=False)
 
@@ -130,10 +132,10 @@ class Prediction:
             "compute": self.seconds - network - self.host,
             "network": network,
             "host": self.host,
-            "software": self.seconds,
         }
-        deviation = sqrt(
-            sum((_DEVIATION[kind] * part / self.seconds) ** 2 for kind, part in parts.items())
+        deviation = hypot(
+            self.software_deviation,
+            *(_DEVIATION[kind] * part / self.seconds for kind, part in parts.items()),
         )
         return self.seconds * exp(deviation * NormalDist().inv_cdf(probability))
 

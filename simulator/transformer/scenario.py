@@ -159,8 +159,8 @@ class Execution(Description):
             those of the backward pass that can overlap with the products of weight gradients
             ("backward"), or "all", in pieces that follow the product that they feed or come from.
         overlap_sends: whether sends to the next stage overlap with the computation of another
-            microbatch. It needs several stages per device (`interleave`): a device with one stage
-            waits for the result anyway.
+            microbatch. It needs several stages per device (`interleave`) or `spare_microbatches`: a
+            device without either waits for the result anyway.
         serial_sends: whether a device sends and receives one message after the other, as the
             pipeline engine of DeepSpeed does, instead of exchanging two with its neighbour.
         scatter_sends: whether the devices of a tensor group each send a part of an activation to

@@ -113,6 +113,7 @@ def predict(
         peak_flop_per_s=machine.gemms.peak * execution.devices,
         devices=execution.devices,
         tokens=execution.global_batch * model.sequence_tokens,
+        software_deviation=machine.backend.deviation,
     )
 
 
@@ -210,8 +211,9 @@ def _sends(model: Transformer, execution: Execution, machine: Machine) -> Commun
             "all_gather", stream, machine.network.ring(execution.tensor)
         )
     total = execution.interleave * chunk
-    # a device with one stage waits for the result of the next device, so overlap gains nothing
-    if not execution.overlap_sends or execution.interleave == 1:
+    # a device with one stage and no spare microbatch waits for the result of the next device
+    waits = execution.interleave == 1 and not execution.spare_microbatches
+    if not execution.overlap_sends or waits:
         return Communication(total, total)
     between_hosts = execution.tensor * execution.replicas >= machine.cluster.devices_per_host
     return Communication(total, machine.exposed_send(total, inf, between_hosts))

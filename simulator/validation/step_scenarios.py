@@ -320,9 +320,15 @@ def _by_degrees_of_oneflow(row: StepRow) -> dict[str, Any]:
     Mixed precision lets sparse_softmax_cross_entropy have 16 bits, but not the one that tensor
     parallelism needs; a pipeline has buffers for twice as many microbatches as it has stages
     (github.com/Oneflow-Inc/oneflow, auto_mixed_precision_lists.cpp and pipeline_buffer_pass.cpp in
-    oneflow/core/job_rewriter).
+    oneflow/core/job_rewriter). With tensor parallelism all collectives wait for the kernels before
+    them (nccl_use_compute_stream in github.com/Oneflow-Inc/OneFlow-Benchmark, LanguageModeling/GPT,
+    oneflow_gpt/training.py).
     """
-    return {"loss_in_16_bits": row.tp == 1, "spare_microbatches": row.pp}
+    return {
+        "loss_in_16_bits": row.tp == 1,
+        "spare_microbatches": row.pp,
+        "overlap_gradients": row.tp == 1,
+    }
 
 
 def _sharding_group(row: StepRow, notes: Notes) -> int | None:

@@ -210,7 +210,11 @@ SOFTWARE: Mapping[str, Software] = {
             "composed": ("rotary", "activation"),
         },
     ),
-    "oneflow": Software(EAGER, "naive", {"scatter_sends": True, "overlap_gradients": True}),
+    # sends are actors beside those of kernels (copy_comm_net_actor.cpp in
+    # github.com/Oneflow-Inc/oneflow, oneflow/core/actor)
+    "oneflow": Software(
+        EAGER, "naive", {"scatter_sends": True, "overlap_gradients": True, "overlap_sends": True}
+    ),
     "pax": Software(JITTED, "flash2", _XLA, _BY_MEMORY, SAVES_INPUTS),
     # attention and the embedding of NVIDIA's recipes: attention=cudnn_flash_te, use_iota_embed
     # (github.com/NVIDIA/dgxc-benchmarking, maxtext/configure.sh)

@@ -333,6 +333,14 @@ def test_oneflow_computes_the_loss_in_16_bits_and_has_buffers_for_two_pipelines(
     assert pipeline.spare_microbatches == 4
 
 
+def test_oneflow_overlaps_sends_and_without_tensor_parallelism_gradients() -> None:
+    old = {"framework": "OneFlow", "gpu": "V100-16GB", "precision": "fp16", "gpus": 16}
+    data, tensor = (scenario_of(row_with(**old | {"tp": tp})).execution for tp in (1, 2))
+    assert (data.overlap_gradients, tensor.overlap_gradients) == (True, False)
+    assert data.overlap_sends
+    assert tensor.overlap_sends
+
+
 ALL_MODULES = ("moe", "layernorm", "core_attn", "moe_act")
 
 

@@ -4,6 +4,7 @@ import doctest
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from math import log
 
 import pytest
 from hypothesis import assume, given
@@ -185,6 +186,20 @@ def test_devices_that_send_one_message_after_the_other_wait_for_four(
     exact = _makespan(stages, count, {"forward": 6, "backward": 12}, 1)
     by_formula = sum(pipeline_seconds([18] * stages, count, 1, 1, 1, execution.messages))
     assert by_formula == pytest.approx(exact, rel=0.005)
+
+
+def test_sends_hide_behind_computation_only_with_a_spare_microbatch() -> None:
+    plan = Execution(pipeline=4, global_batch=32)
+    waits, overlapped, spare = (
+        predict(GPT, plan.model_copy(update=changes), a100()).exposed["pipeline"]
+        for changes in (
+            {},
+            {"overlap_sends": True},
+            {"overlap_sends": True, "spare_microbatches": 4},
+        )
+    )
+    assert waits == overlapped
+    assert spare < waits / 2
 
 
 @given(st.integers(2, 8), st.integers(1, 30), st.integers(1, 4), st.integers(0, 40), st.booleans())
@@ -426,6 +441,18 @@ def test_quantiles_grow_and_the_median_is_the_prediction(
     prediction = predict(model, plan, a100(64))
     assert prediction.quantile(0.5) == pytest.approx(prediction.seconds)
     assert prediction.quantile(probability) < prediction.quantile(probability + 0.01)
+
+
+def test_intervals_are_wider_where_the_kernels_of_a_backend_are_assumed() -> None:
+    step = Execution(global_batch=1)
+    for backend, deviation in ((EAGER, 0.04), (JITTED, 0.12)):
+        prediction = predict(GPT, step, replace(a100(), backend=backend))
+        host = prediction.host / prediction.seconds
+        parts = (0.08 * (1 - host), 0.25 * host, deviation)
+        expected = sum(part**2 for part in parts) ** 0.5
+        # P84.13 is a standard deviation above the median
+        measured = log(prediction.quantile(0.841344746) / prediction.seconds)
+        assert measured == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("probability", [0, 1, 1.5])
