@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from autopar.ir.equation_groups import Unit, dependents, units
+from autopar.ir.array_sizes import value_bytes
+from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, Where, aval_of, needed, possible_weights, variables
 from autopar.ir.keys import is_key
@@ -143,13 +144,17 @@ def finished_with(
         batch: inputs of `second` whose first dim is the batch.
         found: the scalings of the values of `second`.
     """
-    computed = {var for eqn in completing(traces[-2], completed).eqns for var in eqn.outvars}
+    computed = results_of(completing(traces[-2], completed).eqns)
     eqns = list(enumerate(second.eqns))
-    own = (eqn for eqn in second.eqns if record_of(eqn).is_costly)
-    sources = [var for eqn in own for var in eqn.outvars if var not in computed]
-    sources += (second.invars[i] for i in inputs)
+    layers = results_of(eqn for eqn in second.eqns if record_of(eqn).is_costly)
+    own = dependents(eqns, (layers - computed) | {second.invars[i] for i in inputs})
     search = _CompletableValues(traces, second, batch, found)
-    return search.places_read_with(dependents(eqns, sources))
+    return search.places_before_layers(dependents(eqns, layers & computed) - own, own)
+
+
+def results_of(eqns: Iterable[JaxprEqn]) -> set[Var]:
+    """Return the values that equations compute."""
+    return {var for eqn in eqns for var in eqn.outvars}
 
 
 def _has_fixed_shape(traces: Sequence[Jaxpr], place: TracedValue | None) -> bool:
@@ -180,19 +185,26 @@ class _CompletableValues(PreparableValues):
         places = [self._as_input(var) for var in chosen]
         return tuple(place for place in places if place) if all(places) else ()
 
-    def places_read_with(self, others: Set[Var]) -> tuple[TracedValue, ...]:
-        """Return the places of results, and of statistics read with values of `others`.
+    def places_before_layers(self, values: Set[Var], later: Set[Var]) -> tuple[TracedValue, ...]:
+        """Return the places of those of `values` that are results, or read for one of `later`.
 
-        They depend on the examples, and on no value of `others`.
+        Of values with a row per example, these are the ones that only a forward pass reads and that
+        are no larger than the batch.
         """
-        fitting = self._depending - others
-        results = set(variables(self.outvars)) & fitting
+        candidates = values & self._depending
+        chosen = candidates.intersection(variables(self.outvars))
         for unit in self.units:
-            if not others.isdisjoint(unit.makes):
-                read = fitting.intersection(unit.reads)
-                results.update(var for var in read if self._statistics(var) == [var])
-        chosen = (self._as_input(var) for var in self.place if var in results)
-        return tuple(place for place in chosen if place)
+            if not later.isdisjoint(unit.makes):
+                for var in candidates.intersection(unit.reads):
+                    is_small = not has_backward(unit) and value_bytes(var) <= self._batch_bytes
+                    if is_small or self._statistics(var) == [var]:
+                        chosen.add(var)
+        places = (self._as_input(var) for var in self.place if var in chosen)
+        return tuple(place for place in places if place)
+
+    @property
+    def _batch_bytes(self) -> int:
+        return sum(value_bytes(self.invars[i]) for i in self.examples)
 
     def _statistics(self, var: Var) -> list[Var]:
         """Return a value itself if it is a statistic, or the one by which it is divided."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from autopar.ir.array_cuts import CutTree
 from autopar.ir.equation_groups import dependents
@@ -34,6 +34,7 @@ from autopar.microbatch.first_pass import (
     model_layers,
     more_completed,
     reading,
+    results_of,
 )
 from autopar.microbatch.pass_options import PassOptions
 from autopar.microbatch.prepared_inputs import (
@@ -347,17 +348,17 @@ class MicrobatchTraces:
                 results, and no gradient is taken between them.
         """
         small, _ = numbered.pairs[-1]
-        made = _values(model_layers(enumerate(small.eqns), numbered.pairs[-1], numbered.batch))
-        made |= _values(eqn for eqn in small.eqns if record_of(eqn).runs_body)
+        made = results_of(model_layers(enumerate(small.eqns), numbered.pairs[-1], numbered.batch))
+        made |= results_of(eqn for eqn in small.eqns if record_of(eqn).runs_body)
         part, _ = second.pairs[-1]
         eqns = needed(enumerate(part.eqns), results)
         forward = [each for each in eqns if not is_backward(each[1])]
         inputs = _last_inputs(second, len(completed))
         # A product with a statistic, as in a ridge regression, belongs to the loss.
-        read = _values(model_layers(forward, second.pairs[-1], second.batch.union(inputs)))
+        read = results_of(model_layers(forward, second.pairs[-1], second.batch.union(inputs)))
         for value, i in zip(completed, inputs, strict=True):
             makers = completing(self.traces[-2], [value]).eqns
-            if any(map(is_backward, makers)) or made.isdisjoint(_values(makers)):
+            if any(map(is_backward, makers)) or made.isdisjoint(results_of(makers)):
                 continue
             if not read.isdisjoint(dependents(forward, [part.invars[i]])):
                 raise MicrobatchError("what mixes examples is between layers of the model")
@@ -473,10 +474,6 @@ def first_pass_of(
             f"the first pass of {step.name} completes other values in {count} microbatches"
         )
     return step.first_pass.step
-
-
-def _values(eqns: Iterable[JaxprEqn]) -> set[Var]:
-    return {var for eqn in eqns for var in eqn.outvars}
 
 
 def _is_of_gradient(eqn: JaxprEqn) -> bool:
