@@ -191,7 +191,7 @@ class _CompletableValues(PreparableValues):
         Of values with a row per example, these are the ones that only a forward pass reads and that
         are no larger than the batch.
         """
-        candidates = values & self._depending
+        candidates = self._depending.intersection(values)
         chosen = candidates.intersection(variables(self.outvars))
         for unit in self.units:
             if not later.isdisjoint(unit.makes):

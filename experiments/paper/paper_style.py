@@ -91,10 +91,15 @@ def series_style(number: int) -> dict[str, Any]:
     }
 
 
-def bar_style(number: int) -> dict[str, Any]:
-    """Return colour, hatch and outline of the bars of the series with a number."""
+def bar_style(number: int, colour: int | None = None) -> dict[str, Any]:
+    """Return colour, hatch and outline of the bars of the series with a number.
+
+    Args:
+        number: the number of the series.
+        colour: the number of its colour; by default the one after its own.
+    """
     return {
-        "facecolor": COLOURS[(number + 1) % len(COLOURS)],
+        "facecolor": COLOURS[(number + 1 if colour is None else colour) % len(COLOURS)],
         "hatch": HATCHES[number % len(HATCHES)],
         "edgecolor": "black",
         "linewidth": 0.4,

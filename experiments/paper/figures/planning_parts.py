@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import autopar
-from experiments.paper.paper_style import COLOURS, PUBLISHED_MARK, bar_style, new_figure
+from experiments.paper.paper_style import PUBLISHED_MARK, bar_style, new_figure
 from experiments.paper.published_values import published_table
 from experiments.paper.study import Table
 from experiments.validation.pipeline_quality import PUBLISHED, AlpaPlan, plan_pipeline
@@ -119,7 +119,7 @@ def draw(table: Table) -> Figure:
         table["seconds"],
         0.6,
         label="ours",
-        **bar_style(1) | {"facecolor": COLOURS[3]},
+        **bar_style(1, colour=3),
     )
     marks = table.dropna(subset=["alpa_seconds"])
     axes.plot(marks["alpa_seconds"], marks["series"], **PUBLISHED_MARK, label="Alpa, published")

@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.paper.paper_style import COLOURS, bar_style, legend_above, new_figure
+from experiments.paper.paper_style import bar_style, legend_above, new_figure
 from experiments.paper.study import Table
 from experiments.sources import ROOT
 
@@ -42,7 +42,7 @@ def draw(table: Table) -> Figure:
             counts.index,
             values,
             left=left,
-            **bar_style(number) | {"facecolor": COLOURS[(1, 3, 4)[number]]},
+            **bar_style(number, colour=(1, 3, 4)[number]),
             label={"equal": "equal to one device"}.get(outcome, outcome),
         )
         left = left + values
