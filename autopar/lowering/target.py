@@ -224,7 +224,7 @@ _MEMORY, _ALIAS, _SHARDING = "mhlo.memory_kind", "tf.aliasing_output", "sdy.shar
 
 
 def _attributes(main: Any, name: str) -> list[dict[str, Any]]:
-    """Return the attributes of each argument or result; none if no one has any."""
+    """Return the attributes of each argument or result; empty if none has any."""
     if name not in main.attributes:
         return []
     return [{item.name: item.attr for item in ir.DictAttr(each)} for each in main.attributes[name]]
@@ -234,6 +234,6 @@ def _is_on_host(attributes: Mapping[str, Any]) -> bool:
     return _MEMORY in attributes and attributes[_MEMORY].value == HOST_KIND
 
 
-def _alike(kind: Any, attributes: Mapping[str, Any]) -> Hashable:
+def _alike(array_type: Any, attributes: Mapping[str, Any]) -> Hashable:
     """Return what an argument and a result that share memory have in common."""
-    return str(kind), str(attributes.get(_SHARDING)), _is_on_host(attributes)
+    return str(array_type), str(attributes.get(_SHARDING)), _is_on_host(attributes)

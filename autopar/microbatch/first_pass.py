@@ -186,7 +186,7 @@ class _CompletableValues(PreparableValues):
         return tuple(place for place in places if place) if all(places) else ()
 
     def places_before_layers(self, values: Set[Var], later: Set[Var]) -> tuple[TracedValue, ...]:
-        """Return the places of those of `values` that are results, or read for one of `later`.
+        """Return the places of values that are results, or that an equation of `later` reads.
 
         Of values with a row per example, these are the ones that only a forward pass reads and that
         are no larger than the batch.

@@ -116,7 +116,7 @@ def cross_entropy_step(
 
 
 class TokenModel(Model):
-    """A model of sequences of tokens, whose fields are those of `network`."""
+    """A model of sequences of tokens, with the same fields as `network`."""
 
     network: ClassVar[type[nn.Module]]
     sequence_length: int
@@ -148,7 +148,7 @@ class NextToken(TokenModel):
 
 
 class Classification(Model):
-    """A model that tells the class of square images, with three colours."""
+    """A classifier of square images with three colour channels."""
 
     image_size: int
     num_classes: int

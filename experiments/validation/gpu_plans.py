@@ -272,7 +272,7 @@ def _planned(
 def _timed(
     step: Callable[..., Any], args: list[Any], repeat: int, least: float
 ) -> tuple[np.ndarray, float]:
-    """Run steps one after the other; `args` are those of the first, on the device.
+    """Run steps one after the other, the first one with `args`, which are on the device.
 
     Returns:
         The seconds of a step in each measurement, and the loss of the third step, NaN for none.

@@ -74,7 +74,7 @@ OF_TWO = (jnp.add, jnp.multiply, jnp.subtract, jnp.maximum)
 
 @jax.custom_vjp
 def limited(a):
-    """`a`, with a gradient that is a nonlinear function of that of the result."""
+    """`a`, whose gradient is a nonlinear function of the result's gradient."""
     return a
 
 

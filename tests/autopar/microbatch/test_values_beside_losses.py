@@ -1,4 +1,4 @@
-"""What a step computes beside its loss and gradient is that of the whole batch."""
+"""Values that a step computes beside its loss and gradient equal the whole batch's."""
 
 import jax
 import jax.numpy as jnp
