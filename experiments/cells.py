@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from experiments import sweep_progress
 from experiments.sweep_job import Job, mesh_name
+from simulator.files import FileError
 
 Status = Literal["ok", "out_of_memory", "failed"]
 
@@ -58,6 +61,9 @@ class Cell:
         return "  ".join(parts)
 
 
+_CELL = TypeAdapter(Cell)
+
+
 def _memory(num_bytes: int) -> str:
     if num_bytes < 2**27:
         return f"{num_bytes / 2**20:8.3f} MiB"
@@ -102,11 +108,23 @@ def read_job(directory: Path) -> Job:
 
 
 def read_cell(directory: Path, strategy: str) -> Cell:
-    """Return the result of a cell; one without a file has failed."""
+    """Return the result of a cell; one without a file has failed.
+
+    Raises:
+        FileError: the file is no result of a cell.
+    """
     path = cell_path(directory, strategy)
     if not path.exists():
         return Cell("failed", f"no result at {path}")
-    return Cell(**json.loads(path.read_text()))
+    try:
+        return _CELL.validate_json(path.read_bytes())
+    except ValidationError as error:
+        (reason, *_) = error.errors(include_url=False)
+        where = "".join(f"{key}: " for key in reason["loc"])
+        raise FileError(
+            f"{path}: is no result of a cell ({where}{reason['msg']});"
+            " delete it and run the sweep again"
+        ) from None
 
 
 def write_cell(job: Job, directory: Path, strategy: str, cell: Cell) -> None:

@@ -8,11 +8,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from experiments.cells import Cell, read_job, write_cell, write_job
+from experiments.cells import Cell, read_cell, read_job, write_cell, write_job
 from experiments.report.cell_table import COLUMNS, cell_table, quickstart_table, rows_of
 from experiments.scripts import draw_figures, write_tables
 from experiments.sources import ROOT
 from experiments.sweep_job import Job
+from simulator.files import FileError
 
 SIZES = {"dim": 4, "num_layers": 2, "batch_size": 6}
 PAPER = {"source": "A paper", "model": "mlp", "size": "tiny", "cluster": "p3.16xlarge"} | {
@@ -166,3 +167,19 @@ def test_no_committed_row_is_faster_than_the_plan_with_every_option_open() -> No
             assert seconds["pipeshard"] <= 1.0001 * seconds.min(), name
             compared += 1
     assert compared >= 9
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"status": "ok", "step_ti', "Invalid JSON: EOF while parsing"),
+        ('{"status": "done"}', "status: Input should be 'ok'"),
+        ('{"status": "ok", "step_time_s": "fast"}', "step_time_s: Input should be a valid number"),
+    ],
+)
+def test_a_damaged_result_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "shard.json"
+    path.write_text(text)
+    with pytest.raises(FileError, match="run the sweep again") as error:
+        read_cell(tmp_path, "shard")
+    assert str(error.value).startswith(f"{path}: is no result of a cell ({reason}")
