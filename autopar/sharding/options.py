@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 from pydantic import PlainSerializer, PlainValidator
 
 from autopar.checks import FLAG, NONE, TEXT, AllowedValues, by_name, check, instance, one_of, real
+from simulator.files import brief
 from simulator.work import CollectiveKind
 
 Freedom = Literal["any", "replicated", "sharded"]
@@ -17,10 +18,26 @@ Mode = Literal["solve", "heuristic", "manual"]
 
 
 def _partition_spec(value: Any) -> PartitionSpec:
-    """Return a PartitionSpec from its JSON form."""
+    """Return a PartitionSpec from its JSON form, a list with an entry per dim.
+
+    Raises:
+        ValueError: it is not one.
+    """
     if isinstance(value, PartitionSpec):
         return value
+    if not isinstance(value, list) or not all(map(_is_entry, value)):
+        raise ValueError(
+            "expected a list that has for each dim a mesh axis, a list of mesh axes, or null,"
+            f" such as ['x', null]; got {brief(value)}"
+        )
     return PartitionSpec(*(tuple(axes) if isinstance(axes, list) else axes for axes in value))
+
+
+def _is_entry(axes: object) -> bool:
+    """Return whether a value of JSON says over which mesh axes a dim is sharded."""
+    if isinstance(axes, list):
+        return all(isinstance(axis, str) for axis in axes)
+    return axes is None or isinstance(axes, str)
 
 
 def _collectives(value: Any) -> frozenset[CollectiveKind]:

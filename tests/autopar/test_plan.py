@@ -96,6 +96,14 @@ def test_the_error_of_a_damaged_plan_names_the_field(plan):
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize("pin", [1, None, "xy", [3], [["x", 2]], {"x": 1}], ids=repr)
+def test_a_pin_that_names_no_mesh_axes_is_refused(plan, pin):
+    data = json.loads(plan.to_json())
+    data["options"]["pins"] = {"0/w": pin}
+    with pytest.raises(PlanError, match=r"options\.pins\.0/w: .*such as \['x', null\]; got "):
+        Plan.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("number", [-1, 0])
 def test_a_plan_has_at_least_one_microbatch(plan, number):
     data = json.loads(plan.to_json()) | {"num_micro_batches": number}
