@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -45,23 +45,34 @@ def sweep(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(project: Path, sweep: Path) -> Start:
-    """Return a function that starts the workflow with a configuration."""
+def start(project: Path, sweep: Path) -> Iterator[Start]:
+    """Yield a function that starts the workflow with a configuration.
+
+    What has not ended with the test, because it failed, is killed.
+    """
+    runs: list[subprocess.Popen[str]] = []
 
     def started(config: Path, *arguments: str) -> subprocess.Popen[str]:
         files = ["--snakefile", str(project / "Snakefile"), "--configfile", str(config)]
         command = [sys.executable, "-m", "snakemake", *files, "--cores", "2", *arguments]
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        return subprocess.Popen(
-            command, cwd=sweep, env=environment, text=True, stdout=-1, stderr=-1
+        runs.append(
+            subprocess.Popen(command, cwd=sweep, env=environment, text=True, stdout=-1, stderr=-1)
         )
+        return runs[-1]
 
-    return started
+    yield started
+    for run in runs:
+        if run.poll() is None:
+            for process in (*psutil.Process(run.pid).children(recursive=True), run):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            run.communicate()
 
 
 def ended(run: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """Return a run when it has ended."""
-    output, errors = run.communicate(timeout=400)
+    """Return a run when it has ended; it hangs if it takes much longer than on a busy machine."""
+    output, errors = run.communicate(timeout=1200)
     return subprocess.CompletedProcess(run.args, run.returncode, output, errors)
 
 
