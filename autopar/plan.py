@@ -266,6 +266,10 @@ class Plan(PlanPart):
                 " plan the step again"
             )
 
+    def meshes_text(self) -> str:
+        """Return the text of the meshes of all stages."""
+        return ", ".join(str(stage.mesh) for stage in self.stages)
+
     def table(self) -> Table:
         """Return a `rich` table of the inputs, constrained values and outputs.
 
@@ -273,16 +277,13 @@ class Plan(PlanPart):
         they also have the same role, shape, dtype and spec. Such a row has `*` for the numbers, and
         the count of values. The bytes are for one value on one device.
         """
-        mesh = ", ".join(
-            " x ".join(f"{a}={n}" for a, n in stage.mesh.sizes.items()) for stage in self.stages
-        )
         deferred = ", ".join(axis for stage in self.stages for axis in stage.deferred)
         passes = f"{self.num_passes} passes over " if self.first_pass else ""
         count = f"{passes}{self.num_micro_batches}"
         once = f" (gradients completed once along {deferred})" if deferred else ""
         schedule = "" if self.schedule.is_whole_step else f"schedule {self.schedule.name}, "
         title = (
-            f"{self.method} on {self.cluster}, mesh {mesh}, {schedule}{count}"
+            f"{self.method} on {self.cluster}, mesh {self.meshes_text()}, {schedule}{count}"
             f" microbatch(es){once}, {self.predicted_seconds * 1e3:.3g} ms and"
             f" {self.predicted_bytes / 1e9:.3g} GB per device by the planner's estimate"
         )

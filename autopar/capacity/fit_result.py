@@ -62,16 +62,12 @@ class Fit:
     def __str__(self) -> str:
         plan, used = self.plan, self.prediction.memory.total
         which = "fewest" if self.quantity in ("hosts", "gpus") else "largest"
-        mesh = ", ".join(
-            " x ".join(f"{axis}={size}" for axis, size in stage.mesh.sizes.items())
-            for stage in plan.stages
-        )
         devices = sum(prod(stage.mesh_shape) for stage in plan.stages) // plan.schedule.num_chunks
         how = "compiled" if self.is_confirmed else "predicted, not compiled"
         lines = [
             f"{which} {self.quantity}: {self.size}",
-            f"  plan: {plan.method} on {devices} devices of {plan.cluster}, mesh {mesh},"
-            f" {plan.num_micro_batches} microbatch(es)",
+            f"  plan: {plan.method} on {devices} devices of {plan.cluster},"
+            f" mesh {plan.meshes_text()}, {plan.num_micro_batches} microbatch(es)",
             f"  planned: {plan.predicted_bytes / 1e9:.4g} GB per device,"
             f" {plan.predicted_seconds * 1e3:.4g} ms",
             f"  {how}: {used / 1e9:.4g} GB per device of {self.budget / 1e9:.4g} GB,"

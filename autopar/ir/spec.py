@@ -49,6 +49,9 @@ class LogicalMesh:
         """The number of devices along each axis."""
         return dict(zip(self.axis_names, self.shape, strict=True))
 
+    def __str__(self) -> str:
+        return mesh_text(self.sizes)
+
     @property
     def num_devices(self) -> int:
         """The number of devices of the mesh."""
@@ -113,6 +116,11 @@ class LogicalMesh:
 def replicated(rank: int) -> Spec:
     """Return the spec of an array with `rank` dims that no axis shards."""
     return ((),) * rank
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Return the text of a mesh, e.g. `x=2 x y=4`."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def local_shape(shape: Sequence[int], spec: Spec, mesh: LogicalMesh) -> tuple[int, ...]:

@@ -124,9 +124,8 @@ class Classification:
         }
 
     def __str__(self) -> str:
-        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.sizes.items())
         lines = [f"  {parameter}" for parameter in self.parameters]
-        return "\n".join([f"{self.label} (mesh {mesh})", *lines])
+        return "\n".join([f"{self.label} (mesh {self.mesh})", *lines])
 
 
 def classify(planned: Plan | Planned, stage: int | None = None) -> Classification:

@@ -68,7 +68,7 @@ def _plan(planned: Plan | Planned) -> Plan:
 def _setting(a: Plan, b: Plan) -> Iterator[str]:
     """Yield a sentence for each setting that differs."""
     settings = {
-        "mesh": (_mesh(a), _mesh(b)),
+        "mesh": (a.meshes_text(), b.meshes_text()),
         "schedule": (_schedule(a), _schedule(b)),
         "layers of stages": (_layers(a), _layers(b)),
         "microbatches": (a.num_micro_batches, b.num_micro_batches),
@@ -103,12 +103,6 @@ def _deferred_axes(plan: Plan) -> str:
     """Return the deferred axes of each stage, once if all stages have the same."""
     axes = [", ".join(stage.deferred) or "no axis" for stage in plan.stages]
     return "; ".join(axes if len(set(axes)) > 1 else axes[:1])
-
-
-def _mesh(plan: Plan) -> str:
-    return "; ".join(
-        " x ".join(f"{axis}={n}" for axis, n in stage.mesh.sizes.items()) for stage in plan.stages
-    )
 
 
 def _schedule(plan: Plan) -> str:

@@ -47,7 +47,7 @@ def picture(
             f"spec {spec_text(partition_spec(spec))} is for {len(spec)} dims, but the array has"
             f" shape {shape}"
         )
-    title = f"{name} {array} {spec_text(partition_spec(spec))} on mesh {_mesh_text(mesh)}".strip()
+    title = f"{name} {array} {spec_text(partition_spec(spec))} on mesh {mesh}".strip()
     drawn = _drawn_dims(spec)
     outer = [dim for dim, axes in enumerate(spec) if axes and dim not in drawn]
     parts = [mesh.ways(spec[dim]) for dim in outer]
@@ -104,10 +104,6 @@ def _find(path: str, stages: Sequence[Stage]) -> tuple[Value, Stage]:
 
 def _name(value: Value | ShardingConstraint) -> str:
     return value.path if isinstance(value, Value) else f"#{value.eqn} {value.name}"
-
-
-def _mesh_text(mesh: LogicalMesh) -> str:
-    return " x ".join(f"{axis}={size}" for axis, size in mesh.sizes.items())
 
 
 def _drawn_dims(spec: Spec) -> tuple[int, ...]:

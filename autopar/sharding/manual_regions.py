@@ -7,7 +7,7 @@ from autopar.ir import control_flow
 from autopar.ir.array_sizes import array_bytes
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of
-from autopar.ir.spec import AnyMesh, LogicalMesh
+from autopar.ir.spec import AnyMesh, LogicalMesh, mesh_text
 from autopar.primitives import kernel_of, op_factors, record_of
 from autopar.primitives.factors import Assignment
 from autopar.primitives.shard_map import SHARD_MAP, region_axes
@@ -85,11 +85,7 @@ def _planned_axes(eqn: JaxprEqn, mesh: LogicalMesh) -> dict[str, tuple[str, ...]
         if not left:
             return planned
     raise ShardingError(
-        f"a shard_map of the step runs on a mesh {_words(own)}, which can't be laid over the"
-        f" planned mesh {_words(mesh.sizes)}: each of its axes must be an axis, or a run of axes,"
+        f"a shard_map of the step runs on a mesh {mesh_text(own)}, which can't be laid over the"
+        f" planned mesh {mesh}: each of its axes must be an axis, or a run of axes,"
         f" of the planned one; plan on a mesh of shape {tuple(own.values())}"
     )
-
-
-def _words(sizes: dict[str, int]) -> str:
-    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())

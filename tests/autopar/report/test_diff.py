@@ -97,7 +97,7 @@ def test_the_number_of_stages_alone_is_no_difference_of_gradients_or_constraints
         return autopar.plan_step(stack_step, stack_args(), method=method, cluster="dgx_h100")
 
     lines = diff(plan_of(2), plan_of(4)).lines
-    assert lines[0] == "mesh: x=4; x=4 -> x=2; x=2; x=2; x=2"
+    assert lines[0] == "mesh: x=4, x=4 -> x=2, x=2, x=2, x=2"
     assert not any("gradients are completed" in line or "pinned" in line for line in lines)
 
 
