@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import Var
 
+from autopar.ir.graph import variables
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
 from autopar.sharding.step_decisions import Decisions
-from autopar.sharding.value_lifetimes import Lifetime, base_of, local_bytes
-from autopar.xla_fusion import is_view, readings
+from autopar.sharding.value_lifetimes import Lifetime, bases_of_views, local_bytes
+from autopar.xla_fusion import readings
 
 
 class DelayedProduct(NamedTuple):
@@ -54,14 +55,14 @@ def delayed_products(
 
 def _beside_collectives(step: StepGraph, decisions: Decisions) -> list[DelayedProduct]:
     """Return the products whose results collectives complete that XLA combines."""
-    shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
+    bases = bases_of_views(step)
     found = []
     for partial in decisions.partial:
         eqn = step.jaxpr.eqns[partial.eqn]
         first_read, _ = readings(step).get(eqn.outvars[0], (partial.eqn, partial.eqn))
         is_product = record_of(eqn).fusion == "contraction"
         if partial.is_combined and is_product and first_read > partial.eqn + 1:
-            operands = {base_of(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)}
+            operands = {bases.get(atom, atom) for atom in variables(eqn.invars)}
             found.append(
                 DelayedProduct(
                     partial.eqn,
@@ -82,14 +83,13 @@ def _added_to_sums(
 
     They are delayed where no collective completes them and the operands are smaller.
     """
-    shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
+    bases = bases_of_views(step)
     partial = {each.eqn: each.sizes > 0 for each in decisions.partial}
     required = {(use.eqn, use.operand): use.required for use in decisions.uses}
     added = {
-        base_of(atom, shown_by): number
+        bases.get(atom, atom): number
         for number, mark in (step.microbatching.marks if step.microbatching else ())
-        for atom in mark.invars
-        if isinstance(atom, Var)
+        for atom in variables(mark.invars)
     }
     for number, eqn in enumerate(step.jaxpr.eqns):
         result = eqn.outvars[0] if eqn.outvars else None
@@ -106,7 +106,7 @@ def _added_to_sums(
             placement.decision,
             (room > 0) & np.logical_not(partial.get(number, False)),
             added[result],
-            frozenset(base_of(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)),
+            frozenset(bases.get(atom, atom) for atom in variables(eqn.invars)),
             result,
         )
 

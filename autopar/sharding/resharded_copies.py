@@ -13,7 +13,7 @@ from autopar.primitives import record_of
 from autopar.sharding.mesh_costs import copied_bytes, is_local
 from autopar.sharding.reshard_hoisting import passes_moves
 from autopar.sharding.step_decisions import Decisions, Use
-from autopar.sharding.value_lifetimes import base_of
+from autopar.sharding.value_lifetimes import bases_of_views
 from autopar.xla_fusion import is_relaid, is_view, readings, stored_values
 
 
@@ -138,7 +138,7 @@ def _read_late(step: StepGraph) -> Iterator[int]:
     """
     eqns = step.jaxpr.eqns
     makers = {var: number for number, eqn in enumerate(eqns) for var in eqn.outvars}
-    base = {eqn.outvars[0]: eqn.invars[0] for eqn in eqns if is_view(eqn)}
+    bases = bases_of_views(step)
 
     def ancestors(atoms: Iterable[Atom]) -> set[int]:
         """Return the numbers of the equations that values depend on."""
@@ -160,9 +160,8 @@ def _read_late(step: StepGraph) -> Iterator[int]:
     readers: dict[Var, set[int]] = {}
     for number, eqn in enumerate(eqns):
         if record_of(eqn).fusion == "contraction":
-            for atom in eqn.invars:
-                if isinstance(atom, Var):
-                    readers.setdefault(base_of(atom, base), set()).add(number)
+            for atom in variables(eqn.invars):
+                readers.setdefault(bases.get(atom, atom), set()).add(number)
     for output, source in step.carried.items():
         products = readers.get(step.jaxpr.invars[source], set())
         if any(not products.isdisjoint(before) for before in before_loops.values()):

@@ -17,8 +17,9 @@ from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 
 from autopar.ir import control_flow
 from autopar.ir.array_sizes import array_bytes, value_bytes
-from autopar.ir.graph import Atom, aval_of
+from autopar.ir.graph import Atom, aval_of, variables
 from autopar.ir.host_memory import is_on_host, to_device_p
+from autopar.ir.memo import memoized_on_step
 from autopar.ir.spec import LogicalMesh, Spec, Specs, local_shape
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
@@ -64,9 +65,9 @@ def value_lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) ->
     """Return the lifetimes of all values that are stored."""
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
     alive = dict(lifetimes(step, decisions.exponentials))
-    shown_by = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
+    bases = bases_of_views(step)
     if step.microbatching is None and not decisions.hides_latency:
-        _postpone(step, decisions, mesh, alive, shown_by)
+        _postpone(step, decisions, mesh, alive)
     lives: list[tuple[Var, int, int]] = []
     for number, eqn in step.microbatching.marks if step.microbatching else ():
         # A sum over microbatches is live during their loop; its addends are added in place.
@@ -76,10 +77,8 @@ def value_lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) ->
                 continue
             if isinstance(atom, Var) and atom not in step.jaxpr.invars:
                 lives.append((atom, 0, number))
-                while isinstance(share := shown_by.get(atom), Var):
-                    atom = share
-                if atom not in step.jaxpr.invars:
-                    alive.pop(atom, None)
+                if (base := bases.get(atom, atom)) not in step.jaxpr.invars:
+                    alive.pop(base, None)
             _, until = alive.pop(var, (number, number))
             if until > number:
                 lives.append((var, number + 1, until))
@@ -113,11 +112,9 @@ def _microbatch_slices(
 
     Fused kernels read them from the batch in place. The first one also writes them for products.
     """
-    base = {eqn.outvars[0]: eqn.invars[0] for eqn in step.jaxpr.eqns if is_view(eqn)}
+    bases = bases_of_views(step)
     products = (eqn for eqn in step.jaxpr.eqns if record_of(eqn).fusion == "contraction")
-    operands = {
-        base_of(atom, base) for eqn in products for atom in eqn.invars if isinstance(atom, Var)
-    }
+    operands = {bases.get(atom, atom) for eqn in products for atom in variables(eqn.invars)}
     reads = readings(step)
     for var in batch:
         if var in operands and (placement := decisions.placements.get(var)) is not None:
@@ -188,7 +185,6 @@ def _postpone(
     decisions: Decisions,
     mesh: LogicalMesh,
     alive: dict[Var, tuple[int, int]],
-    shown_by: Mapping[Var, Atom],
 ) -> None:
     """Compute a product right before it is first read if its operands are smaller than its result.
 
@@ -200,8 +196,8 @@ def _postpone(
         decisions: its decisions.
         mesh: the logical mesh.
         alive: first and last program point of each stored value; changed.
-        shown_by: for each view, the value that it views.
     """
+    bases = bases_of_views(step)
     reads, loops = readings(step), control_flow.spans(step.jaxpr.eqns).values()
 
     def size(var: Var, of: Callable[[np.ndarray], float]) -> float:
@@ -215,7 +211,7 @@ def _postpone(
             continue
         if any(start <= number <= end or start <= until <= end for start, end in loops):
             continue
-        operands = {base_of(atom, shown_by) for atom in eqn.invars if isinstance(atom, Var)}
+        operands = {bases.get(atom, atom) for atom in variables(eqn.invars)}
         longer = [var for var in operands if var in alive and alive[var][1] < until]
         if sum(size(var, np.max) for var in longer) < size(result, np.min):
             reader, last_reader = (decisions.leaders.get(n, n) for n in (until, last))
@@ -224,16 +220,14 @@ def _postpone(
             alive.update((var, (alive[var][0], until - 1)) for var in longer)
 
 
-def base_of(var: Var, shown_by: Mapping[Var, Atom]) -> Var:
-    """Return the value whose memory a chain of views shares.
-
-    Args:
-        var: the last view, or a value that is none.
-        shown_by: for each view, the value that it views.
-    """
-    while isinstance(shown := shown_by.get(var), Var):
-        var = shown
-    return var
+@memoized_on_step
+def bases_of_views(step: StepGraph) -> Mapping[Var, Var]:
+    """Return for each view the value whose memory it shares, also through other views."""
+    bases: dict[Var, Var] = {}
+    for eqn in step.jaxpr.eqns:
+        if is_view(eqn) and isinstance(atom := eqn.invars[0], Var):
+            bases[eqn.outvars[0]] = bases.get(atom, atom)
+    return bases
 
 
 def _partial_results(
