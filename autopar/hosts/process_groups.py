@@ -1,42 +1,20 @@
 """Process groups: workers whose JAX processes form one distributed JAX."""
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from autopar.hosts.errors import PortTakenError
 from autopar.hosts.worker import ProcessGroup
+
+if TYPE_CHECKING:
+    from autopar.hosts.worker_processes import Workers
 
 _PORTS = 5
 """Number of ports to try for a coordinator, if other programs take them before JAX does."""
 
 
-class GroupStarter(Protocol):
-    """Workers on which JAX can be started; `Workers` is one."""
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """For each host its address."""
-        ...
-
-    def free_port(self, host: int) -> int:
-        """Return a port of a host that is free."""
-        ...
-
-    def start_jax(self, groups: Sequence[ProcessGroup | None]) -> list[str]:
-        """Start JAX on every worker, in its process group, and return their transfer addresses.
-
-        Raises:
-            PortTakenError: another program listens on a coordinator's port.
-        """
-        ...
-
-    def restart(self) -> None:
-        """Replace the worker processes by new ones."""
-        ...
-
-
 def start_process_groups(
-    workers: GroupStarter, groups: Iterable[tuple[int, ...]], ports: int = _PORTS
+    workers: "Workers", groups: Iterable[tuple[int, ...]], ports: int = _PORTS
 ) -> list[str]:
     """Start JAX on all workers; each group of workers forms one distributed JAX.
 

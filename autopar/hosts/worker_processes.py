@@ -155,7 +155,11 @@ class Workers:
         self._groups = groups
 
     def start_jax(self, groups: Sequence[ProcessGroup | None]) -> list[str]:
-        """Start JAX on every worker; see `autopar.hosts.process_groups.GroupStarter`."""
+        """Start JAX on every worker, in its process group, and return their transfer addresses.
+
+        Raises:
+            PortTakenError: another program listens on a coordinator's port.
+        """
         return self.ask_all("start", [(group,) for group in groups])
 
     def free_port(self, host: int) -> int:
