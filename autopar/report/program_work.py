@@ -43,15 +43,12 @@ class _KernelKey:
     seconds: float
 
 
-def kernel_rows(
-    program: Program, cluster: AnyCluster, max_kernels: int = MAX_KERNELS
-) -> dict[str, Any]:
+def kernel_rows(program: Program, cluster: AnyCluster) -> dict[str, Any]:
     """Return the kernels of a step on one device of each mesh, with the limits of the devices.
 
     Args:
         program: the program, with bodies.
         cluster: the cluster that it runs on.
-        max_kernels: maximum number of rows; the kernels of most seconds are kept.
 
     Returns:
         `kernels`, rows of equal kernels: name of the first, kind, dtype, phase, FLOP, bytes and
@@ -84,7 +81,7 @@ def kernel_rows(
                 "seconds": key.seconds,
                 "launches": launches[key],
             }
-            for key in keys[:max_kernels]
+            for key in keys[:MAX_KERNELS]
         ],
         "devices": _devices(program, cluster),
     }

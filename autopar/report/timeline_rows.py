@@ -14,7 +14,7 @@ from simulator.hardware.heterogeneous import AnyCluster
 from simulator.memory import Role
 
 MAX_SPANS = 20_000
-"""Number of spans on a page, beyond which the shortest are left out."""
+"""Number of spans on a page, beyond which the shortest are left out; and of arrows."""
 
 
 class _Texts:
@@ -31,12 +31,11 @@ class _Texts:
         return list(self.numbers)
 
 
-def timeline_rows(timeline: Timeline, max_spans: int = MAX_SPANS) -> dict[str, Any]:
-    """Return the lanes, spans and arrows of a timeline.
+def timeline_rows(timeline: Timeline) -> dict[str, Any]:
+    """Return the lanes, spans and arrows of a timeline; of its spans the `MAX_SPANS` longest.
 
     Args:
         timeline: the timeline.
-        max_spans: maximum number of spans; the longest are kept.
 
     Returns:
         `lanes` with mesh and name; `spans` as rows of lane, start and length in microseconds, the
@@ -47,7 +46,7 @@ def timeline_rows(timeline: Timeline, max_spans: int = MAX_SPANS) -> dict[str, A
     spans = [*((span, True) for span in timeline.tasks())]
     spans += ((span, False) for span in timeline.spans)
     # Only the events of the spans that are kept are made: there may be a million others.
-    kept = nlargest(max_spans, spans, key=lambda pair: pair[0].end - pair[0].start)
+    kept = nlargest(MAX_SPANS, spans, key=lambda pair: pair[0].end - pair[0].start)
     trace = chrome_trace(
         timeline.meshes,
         [span for span, is_task in kept if is_task],
@@ -67,7 +66,7 @@ def timeline_rows(timeline: Timeline, max_spans: int = MAX_SPANS) -> dict[str, A
         "lanes": [{"mesh": mesh, "name": name} for (mesh, _), name in lanes.items()],
         "total": len(spans),
         "spans": [_span_row(event, numbers, texts) for event in shown],
-        "arrows": list(_arrow_rows(events, numbers, texts, max_spans)),
+        "arrows": list(_arrow_rows(events, numbers, texts)),
         "texts": texts.texts,
     }
 
@@ -92,15 +91,14 @@ def _arrow_rows(
     events: Iterable[Mapping[str, Any]],
     lanes: Mapping[tuple[int, int], int],
     texts: _Texts,
-    max_arrows: int,
 ) -> Iterable[list[float]]:
-    """Yield the arrows of the Perfetto file, each of which is a pair of events of one id."""
+    """Yield the first arrows of the Perfetto file, each of which is a pair of events of one id."""
     starts: dict[int, Mapping[str, Any]] = {}
     count = 0
     for event in events:
         if event["ph"] == "s":
             starts[event["id"]] = event
-        elif event["ph"] == "f" and count < max_arrows:
+        elif event["ph"] == "f" and count < MAX_SPANS:
             count += 1
             start = starts[event["id"]]
             source = lanes[start["pid"], start["tid"]]

@@ -15,7 +15,15 @@ from autopar.analysis.planned_collectives import collectives_by_equation
 from autopar.analysis.replay import replay
 from autopar.lowering.planned import single_stage
 from autopar.planning.plan_step import planned_step
-from autopar.report import Alternative, PlanReport, plan_report, report_page, save_report
+from autopar.report import (
+    Alternative,
+    PlanReport,
+    plan_report,
+    program_work,
+    report_page,
+    save_report,
+)
+from autopar.report import timeline_rows as timeline_rows_module
 from autopar.report.page_template import format_bytes, format_seconds
 from autopar.report.program_work import kernel_rows
 from autopar.report.timeline_rows import timeline_rows
@@ -123,9 +131,11 @@ def test_the_timeline_of_a_page_is_the_perfetto_file(reports, name):
         assert row["budget"] == load_cluster("dgx_h100").pools[0].device.usable_bytes
 
 
-def test_the_longest_spans_are_kept_and_all_are_counted(reports):
+def test_the_longest_spans_are_kept_and_all_are_counted(reports, monkeypatch):
     timeline = reports["pipeline"].prediction.timeline
-    every, few = timeline_rows(timeline), timeline_rows(timeline, 10)
+    every = timeline_rows(timeline)
+    monkeypatch.setattr(timeline_rows_module, "MAX_SPANS", 10)
+    few = timeline_rows(timeline)
     assert few["total"] == every["total"] == len(every["spans"]) > 10
     assert len(few["spans"]) == 10
     lengths = sorted((span[2] for span in every["spans"]), reverse=True)
@@ -164,7 +174,7 @@ def test_collectives_sum_up_to_the_communication_of_the_prediction(reports, name
     assert sends == len(timeline.arrows)
 
 
-def test_the_kernels_of_a_whole_step_are_its_computation(reports):
+def test_the_kernels_of_a_whole_step_are_its_computation(reports, monkeypatch):
     report = reports["shard"]
     rows = kernel_rows(report.program, report.cluster)
     assert rows["total"] == len(rows["kernels"])
@@ -178,7 +188,8 @@ def test_the_kernels_of_a_whole_step_are_its_computation(reports):
     assert devices * flops == pytest.approx(report.prediction.hardware_flops)
     [device] = rows["devices"]
     assert device["flop_per_s"]["bf16"] == 989e12
-    few = kernel_rows(report.program, report.cluster, 2)
+    monkeypatch.setattr(program_work, "MAX_KERNELS", 2)
+    few = kernel_rows(report.program, report.cluster)
     assert few["kernels"] == rows["kernels"][:2]
 
 
