@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 import autopar
-from autopar.ir.spec import LogicalMesh, partition_spec
+from autopar.ir.spec import partition_spec
 from autopar.lowering.cross_mesh_resharding import reshard
 from autopar.lowering.instructions import task_of
+from autopar.lowering.job import Delivery, StageMesh
 from autopar.planning.profiling import task_seconds
-from autopar.runtime.transports import by_tiles, whole
+from autopar.runtime.carriers import PieceCarrier, WholeCarrier
 from simulator.program import Run, walk
 from tests.autopar.pipeline.stack_steps import pipeline, stack_batch, stack_params, stack_step
 
@@ -74,33 +75,28 @@ TRANSFERS = {
 }
 
 
-@pytest.mark.benchmark(group="transports")
-@pytest.mark.parametrize("transport", [whole, by_tiles])
+@pytest.mark.benchmark(group="carriers")
+@pytest.mark.parametrize("carrier", [WholeCarrier, PieceCarrier], ids=["whole", "pieces"])
 @pytest.mark.parametrize("width", [64, 1024])
 @pytest.mark.parametrize("transfer", TRANSFERS)
-def test_a_transfer(benchmark, transfer, width, transport):
+def test_a_transfer(benchmark, transfer, width, carrier):
     """Send a matrix of `width` x `width` floats from mesh to mesh.
 
     Each round sends a new array, because JAX keeps what it copied to the host.
     """
     (source_size, source_spec), (size, spec) = TRANSFERS[transfer]
-    devices = np.array(jax.devices())
-    source = Mesh(devices[:source_size], ("x",))
-    destination = Mesh(devices[4 : 4 + size], ("x",))
-    meshes = (
-        (LogicalMesh((source_size,), ("x",)), source_spec),
-        (LogicalMesh((size,), ("x",)), spec),
-    )
-    plan = reshard((width, width), *meshes)
-    move = transport(plan, jax.ShapeDtypeStruct((width, width), jnp.float32), source, destination)
-    value = jax.device_put(
-        np.ones((width, width), np.float32), NamedSharding(source, partition_spec(source_spec))
-    )
+    devices = dict(enumerate(jax.devices()))
+    source = StageMesh(tuple(range(source_size)), (source_size,), ("x",))
+    to = StageMesh(tuple(range(4, 4 + size)), (size,), ("x",))
+    plan = reshard((width, width), (source.logical, source_spec), (to.logical, spec))
+    prepared = carrier(Delivery(0, plan, np.dtype(np.float32), source, to), devices)
+    sharding = NamedSharding(source.on(devices), partition_spec(source_spec))
+    value = jax.device_put(np.ones((width, width), np.float32), sharding)
     renew = jax.jit(jnp.copy)
 
     def carry(value):
-        sent = move.send(value)
-        return jax.block_until_ready(sent if move.complete is None else move.complete(sent))
+        prepared.send(value, tag=0, is_used_up=False)
+        return jax.block_until_ready(prepared.receive(tag=0))
 
     benchmark.pedantic(
         carry,

@@ -19,7 +19,6 @@ from autopar.devices import Device
 from autopar.hosts.batch_threads import open_reader
 from autopar.hosts.environment import check_port, devices_of, free_port, versions
 from autopar.hosts.errors import HostsError, StepFailedError
-from autopar.hosts.mailbox import Mailbox
 from autopar.hosts.timelines import Execute, ExecutedInstruction, Stopwatch
 from autopar.hosts.worker_job import WorkerJob
 from autopar.lowering.cross_mesh_resharding import Tile
@@ -27,6 +26,7 @@ from autopar.lowering.job import Array, Job, Place
 from autopar.report.program_text import TaskStatus
 from autopar.runtime.batch_reading import Reader
 from autopar.runtime.loaded_job import placed
+from autopar.runtime.mailbox import Mailbox
 from autopar.util import memory_of, zeros
 from simulator.memory import MemoryUse
 from simulator.program import Run

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 from autopar.devices import Device
-from autopar.hosts.delivery import PieceCarrier
-from autopar.hosts.mailbox import Mailbox
 from autopar.ir.evaluate import FFT_OPTIONS
 from autopar.lowering.job import Call, Job
 from autopar.lowering.memory_limit import compile_on
 from autopar.report.program_text import TaskStatus, partitioned
+from autopar.runtime.carriers import PieceCarrier
 from autopar.runtime.loaded_job import LoadedJob
+from autopar.runtime.mailbox import Mailbox
 from simulator.program import Run
 
 
@@ -42,7 +42,7 @@ class WorkerJob(LoadedJob):
         }
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         carrier = partial(
-            PieceCarrier, worker=worker, owner=owner, devices=devices, mailbox=mailbox
+            PieceCarrier, devices=devices, worker=worker, owner=owner, mailbox=mailbox
         )
         super().__init__(job, devices, self._compile, carrier, len(set(owner.values())))
 

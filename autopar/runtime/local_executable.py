@@ -1,7 +1,7 @@
 """The executable of a planned step on the devices of this process."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, override
 
@@ -16,17 +16,17 @@ from autopar.devices import Device, check_host_memory
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.keys import is_key
 from autopar.lowering.instructions import task_of
-from autopar.lowering.job import Output
+from autopar.lowering.job import Delivery, Output
 from autopar.lowering.job_description import describe_job
 from autopar.lowering.planned import PlannedStep
 from autopar.pipeline.partition import Task
 from autopar.runtime.ambient_mesh import check_axes_are_auto, without_ambient_mesh
+from autopar.runtime.carriers import default_carrier
 from autopar.runtime.executable import Executable
-from autopar.runtime.loaded_job import LoadedJob, Values, is_at
+from autopar.runtime.loaded_job import Carrier, LoadedJob, Values, is_at
 from autopar.runtime.preparing import Preparer
 from autopar.runtime.tasks import CompiledTask, compile_tasks
 from autopar.runtime.timing import dummy_inputs, executed_timeline
-from autopar.runtime.transports import MoveCarrier, Transport, default_transport
 from autopar.util import memory_of
 from simulator.engine.timeline import Timeline
 from simulator.memory import MemoryUse
@@ -50,7 +50,7 @@ class LocalExecutable(Executable):
         meshes: Sequence[Mesh],
         donated: frozenset[int] = frozenset(),
         plan_seconds: float = 0.0,
-        transport: Transport = default_transport,
+        carrier: Callable[[Delivery, Mapping[int, Device]], Carrier] = default_carrier,
     ) -> None:
         """Compile a planned step.
 
@@ -59,7 +59,7 @@ class LocalExecutable(Executable):
             meshes: for each stage its devices.
             donated: numbers of the inputs whose memory the step may reuse.
             plan_seconds: seconds that tracing and planning took.
-            transport: transfers values from mesh to mesh.
+            carrier: returns the carrier of a delivery between these devices.
 
         Raises:
             ValueError: there are several stages, and the mesh of `jax.set_mesh` has explicit axes.
@@ -84,7 +84,7 @@ class LocalExecutable(Executable):
             self.description.job,
             devices,
             lambda run, _: self.tasks[task_of(run)].compiled,
-            partial(MoveCarrier, devices=devices, transport=transport),
+            lambda delivery: carrier(delivery, devices),
         )
         self.homes = [self.job.sharding(array) for array in self.description.inputs]
         preparation = planned.step.preparation
@@ -92,7 +92,7 @@ class LocalExecutable(Executable):
         count = 0 if preparation is None else len(preparation.places)
         self._prepare = None if preparation is None else Preparer(preparation, prepared[:count])
         first = planned.first_pass
-        self._first_pass = first and LocalExecutable(first, meshes, transport=transport)
+        self._first_pass = first and LocalExecutable(first, meshes, carrier=carrier)
         self._completed = prepared[count:]
         self._outputs = self._output_sources()
         self.in_shardings = jax.tree.unflatten(self.step.in_tree, self.homes)

@@ -12,7 +12,6 @@ import pytest
 from numpy.testing import assert_allclose
 
 import autopar
-from autopar.hosts import delivery
 from autopar.hosts.errors import StepFailedError
 from autopar.hosts.job_export import export_job
 from autopar.hosts.worker import Worker
@@ -20,6 +19,7 @@ from autopar.lowering.job import Array, Job, worker_groups
 from autopar.lowering.job_description import JobDescription
 from autopar.lowering.planned import PlannedStep
 from autopar.planning.method_planning import trace_for
+from autopar.runtime import carriers
 from autopar.runtime.loaded_job import LoadedJob
 from experiments.local_steps import initial_args
 from experiments.models import MLP
@@ -201,7 +201,7 @@ def test_sent_values_outlive_the_donation_of_their_memory(monkeypatch):
         sent_arrays.extend(arrays if isinstance(arrays, list) else ())
         return device_put(arrays, destinations)
 
-    monkeypatch.setattr(delivery.jax, "device_put", spy)
+    monkeypatch.setattr(carriers.jax, "device_put", spy)
     driver = Driver(describe_job(pipeline(2, layer_option=autopar.AutoLayerOption(2)), step, args))
     driver.steps(args, 2)
     carried_inputs = [

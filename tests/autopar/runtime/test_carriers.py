@@ -1,4 +1,4 @@
-"""Every transport moves values from any mesh and spec to any other."""
+"""Every carrier moves values from any mesh and spec to any other."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ import autopar
 from autopar import ManualStageOption
 from autopar.ir.spec import LogicalMesh, Spec, all_specs, partition_spec
 from autopar.lowering.cross_mesh_resharding import reshard
+from autopar.lowering.job import Delivery, StageMesh
+from autopar.runtime.carriers import PieceCarrier, WholeCarrier, default_carrier
 from autopar.runtime.local_executable import LocalExecutable
-from autopar.runtime.transports import Transport, by_tiles, default_transport, whole
 from simulator.program import Recv, Send
 from tests.autopar.pipeline.stack_steps import pipeline, stack_batch, stack_params, stack_step
 
@@ -29,13 +30,18 @@ def logical(mesh: Mesh) -> LogicalMesh:
     return LogicalMesh(mesh.devices.shape, mesh.axis_names)
 
 
-def transfer_value(
-    transport: Transport, value: np.ndarray, source: tuple[Mesh, Spec], to: tuple[Mesh, Spec]
-) -> jax.Array:
+def stage_mesh(mesh: Mesh) -> StageMesh:
+    numbers = tuple(device.id for device in mesh.devices.flat)
+    return StageMesh(numbers, mesh.devices.shape, mesh.axis_names)
+
+
+def transferred(carrier, value, source: tuple[Mesh, Spec], to: tuple[Mesh, Spec]) -> jax.Array:
     plan = reshard(value.shape, (logical(source[0]), source[1]), (logical(to[0]), to[1]))
-    move = transport(plan, jax.ShapeDtypeStruct(value.shape, value.dtype), source[0], to[0])
-    sent = move.send(jax.device_put(value, NamedSharding(source[0], partition_spec(source[1]))))
-    return sent if move.complete is None else move.complete(sent)
+    delivery = Delivery(0, plan, value.dtype, stage_mesh(source[0]), stage_mesh(to[0]))
+    carrier = carrier(delivery, {device.id: device for device in jax.devices()})
+    sharding = NamedSharding(source[0], partition_spec(source[1]))
+    carrier.send(jax.device_put(value, sharding), tag=0, is_used_up=False)
+    return carrier.receive(tag=0)
 
 
 @st.composite
@@ -47,47 +53,43 @@ def transfers(draw):
     )
 
 
-@pytest.mark.parametrize("transport", [whole, by_tiles, default_transport])
+@pytest.mark.parametrize("carrier", [WholeCarrier, PieceCarrier, default_carrier])
 @settings(max_examples=40)
 @given(transfers())
-def test_values_transfer_exactly_between_all_meshes_and_specs(transport, transfer) -> None:
+def test_values_transfer_exactly_between_all_meshes_and_specs(carrier, transfer) -> None:
     shape, source, (mesh, spec) = transfer
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    received = transfer_value(transport, value, source, (mesh, spec))
+    received = transferred(carrier, value, source, (mesh, spec))
     assert received.sharding.is_equivalent_to(NamedSharding(mesh, partition_spec(spec)), len(shape))
     np.testing.assert_array_equal(received, value)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, bool, np.int8])
-def test_values_of_any_dtype_transfer_in_tiles(dtype) -> None:
+def test_values_of_any_dtype_transfer_in_pieces(dtype) -> None:
     value = np.random.default_rng(0).integers(0, 2, (6, 4)).astype(dtype)
-    received = transfer_value(
-        by_tiles, value, (mesh_of((2,), 0), (("x",), ())), (mesh_of((3,), 4), (("x",), ()))
-    )
+    spec = ("x",), ()
+    received = transferred(PieceCarrier, value, (mesh_of((2,), 0), spec), (mesh_of((3,), 4), spec))
     np.testing.assert_array_equal(received, value)
 
 
 def test_random_keys_transfer_exactly() -> None:
-    source, to = mesh_of((2,), 0), mesh_of((2,), 4)
-    plan = reshard((4,), (logical(source), (("x",),)), (logical(to), ((),)))
-    keys = jax.device_put(
-        jax.random.split(jax.random.key(0), 4), NamedSharding(source, partition_spec((("x",),)))
-    )
-    move = default_transport(plan, jax.ShapeDtypeStruct(keys.shape, keys.dtype), source, to)
-    np.testing.assert_array_equal(jax.random.key_data(move.send(keys)), jax.random.key_data(keys))
+    keys = jax.random.split(jax.random.key(0), 4)
+    source, to = (mesh_of((2,), 0), (("x",),)), (mesh_of((2,), 4), ((),))
+    received = transferred(default_carrier, keys, source, to)
+    np.testing.assert_array_equal(jax.random.key_data(received), jax.random.key_data(keys))
 
 
 STAGES = ManualStageOption([[0], [1, 2], [3]], [(1, 1), (1, 2), (1, 4)], [(1,), (2,), (2, 2)])
 
 
-def test_a_pipeline_that_sends_tiles_equals_one_device() -> None:
+def test_a_pipeline_that_sends_pieces_equals_one_device() -> None:
     args = stack_params(), stack_batch()
     parallel = autopar.parallelize(
         stack_step, method=pipeline(devices=7, stage_option=STAGES), donate_argnums=()
     )
     default = parallel.get_executable(*args)
     assert isinstance(default, LocalExecutable)
-    tiled = LocalExecutable(default.planned, default.meshes, transport=by_tiles)
+    tiled = LocalExecutable(default.planned, default.meshes, carrier=PieceCarrier)
     expected = jax.jit(stack_step)(*args)
     for executable in (default, tiled):
         autopar.testing.assert_allclose(

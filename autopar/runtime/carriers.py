@@ -1,4 +1,12 @@
-"""Deliveries on one worker: the pieces of values that it cuts and sends, or receives and joins."""
+"""Cross-mesh resharding: two ways to carry out a delivery, as `autopar.runtime.loaded_job.Carrier`.
+
+`WholeCarrier` calls `jax.device_put`. This copies shards from device to device if every target
+shard is a source shard, and otherwise goes through host memory and blocks until the value is ready.
+`PieceCarrier` follows the plan: it cuts the source shards, sends each piece once, joins the pieces,
+and gathers the rest inside the target mesh, without blocking the host. Virtual devices share the
+host's memory, where pieces take 1.3 to 5 times as long (`benchmarks/test_pipeline_dispatch.py`
+measures both). Workers on several hosts always use pieces.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +16,55 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.devices import Device
-from autopar.hosts.mailbox import Mailbox
 from autopar.lowering.cross_mesh_resharding import Piece, tiles
 from autopar.lowering.job import Delivery, Place
+from autopar.runtime.loaded_job import Carrier
+from autopar.runtime.mailbox import Mailbox
 from autopar.runtime.pieces import cutting, joining
+
+
+def default_carrier(delivery: Delivery, devices: Mapping[int, Device]) -> Carrier:
+    """Choose pieces if devices have their own memory and target shards are not source shards.
+
+    Random keys, which can't be cut, and plans without pieces are transferred whole as well.
+
+    Args:
+        delivery: a delivery between meshes of this process.
+        devices: the devices of the two meshes by number.
+    """
+    plan = delivery.plan
+    present = set(tiles(plan.shape, *plan.source))
+    has_shards = present.issuperset(tiles(plan.shape, plan.mesh, plan.spec))
+    is_key = jnp.issubdtype(delivery.dtype, jax.dtypes.extended)
+    shares_memory = devices[delivery.source.devices[0]].platform == "cpu"
+    is_whole = has_shards or is_key or shares_memory or not plan.pieces
+    return (WholeCarrier if is_whole else PieceCarrier)(delivery, devices)
+
+
+class WholeCarrier:
+    """A delivery between meshes of this process with `jax.device_put`."""
+
+    def __init__(self, delivery: Delivery, devices: Mapping[int, Device]) -> None:
+        """Prepare the transfer.
+
+        Args:
+            delivery: the delivery.
+            devices: the devices of the two meshes by number.
+        """
+        self._target = Place(delivery.to, delivery.plan.spec).sharding(devices)
+        self._sent: dict[int, jax.Array] = {}
+
+    def send(self, value: jax.Array, tag: int, is_used_up: bool) -> None:
+        """Send the value; JAX copies it before its memory is reused."""
+        self._sent[tag] = jax.device_put(value, self._target)
+
+    def receive(self, tag: int) -> jax.Array:
+        """Return the value on the target mesh."""
+        return self._sent.pop(tag)
+
+    def wait(self) -> None:
+        """Wait until the values that were sent have landed."""
+        jax.block_until_ready(list(self._sent.values()))
 
 
 class PieceCarrier:
@@ -24,22 +77,27 @@ class PieceCarrier:
     def __init__(
         self,
         delivery: Delivery,
-        worker: int,
-        owner: Mapping[int, int],
         devices: Mapping[int, Device],
-        mailbox: Mailbox | None,
+        worker: int = 0,
+        owner: Mapping[int, int] | None = None,
+        mailbox: Mailbox | None = None,
     ) -> None:
         """Compile the programs that cut, join and gather.
 
         Args:
             delivery: the delivery.
-            worker: number of this worker.
-            owner: for each device its worker.
             devices: devices by number, of this worker and of those that it shares a mesh with.
-            mailbox: this worker's end of the transfers.
+            worker: number of this worker.
+            owner: for each device its worker; by default all devices are this worker's.
+            mailbox: this worker's end of the transfers; None if it has all devices.
         """
+        owner = dict.fromkeys(devices, worker) if owner is None else owner
         self._mailbox = mailbox
         self._worker = worker
+        # Virtual devices block a thread each in a collective, and several could block all threads.
+        self._waits = mailbox is not None or (
+            delivery.plan.gathers and devices[delivery.to.devices[0]].platform == "cpu"
+        )
         self._plan = delivery.plan
         self._sources = delivery.source.devices
         self._targets = delivery.to.devices
@@ -113,13 +171,14 @@ class PieceCarrier:
         Args:
             value: the value on the sending mesh.
             tag: first of the delivery's tags; the message to worker k has `tag + k`.
-            is_used_up: whether the memory of the value may be reused before its pieces are
-                fetched.
+            is_used_up: whether the memory of the value may be reused before other workers fetch
+                its pieces.
         """
         shards = {shard.device: shard.data for shard in value.addressable_shards}
         pieces: dict[int, jax.Array] = {}
         for device, numbers, cut in self._cuts:
-            shard = jnp.copy(shards[device]) if is_used_up else shards[device]
+            is_copied = is_used_up and self._mailbox is not None
+            shard = jnp.copy(shards[device]) if is_copied else shards[device]
             pieces.update(zip(numbers, cut(shard), strict=True))
         for (sender, receiver), numbers in self._messages.items():
             if sender != self._worker:
@@ -132,10 +191,11 @@ class PieceCarrier:
                 self._mailbox.offer(tag + receiver, arrays)
 
     def wait(self) -> None:
-        """Return at once: pieces may be fetched as soon as they are offered."""
+        """Wait until pieces of this worker have landed; others are fetched while in flight."""
+        jax.block_until_ready(list(self._local.values()))
 
     def receive(self, tag: int) -> jax.Array:
-        """Fetch the pieces for this worker and return the value when it is complete."""
+        """Fetch the pieces for this worker and return the value."""
         pieces: dict[int, jax.Array] = {}
         for sender in self._avals:
             arrays = self._local.pop(tag) if sender == self._worker else self._fetch(sender, tag)
@@ -143,7 +203,8 @@ class PieceCarrier:
         parts = [join([pieces[n] for n in numbers]) for numbers, join in self._joins]
         assert self._landing is not None
         landed = jax.make_array_from_single_device_arrays(self._plan.shape, self._landing, parts)
-        return jax.block_until_ready(landed if self._complete is None else self._complete(landed))
+        value = landed if self._complete is None else self._complete(landed)
+        return jax.block_until_ready(value) if self._waits else value
 
     def _fetch(self, sender: int, tag: int) -> Sequence[jax.Array]:
         assert self._mailbox is not None
