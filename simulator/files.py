@@ -226,23 +226,22 @@ def read_yaml(
     return parse_yaml(read_text(path, expected, error), path, error)
 
 
-def read_table(path: str | Path, error: type[ValueError] = FileError) -> "pd.DataFrame":
+def read_table(path: str | Path) -> "pd.DataFrame":
     """Return the table in a CSV file.
 
     Args:
         path: the file.
-        error: the class of errors.
 
     Raises:
-        error: the file can't be read, or holds no table.
+        FileError: the file can't be read, or holds no table.
     """
     import pandas as pd  # slow to import
 
-    text = read_text(path, "a CSV file", error)
+    text = read_text(path, "a CSV file")
     try:
         return pd.read_csv(StringIO(text))
     except (ValueError, OverflowError) as reason:
-        raise error(f"{path}: is not CSV: {one_line(reason)}") from None
+        raise FileError(f"{path}: is not CSV: {one_line(reason)}") from None
 
 
 def _check(node: yaml.Node, sizes: dict[int, int], depth: int) -> int:

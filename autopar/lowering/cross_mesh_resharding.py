@@ -103,7 +103,6 @@ def reshard(
     shape: tuple[int, ...],
     source: tuple[LogicalMesh, Spec],
     destination: tuple[LogicalMesh, Spec],
-    gather: bool = True,
 ) -> Resharding:
     """Return the transfers of a value from one mesh to another.
 
@@ -111,7 +110,6 @@ def reshard(
         shape: shape of the value.
         source: mesh and spec that it has.
         destination: mesh and spec that it should have.
-        gather: whether an all_gather on the destination may complete copies.
 
     Raises:
         ValueError: a spec does not divide the shape evenly.
@@ -123,7 +121,7 @@ def reshard(
                 f"spec {end_spec} on a mesh of {end_mesh.sizes} does not divide shape {shape}"
                 " evenly; every dim must be a multiple of the devices that shard it"
             )
-    landing = landing_spec(shape, mesh, spec) if gather else spec
+    landing = landing_spec(shape, mesh, spec)
     # Each piece is sent by the device that has sent least so far, of those that store its tile.
     holders: dict[Tile, list[int]] = {}
     for device, tile in enumerate(tiles(shape, source_mesh, source_spec)):

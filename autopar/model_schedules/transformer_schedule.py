@@ -94,7 +94,7 @@ def split_layer(
     path = join_path(names.blocks, layer.path)
     columns = [join_path(path, column) for column in layer.columns]
     for column in columns:
-        _shard(sch, column, 1, axis)
+        _shard_columns(sch, column, axis)
     row = sch[join_path(path, layer.row)].shard("kernel", axis=0, mesh_axis=axis)
     entries = [sch[entry] for entry in ([path] if layer.path else columns)]
     if knobs.sequence_parallel:
@@ -122,7 +122,7 @@ def split_vocabulary(sch: ModelSchedule, knobs: Knobs, names: TransformerNames) 
         embedding.sync("fwd_post", "all_reduce", mesh_axis=axis)
         sch[names.head].sync("bwd_post", "all_reduce", mesh_axis=axis)
     if names.head != names.embedding:
-        _shard(sch, names.head, 1, axis)
+        _shard_columns(sch, names.head, axis)
     if names.head_bias is not None:
         sch.shard(names.head_bias, axis=0, mesh_axis=axis)
     if names.loss is not None:
@@ -181,9 +181,9 @@ def cut_stages(sch: ModelSchedule, knobs: Knobs, blocks: str) -> None:
         sch[paths[len(paths) * stage // stages - 1]].cut_pipeline_stage()
 
 
-def _shard(sch: ModelSchedule, pattern: str, axis: int, mesh_axis: str | None) -> None:
-    """Split kernels along dim `axis`, and their biases, if any, along their only dim."""
+def _shard_columns(sch: ModelSchedule, pattern: str, mesh_axis: str | None) -> None:
+    """Split kernels along dim 1, and their biases, if any, along their only dim."""
     for path in sch[pattern].paths:
-        module = sch[path].shard("kernel", axis=axis, mesh_axis=mesh_axis)
+        module = sch[path].shard("kernel", axis=1, mesh_axis=mesh_axis)
         if "bias" in sch.modules.by_path[path].params:
             module.shard("bias", axis=0, mesh_axis=mesh_axis)

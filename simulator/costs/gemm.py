@@ -135,19 +135,15 @@ class GemmModel:
         """
         return _seconds(self, m, n, k, batch, moved)
 
-    def seconds_of(
-        self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1
-    ) -> NDArray[np.float64]:
+    def seconds_of(self, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> NDArray[np.float64]:
         """Return the seconds of many products; the sizes broadcast against each other."""
-        m, n, k, batch = np.broadcast_arrays(
-            *(np.asarray(size, np.float64) for size in (m, n, k, batch))
-        )
-        result = m * n * batch
-        memory = self.transfer(self.traffic(m, n, k, batch), np.sqrt)
+        m, n, k = np.broadcast_arrays(*(np.asarray(size, np.float64) for size in (m, n, k)))
+        result = m * n
+        memory = self.transfer(self.traffic(m, n, k, 1), np.sqrt)
         throttled = self.throttling_factor(2 * result * k)
         best = np.full(m.shape, np.inf)
         for rows, columns, pace in self._paces:
-            tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+            tiles = np.ceil(m / rows) * np.ceil(n / columns)
             for split in _SPLITS:
                 waves = _waves(
                     tiles * split / self.cores, self.wave_quantization, np.ceil, np.maximum

@@ -1,10 +1,10 @@
-"""Tables of the published rows and their predictions, for studies."""
+"""A table of the published rows and their predictions, for studies."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import pandas as pd
 
-from simulator.validation.cases import Case, Outcome, PublishedSet, Unpredicted
+from simulator.validation.cases import Case
 from simulator.validation.published import PUBLISHED_SETS
 
 
@@ -22,6 +22,9 @@ def published_cases(names: Collection[str] = ()) -> pd.DataFrame:
     Raises:
         ValueError: a name is not that of a set.
     """
+    sets = {published.name: published for published in PUBLISHED_SETS}
+    if unknown := [name for name in names if name not in sets]:
+        raise ValueError(f"no published set {unknown[0]!r}; expected some of {', '.join(sets)}")
     return pd.DataFrame(
         {
             "set": published.name,
@@ -34,45 +37,7 @@ def published_cases(names: Collection[str] = ()) -> pd.DataFrame:
             "fitted": row.fitted,
             "alternatives": row.alternatives,
         }
-        for published, row in _rows(names)
+        for published in (sets[name] for name in names or sets)
+        for row in published.cases()
         if isinstance(row, Case)
     )
-
-
-def published_outcomes(names: Collection[str] = ()) -> pd.DataFrame:
-    """Predict whether the steps of published sets fit in memory.
-
-    Args:
-        names: names of the sets; all by default.
-
-    Returns:
-        A row per step of a set that says which ran out of memory: `set`, `case`, `ran`, `fits` (as
-        predicted), `measured` seconds if it ran, `predicted` seconds, and `alternatives`.
-
-    Raises:
-        ValueError: a name is not that of a set.
-    """
-    return pd.DataFrame(
-        {
-            "set": published.name,
-            "case": row.name,
-            "ran": row.ran,
-            "fits": row.fits,
-            "measured": row.measured,
-            "predicted": row.predicted,
-            "alternatives": row.alternatives,
-        }
-        for published, row in _rows(names)
-        if isinstance(row, Outcome)
-    )
-
-
-def _rows(
-    names: Collection[str],
-) -> Iterator[tuple[PublishedSet, Case | Outcome | Unpredicted]]:
-    sets = {published.name: published for published in PUBLISHED_SETS}
-    if unknown := [name for name in names if name not in sets]:
-        raise ValueError(f"no published set {unknown[0]!r}; expected some of {', '.join(sets)}")
-    for name in names or sets:
-        for row in sets[name].cases():
-            yield sets[name], row

@@ -206,7 +206,7 @@ def _model(row: StepRow, notes: Notes, software: Software) -> Transformer:
         "biases": gpt,
         # recipes of Pax have none
         "dropout": gpt and software.attention == "naive" and software.backend is not JITTED,
-        "attention": _look_up(row, "kernel", _KERNELS)[0] if row.kernel else software.attention,
+        "attention": _kernels(row)[0] if row.kernel else software.attention,
         "precision": precision_of(row),
         "adapters": _adapters(row, notes),
     }
@@ -294,7 +294,7 @@ def _execution_fields(row: StepRow, notes: Notes, software: Software) -> dict[st
     if notes.compiled:
         composed = tuple(kind for kind in composed if kind in _NOT_COMPILED)
     if row.kernel:
-        composed = (*composed, *_look_up(row, "kernel", _KERNELS)[1])
+        composed = (*composed, *_kernels(row)[1])
     by_degrees = _by_degrees_of_oneflow(row) if software is SOFTWARE["oneflow"] else {}
     return {
         **software.execution,
@@ -361,15 +361,12 @@ def _uneven_stages(row: StepRow, model: Transformer, software: Software) -> dict
     return {"embedding_as_layer": counted, "loss_as_layer": counted}
 
 
-def _look_up(row: StepRow, column: str, entries: Mapping[str, Any]) -> Any:
-    given = getattr(row, column)
-    value = entries.get(given)
-    if value is None:
+def _kernels(row: StepRow) -> tuple[str, tuple[str, ...]]:
+    if row.kernel not in _KERNELS:
         raise StepRowError(
-            f"column {column}: given {given!r}, expected one of "
-            f"{', '.join(entry for entry in entries if entry)}"
+            f"column kernel: given {row.kernel!r}, expected one of {', '.join(_KERNELS)}"
         )
-    return value
+    return _KERNELS[row.kernel]
 
 
 def _machine(row: StepRow, notes: Notes, software: Software) -> Machine:
