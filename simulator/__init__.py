@@ -20,7 +20,6 @@ simulator` predicts from files, and compares predictions with published measurem
 
 from simulator.backend import BACKENDS, Backend
 from simulator.costs.cost_model import (
-    BandwidthOnly,
     ClusterCosts,
     CostModel,
     HeterogeneousCosts,
@@ -59,7 +58,6 @@ from simulator.work import (
 __all__ = [
     "BACKENDS",
     "Backend",
-    "BandwidthOnly",
     "Clock",
     "Cluster",
     "ClusterCosts",

@@ -13,10 +13,10 @@ from autopar.planning.step_planner import make_planned
 from autopar.sharding.options import AUTO
 from autopar.tracing.trace import trace
 from experiments.models.model_sizes import SMALL
-from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
 from tests.steps import assert_close_to_scale, sgd_args
 from tests.tiers import slow
+from tests.toy_costs import BandwidthOnly
 
 # Small models behave like large ones where messages have no latency.
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)

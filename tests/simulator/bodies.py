@@ -2,11 +2,11 @@
 
 from hypothesis import strategies as st
 
-from simulator.costs.cost_model import BandwidthOnly
 from simulator.engine.timeline import Timeline
 from simulator.program import Free, Instruction, Program, Recv, Run, Send
 from simulator.spans import Link
 from simulator.work import Collective, Done, Groups, Kernel, Loop, Op, OpList, Start
+from tests.toy_costs import BandwidthOnly
 
 COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a FLOP or a sent byte takes a second
 PAIR = ((0, 1),)

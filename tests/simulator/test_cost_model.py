@@ -5,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.costs.collective_model import CollectiveModel
-from simulator.costs.cost_model import BandwidthOnly, ClusterCosts, CostModel
+from simulator.costs.cost_model import ClusterCosts, CostModel
 from simulator.costs.kernel_model import KernelModel
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.topology import find_routes
 from simulator.work import Gemm, Kernel
+from tests.toy_costs import BandwidthOnly
 
 CLUSTER = Cluster.load("p3.16xlarge")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.costs.cost_model import BandwidthOnly, ClusterCosts, CostModel, costs_of
+from simulator.costs.cost_model import ClusterCosts, CostModel, costs_of
 from simulator.engine.clock import Clock
 from simulator.engine.nic_sharing import Message, NicSharing, shared_nics
 from simulator.engine.simulation import shared_nics_of, simulate
@@ -21,6 +21,7 @@ from simulator.spans import Link as LinkClass
 from simulator.spans import Stream
 from simulator.work import Collective, Done, Groups, Kernel, OpList, Start
 from tests.simulator.bodies import programs
+from tests.toy_costs import BandwidthOnly
 
 BASE = Cluster.load("p3.16xlarge")
 

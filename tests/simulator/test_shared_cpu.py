@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.costs.cost_model import BandwidthOnly
 from simulator.engine.shared_cpu import simulate_processes
 from simulator.hardware.cluster import Cluster, Processes
 from simulator.program import DeadlockError, Free, Program, Recv, Run, Send
 from simulator.spans import Span
 from tests.simulator.bodies import programs
+from tests.toy_costs import BandwidthOnly
 
 COSTS = BandwidthOnly(bandwidth=1.0, flop_per_s=1.0)  # a byte takes a second
 ONE_EACH = Cluster.load("cpu-hosts").with_size(4, 1)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.costs.cost_model import BandwidthOnly
 from simulator.engine.simulation import simulate
 from simulator.engine.timeline import Timeline
 from simulator.hardware.cluster import Cluster
@@ -27,6 +26,7 @@ from tests.simulator.bodies import (
     start,
     unrolled,
 )
+from tests.toy_costs import BandwidthOnly
 
 CLUSTER = Cluster.load("cpu-virtual")
 

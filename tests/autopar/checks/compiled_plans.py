@@ -14,9 +14,9 @@ from autopar.lowering.compilation import compile_planned, lower_stage
 from autopar.planning.step_planner import make_planned
 from autopar.report import PlannedStep, classify, planned_collectives
 from autopar.sharding.options import AUTO, ShardingOptions
-from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
 from simulator.work import Start
+from tests.toy_costs import BandwidthOnly
 
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e10)
 """No latency, and compute expensive enough to be split: tiny models behave like large ones."""

@@ -31,9 +31,10 @@ from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from autopar.xla_fusion import lifetimes
 from experiments.models import build_model
-from simulator.costs.cost_model import BandwidthOnly, ClusterCosts
+from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
 from tests.steps import model_step
+from tests.toy_costs import BandwidthOnly
 
 LAYERS, BATCHES = 4, 8
 CLUSTER = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)

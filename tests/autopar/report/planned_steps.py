@@ -15,10 +15,10 @@ from autopar.planning.step_planner import make_planned
 from autopar.report import PlannedStep
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.tracing.trace import trace
-from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
 from tests.models import Decoder
 from tests.steps import mlp_args, mlp_step
+from tests.toy_costs import BandwidthOnly
 
 OPTIONS = {
     "ShardParallel": AUTO,

@@ -9,10 +9,10 @@ from autopar.plan import PlanError
 from autopar.report import PlannedStep, decisions
 from autopar.report.decisions import default_costs
 from autopar.sharding.options import AUTO
-from simulator.costs.cost_model import BandwidthOnly
 from tests.autopar.report.planned_steps import OPTIONS, SLOW, planned, respecced
 from tests.steps import mlp_args, mlp_step
 from tests.tiers import pairs
+from tests.toy_costs import BandwidthOnly
 
 SECONDS = ["compute_seconds", "communication_seconds", "resharding_seconds"]
 

@@ -14,9 +14,9 @@ from autopar.planning.step_planner import make_planned
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO3
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
-from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
 from tests.tiers import tiers
+from tests.toy_costs import BandwidthOnly
 
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
 CLUSTER = Cluster.load("cpu-virtual")

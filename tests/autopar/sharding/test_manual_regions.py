@@ -16,8 +16,8 @@ from autopar.sharding.pins import ShardingError
 from autopar.sharding.plan_shardings import plan_shardings
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
-from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
+from tests.toy_costs import BandwidthOnly
 
 COSTS = BandwidthOnly(bandwidth=1e9, flop_per_s=1e11)
 RANDOM = np.random.default_rng(0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autopar.ir.spec import LogicalMesh, all_specs
 from autopar.sharding.mesh_costs import MeshCosts, reshard_steps
-from simulator.costs.cost_model import BandwidthOnly
+from tests.toy_costs import BandwidthOnly
 
 MESH = LogicalMesh((2, 4), ("x", "y"))
 COSTS = MeshCosts(MESH, BandwidthOnly(1e9))

@@ -14,8 +14,8 @@ from autopar.sharding.plan_shardings import plan_shardings
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
-from simulator.costs.cost_model import BandwidthOnly
 from tests.steps import mlp_args, mlp_step, serial
+from tests.toy_costs import BandwidthOnly
 
 COSTS = BandwidthOnly(1e9, 1e10)
 LINE, GRID = LogicalMesh((4,), ("x",)), LogicalMesh((2, 2), ("x", "y"))

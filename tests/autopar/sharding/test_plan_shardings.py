@@ -13,9 +13,9 @@ from autopar.sharding.pins import ShardingError
 from autopar.sharding.plan_shardings import plan_shardings
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import trace
-from simulator.costs.cost_model import BandwidthOnly
 from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
+from tests.toy_costs import BandwidthOnly
 
 COSTS = BandwidthOnly(1e9, 1e10)
 LINE = LogicalMesh((4,), ("x",))

@@ -13,7 +13,7 @@ from autopar.sharding.options import ShardingOptions
 from autopar.sharding.plan_shardings import plan_shardings
 from autopar.sharding.reshard_hoisting import moved_bytes, passes_moves
 from autopar.tracing.trace import trace
-from simulator.costs.cost_model import BandwidthOnly
+from tests.toy_costs import BandwidthOnly
 
 LINE = LogicalMesh((4,), ("x",))
 

@@ -21,9 +21,10 @@ from autopar.sharding.options import AUTO, DATA_PARALLEL
 from autopar.sharding.step_memory import StepMemory
 from autopar.tracing.trace import trace
 from autopar.xla_fusion import XLA_VERSION, lifetimes, takes_two_kernels, traffic
-from simulator.costs.cost_model import BandwidthOnly, ClusterCosts
+from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
 from simulator.work import CollectiveKind, Kernel
+from tests.toy_costs import BandwidthOnly
 
 MATRIX = jax.ShapeDtypeStruct((64, 64), "float32")
 SIZE = 64 * 64 * 4
