@@ -98,11 +98,11 @@ def flatten(
 
 
 def _with_late_factors(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Return equations in an order in which derivatives of functions are computed when read.
+    """Return equations with each derivative of a function right before its first reader.
 
     A differentiated `jax.checkpoint` computes them, such as the square of a sum of a softmax, at
     the beginning of its backward pass. Without recomputation, what they are computed from would be
-    needed as early. Those outside of loops and branches are moved to their first readers.
+    needed as early. Those outside of loops and branches are moved.
     """
     ordered: list[JaxprEqn] = []
     waiting: dict[Var, int] = {}  # numbers of the equations that compute values

@@ -45,7 +45,7 @@ def timeline_rows(timeline: Timeline) -> dict[str, Any]:
     """
     spans = [*((span, True) for span in timeline.tasks())]
     spans += ((span, False) for span in timeline.spans)
-    # Only the events of the spans that are kept are made: there may be a million others.
+    # Events are made of the longest spans alone: there may be a million others.
     kept = nlargest(MAX_SPANS, spans, key=lambda pair: pair[0].end - pair[0].start)
     trace = chrome_trace(
         timeline.meshes,

@@ -86,7 +86,7 @@ def _copied(program: Program) -> Program:
 
 
 def _signalled(program: Program) -> Program:
-    """Return the program in which a device is sent a byte: what planned transfers cost is left."""
+    """Return the program in which each transfer sends one byte to each device."""
     return _changed(program, lambda mesh, send, shared: len(program.meshes[send.to]))
 
 
