@@ -14,9 +14,9 @@ class BroadcastView:
     """A value as a broadcast of another one.
 
     Attributes:
-        source: The value before all broadcasts.
-        dims: For each dim of the value the dim of `source`, or None where it is repeated.
-        nodes: The broadcasting nodes, from the value to its source.
+        source: the value before all broadcasts.
+        dims: for each dim of the value the dim of `source`, or None where it is repeated.
+        nodes: the broadcasting nodes, from the value to its source.
     """
 
     source: Atom
@@ -33,8 +33,8 @@ class BroadcastView:
         """Return the dim of the source for each dim of `frame`, without dims of size one.
 
         Args:
-            atom: The value that this is a view of.
-            frame: The shape to which the reader broadcasts `atom`.
+            atom: the value that this is a view of.
+            frame: the shape to which the reader broadcasts `atom`.
         """
         nontrivial = [dim for dim, size in enumerate(aval_of(self.source).shape) if size != 1]
         own = [nontrivial.index(dim) if dim in nontrivial else None for dim in self.dims]

@@ -46,15 +46,15 @@ class BuiltModel:
     """A scheduled model, ready for a training step.
 
     Attributes:
-        apply: The model, `apply(params, *args)`, for arguments of any batch size. It is
+        apply: the model, `apply(params, *args)`, for arguments of any batch size. It is
             differentiable, and is called in the step.
-        specs: The PartitionSpec of each parameter, a pytree.
-        mesh: Where it runs. An abstract mesh is enough to plan and to predict, and to run with the
+        specs: the PartitionSpec of each parameter, a pytree.
+        mesh: where it runs. An abstract mesh is enough to plan and to predict, and to run with the
             devices of a plan.
-        method: The method for `autopar.parallelize`, `plan_step` and `predict` that keeps the
+        method: the method for `autopar.parallelize`, `plan_step` and `predict` that keeps the
             decisions of the schedule. Steps of the backends "manual" and "gspmd" also run under
             `jax.jit`.
-        same_draws: Whether random numbers are those of the model on one device. With `fork_rng` and
+        same_draws: whether random numbers are those of the model on one device. With `fork_rng` and
             the backend "manual", each device draws its own.
     """
 
@@ -93,17 +93,17 @@ def build(
     """Return the scheduled model as a function, and a method that keeps the schedule's decisions.
 
     Args:
-        model: The model and its directives.
+        model: the model and its directives.
         backend: "manual" runs on shards, inside `jax.shard_map`, with the collectives that the
             directives name. "gspmd" gives the shardings of parameters and of synced values to XLA's
             partitioner. "auto" pins them, and the planner decides everything else.
-        batch_axis: The mesh axis over which the first dim of the model's arguments is split;
+        batch_axis: the mesh axis over which the first dim of the model's arguments is split;
             "auto" finds it without.
-        mesh: A mesh of the same axes instead of the schedule's, with the devices of this process
+        mesh: a mesh of the same axes instead of the schedule's, with the devices of this process
             for a schedule on an abstract mesh, for example.
-        num_micro_batches: The number of microbatches over which a step with `autopar.grad`
+        num_micro_batches: the number of microbatches over which a step with `autopar.grad`
             accumulates gradients.
-        devices: The devices of a pipeline. Each stage takes as many of them as the mesh has, in the
+        devices: the devices of a pipeline. Each stage takes as many of them as the mesh has, in the
             shape of the mesh. By default the stages divide the devices of the mesh.
 
     Raises:

@@ -37,8 +37,8 @@ def policy_of(
     """Return a policy as `jax.checkpoint` takes it.
 
     Args:
-        policy: The policy as a `Checkpoint` directive stores it.
-        functions: The user's functions by name.
+        policy: the policy as a `Checkpoint` directive stores it.
+        functions: the user's functions by name.
 
     Raises:
         DirectiveError: `policy` is neither known to JAX nor one of `functions`.

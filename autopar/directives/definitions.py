@@ -40,8 +40,8 @@ class Sync:
     Attributes:
         op: "all_reduce", "all_gather", "reduce_scatter", "scatter", a change of layout such as
             "RS->SR", or the name of a function.
-        axis: The array dim that is gathered or scattered.
-        backward: What happens to the gradients of an all_gather: they are summed and scattered
+        axis: the array dim that is gathered or scattered.
+        backward: what happens to the gradients of an all_gather: they are summed and scattered
             ("reduce_scatter"), or, where they are equal on all devices, only scattered ("scatter").
     """
 
@@ -67,8 +67,8 @@ class Trace:
     """The equations of a module that `find` and `print` see.
 
     Attributes:
-        flatten: Whether equations of submodules are visible.
-        leaf_modules: Submodules whose equations stay hidden.
+        flatten: whether equations of submodules are visible.
+        leaf_modules: submodules whose equations stay hidden.
     """
 
     kind: ClassVar[str] = "trace"
@@ -88,7 +88,7 @@ class Fuse:
 
     Attributes:
         compiler: "xla", which is `jax.jit`.
-        reads: Operands of each of `nodes`. Names of equations are counted (`mul:2`) and may mean
+        reads: operands of each of `nodes`. Names of equations are counted (`mul:2`) and may mean
             another equation in another model; the operands show whether they do.
     """
 
@@ -105,9 +105,9 @@ class Replace:
     """A function of the values named `inputs` that runs in place of equations.
 
     Attributes:
-        params_first: Whether the inputs that are parameters of the module at `path` are passed
+        params_first: whether the inputs that are parameters of the module at `path` are passed
             first, as a dict.
-        reads: As for `Fuse`.
+        reads: as for `Fuse`.
     """
 
     kind: ClassVar[str] = "replace"

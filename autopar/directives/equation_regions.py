@@ -46,8 +46,8 @@ def arrange_regions(
     """Return the nodes of `graph`, grouped by region, in an order in which they can run.
 
     Args:
-        graph: The model.
-        regions: Each region with the names of its nodes.
+        graph: the model.
+        regions: each region with the names of its nodes.
 
     Raises:
         DirectiveError: Two regions overlap without being nested, or a region needs a value that is
@@ -67,8 +67,8 @@ def recomputable_parts(graph: ModelGraph, nodes: Sequence[Node]) -> list[frozens
     module reads again: a module that is called twice has a part for each call.
 
     Args:
-        graph: The model.
-        nodes: The nodes of the module, in the order in which they run.
+        graph: the model.
+        nodes: the nodes of the module, in the order in which they run.
     """
     names = {node.name for node in nodes}
     parts: list[set[str]] = [set()]

@@ -147,10 +147,10 @@ def run_model(
     """Return the results of the model.
 
     Args:
-        placed: The model.
-        executor: What runs its equations and syncs.
-        functions: The user's functions that directives name.
-        leaves: Parameters and arguments, flat.
+        placed: the model.
+        executor: what runs its equations and syncs.
+        functions: the user's functions that directives name.
+        leaves: parameters and arguments, flat.
     """
     graph = placed.graph
     env: dict[Var, Any] = {**graph.constants, **dict(zip(graph.invars, leaves, strict=True))}

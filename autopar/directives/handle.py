@@ -38,7 +38,7 @@ class Handle:
         """Return the modules inside that match a path.
 
         Args:
-            pattern: A path with "/" or "." between names; `*` matches within one name.
+            pattern: a path with "/" or "." between names; `*` matches within one name.
         """
         prefixes = [f"{path}/" if path else "" for path in self.paths]
         paths = (path for prefix in prefixes for path in self._owner.modules.find(prefix + pattern))
@@ -80,9 +80,9 @@ class Handle:
         `("weight", axis=0)` is `("kernel", axis=1)`.
 
         Args:
-            param: The name of a parameter of the module.
-            axis: The array dim that is split; negative numbers count from the last.
-            mesh_axis: The mesh axis; the last one by default.
+            param: the name of a parameter of the module.
+            axis: the array dim that is split; negative numbers count from the last.
+            mesh_axis: the mesh axis; the last one by default.
         """
         for path in self.paths:
             rank = self._owner.modules.param(path, param).ndim
@@ -112,9 +112,9 @@ class Handle:
                 value to the whole one, with collectives over the mesh axis. For gradients
                 "all_reduce", or a function of the device's part of the sum. Functions are for
                 backend="manual".
-            axis: The array dim that is gathered or scattered.
-            mesh_axis: The mesh axis; the last one by default.
-            backward: What happens to the gradients of an all_gather. "reduce_scatter" sums and
+            axis: the array dim that is gathered or scattered.
+            mesh_axis: the mesh axis; the last one by default.
+            backward: what happens to the gradients of an all_gather. "reduce_scatter" sums and
                 scatters them, because the readers compute on shards; the default before a module.
                 "scatter" only scatters them; the default after a module.
         """
@@ -134,8 +134,8 @@ class Handle:
         """Choose the equations that `find` and `print(sch.mod)` see.
 
         Args:
-            flatten: Whether they see equations of submodules.
-            leaf_modules: Submodules whose equations stay hidden.
+            flatten: whether they see equations of submodules.
+            leaf_modules: submodules whose equations stay hidden.
         """
         leaves = tuple(name.replace(".", "/") for name in leaf_modules)
         for path in self.paths:
@@ -151,11 +151,11 @@ class Handle:
         """Return the matching subgraphs of visible equations, in the order in which they run.
 
         Args:
-            pattern: A regular expression matches equations by name, and modules by path, each
+            pattern: a regular expression matches equations by name, and modules by path, each
                 module as one subgraph unless equations in it match themselves. A function matches
                 equations that compute the same. None matches every equation.
-            where: A condition on the equations that may match.
-            like: Shapes and dtypes of the function's arguments, where they differ from those of its
+            where: a condition on the equations that may match.
+            like: shapes and dtypes of the function's arguments, where they differ from those of its
                 result.
 
         Raises:
@@ -203,9 +203,9 @@ class Handle:
         """Run equations as one compiled function.
 
         Args:
-            subgraph: One or several results of `find`; each becomes a function of its own.
+            subgraph: one or several results of `find`; each becomes a function of its own.
             compiler: "xla", which is `jax.jit`.
-            name: The name of the function, which is numbered.
+            name: the name of the function, which is numbered.
         """
         owner = self._owner
         for number, region in enumerate(_as_list(subgraph, "fuse")):
@@ -230,9 +230,9 @@ class Handle:
         its equations are split like those of the model.
 
         Args:
-            new: The function or module.
-            subgraph: One or several results of `find`; by default all equations of each module.
-            name: The name of the region.
+            new: the function or module.
+            subgraph: one or several results of `find`; by default all equations of each module.
+            name: the name of the region.
         """
         owner = self._owner
         function = as_function(new)
@@ -272,8 +272,8 @@ class Handle:
         """Replace every module of a class; of two nested ones, the outer one.
 
         Args:
-            type: The class, or its name.
-            make: A module that replaces all of them, or a function from the handle of each module
+            type: the class, or its name.
+            make: a module that replaces all of them, or a function from the handle of each module
                 to its replacement, as `replace` takes it. To replace all of them by one function,
                 use `lambda _: function`.
 
@@ -300,7 +300,7 @@ class Handle:
         """Recompute a module in the backward pass, except for the values that a policy saves.
 
         Args:
-            policy: The name of one of `jax.checkpoint_policies`; a tuple of the name of a policy
+            policy: the name of one of `jax.checkpoint_policies`; a tuple of the name of a policy
                 factory and its arguments, ("save_only_these_names", "scores"); or a function, as
                 `jax.checkpoint` takes it. None saves nothing.
         """

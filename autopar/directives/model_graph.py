@@ -54,15 +54,15 @@ class ModelGraph:
     """The forward pass of a model.
 
     Attributes:
-        nodes: The equations in the order in which they run.
-        params: The path of each parameter, such as `linear1/kernel`.
-        args: The name of each other argument: `arg0`, or `arg1/mask`.
-        invars: Parameters and other arguments, flat.
-        outvars: The results, flat.
-        constants: Values that the model closes over.
-        in_tree: The structure of (parameters, *other arguments).
-        out_tree: The structure of the result.
-        remat_regions: Regions of `jax.checkpoint`, the outermost first.
+        nodes: the equations in the order in which they run.
+        params: the path of each parameter, such as `linear1/kernel`.
+        args: the name of each other argument: `arg0`, or `arg1/mask`.
+        invars: parameters and other arguments, flat.
+        outvars: the results, flat.
+        constants: values that the model closes over.
+        in_tree: the structure of (parameters, *other arguments).
+        out_tree: the structure of the result.
+        remat_regions: regions of `jax.checkpoint`, the outermost first.
     """
 
     nodes: tuple[Node, ...]
@@ -145,11 +145,11 @@ def trace_model(
     """Return the equations of `fun(params, *args)`.
 
     Args:
-        fun: The model.
-        params: A pytree of arrays or ShapeDtypeStructs.
-        args: The other arguments, pytrees of arrays or ShapeDtypeStructs.
-        root: The scope around the whole model, if there is one: the class name of a linen module.
-        param_path: A function from the key path of a parameter to its name.
+        fun: the model.
+        params: a pytree of arrays or ShapeDtypeStructs.
+        args: the other arguments, pytrees of arrays or ShapeDtypeStructs.
+        root: the scope around the whole model, if there is one: the class name of a linen module.
+        param_path: a function from the key path of a parameter to its name.
     """
     with assume_cudnn():
         jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(params, *args)
@@ -184,10 +184,10 @@ def trace_in_scope(
     Each result is computed by a copy.
 
     Args:
-        fun: A function of arrays that returns arrays.
-        inputs: Values of a model.
-        path: The scope of the new nodes.
-        taken: Names of existing nodes, which new nodes do not get.
+        fun: a function of arrays that returns arrays.
+        inputs: values of a model.
+        path: the scope of the new nodes.
+        taken: names of existing nodes, which new nodes do not get.
     """
     avals = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in inputs]
     with assume_cudnn():
@@ -218,10 +218,10 @@ class _ModelGraphBuilder:
         """Append the equations of `jaxpr` to the nodes, and return its results.
 
         Args:
-            jaxpr: The function that is inlined.
-            args: Its arguments.
-            stack: The name stack around it.
-            regions: For each `jax.checkpoint` around it, the set to which its nodes are added.
+            jaxpr: the function that is inlined.
+            args: its arguments.
+            stack: the name stack around it.
+            regions: for each `jax.checkpoint` around it, the set to which its nodes are added.
         """
         env: dict[Var, Atom] = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):

@@ -19,9 +19,9 @@ class ModuleInfo:
     """A module, or a named scope.
 
     Attributes:
-        path: The path in the model.
-        type: The class; None for a scope.
-        params: Shapes and dtypes of its own parameters, without its submodules' parameters.
+        path: the path in the model.
+        type: the class; None for a scope.
+        params: shapes and dtypes of its own parameters, without its submodules' parameters.
     """
 
     path: str
@@ -68,7 +68,7 @@ class ModuleTree:
     """The modules of a model.
 
     Attributes:
-        by_path: Modules by path, each before those inside it, in the order of their first use. The
+        by_path: modules by path, each before those inside it, in the order of their first use. The
             model itself is "".
     """
 
@@ -81,9 +81,9 @@ class ModuleTree:
         """Return the tree of all modules that have a class, an equation or a parameter.
 
         Args:
-            graph: The equations of the model.
-            classes: The classes of modules by path.
-            shapes: The parameters by path.
+            graph: the equations of the model.
+            classes: the classes of modules by path.
+            shapes: the parameters by path.
         """
         scopes = (
             *classes,
@@ -105,7 +105,7 @@ class ModuleTree:
         """Return the paths of the modules that match `pattern`.
 
         Args:
-            pattern: A path with "/" or "." between names, in which `*` matches within one name.
+            pattern: a path with "/" or "." between names, in which `*` matches within one name.
 
         Raises:
             DirectiveError: No module matches.

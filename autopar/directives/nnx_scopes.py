@@ -24,8 +24,8 @@ def as_function(model: nnx.Module, updates: bool = False) -> Callable[..., Any]:
     """Return `model(*args)` as a function of (`nnx.state(model)`, *args).
 
     Args:
-        model: The model.
-        updates: Whether the function returns (result, state without parameters) after the call:
+        model: the model.
+        updates: whether the function returns (result, state without parameters) after the call:
             statistics of batch normalization, counters of random numbers. Otherwise it raises
             DirectiveError if the call changes the state.
     """
@@ -50,10 +50,10 @@ def call_unchanged(
     """Return the result of a module that must not change its state.
 
     Args:
-        graphdef: The module without its state, from `nnx.split`.
-        state: Its state.
-        args: What it is called with.
-        prepare: A function of the merged module that is applied before the call.
+        graphdef: the module without its state, from `nnx.split`.
+        state: its state.
+        args: what it is called with.
+        prepare: a function of the merged module that is applied before the call.
 
     Raises:
         DirectiveError: The call changes the state. The change would be lost.

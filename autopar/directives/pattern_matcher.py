@@ -29,8 +29,8 @@ class Subgraph:
     """A set of equations of a model, as `find` returns it.
 
     Attributes:
-        nodes: The names of the equations, in the order in which they run.
-        inputs: For a match of a pattern, the value bound to each argument of the pattern. For
+        nodes: the names of the equations, in the order in which they run.
+        inputs: for a match of a pattern, the value bound to each argument of the pattern. For
             other subgraphs, the values that the equations read.
     """
 
@@ -51,10 +51,10 @@ class _State:
     """A partial match.
 
     Attributes:
-        nodes: The nodes of the graph that match each node of the pattern. There are several where
+        nodes: the nodes of the graph that match each node of the pattern. There are several where
             the graph computes a value more than once.
-        bound: The value bound to each argument of the pattern.
-        between: Broadcasting nodes of the graph between matched nodes.
+        bound: the value bound to each argument of the pattern.
+        between: broadcasting nodes of the graph between matched nodes.
     """
 
     nodes: dict[str, tuple[Node, ...]]
@@ -66,10 +66,10 @@ class PatternMatcher:
     """A search for matches of a pattern in a model.
 
     Args:
-        graph: The model.
-        pattern: The pattern, traced for arguments of some shapes.
-        allowed: The names of the nodes that may be part of a match.
-        like: The shapes and dtypes of the pattern's arguments; None if any shape matches.
+        graph: the model.
+        pattern: the pattern, traced for arguments of some shapes.
+        allowed: the names of the nodes that may be part of a match.
+        like: the shapes and dtypes of the pattern's arguments; None if any shape matches.
     """
 
     def __init__(
@@ -190,9 +190,9 @@ class PatternMatcher:
         """Return a match as a subgraph, or None if a value inside is used outside.
 
         Args:
-            state: The match.
-            result: Its result in the model.
-            through: Whether arguments are bound before broadcasts that NumPy's rules imply.
+            state: the match.
+            result: its result in the model.
+            through: whether arguments are bound before broadcasts that NumPy's rules imply.
         """
         own = {node.name for nodes in (*state.nodes.values(), state.between) for node in nodes}
         if not own <= self.allowed:

@@ -35,10 +35,10 @@ def find_pattern(
     """Return the disjoint subgraphs of `visible` nodes that compute `pattern`.
 
     Args:
-        graph: The model.
-        visible: The nodes that may be part of a match.
-        pattern: A function of arrays.
-        like: The shapes and dtypes of its arguments. By default all arguments have the shape and
+        graph: the model.
+        visible: the nodes that may be part of a match.
+        pattern: a function of arrays.
+        like: the shapes and dtypes of its arguments. By default all arguments have the shape and
             dtype of one value of the model, or a shape that broadcasts to it.
 
     Raises:

@@ -19,10 +19,10 @@ class PlacedEquation:
     """An equation and the layouts of its operands.
 
     Attributes:
-        scope: The path of the module that the equation belongs to.
-        eqn: The equation.
-        operands: The layout of each operand.
-        forked: For a draw of random numbers of which each device draws its own shard, how the
+        scope: the path of the module that the equation belongs to.
+        eqn: the equation.
+        operands: the layout of each operand.
+        forked: for a draw of random numbers of which each device draws its own shard, how the
             result is split.
     """
 
@@ -54,9 +54,9 @@ class PlacedRegion:
     """A region that reads `inputs` and returns `outputs`.
 
     Attributes:
-        wanted: For a replacement the layout of each input, and the layout that the replaced
+        wanted: for a replacement the layout of each input, and the layout that the replaced
             equations read it in.
-        made: For a replacement the layout of each output.
+        made: for a replacement the layout of each output.
     """
 
     region: Region
@@ -85,8 +85,8 @@ def close_regions(items: Sequence[PlacedItem], needed: set[Var]) -> tuple[Placed
     """Return `items` with the inputs and outputs of each region, found by a liveness analysis.
 
     Args:
-        items: The items in the order in which they run.
-        needed: The values that are used after them; extended by what the items read.
+        items: the items in the order in which they run.
+        needed: the values that are used after them; extended by what the items read.
     """
     closed: list[PlacedItem] = []
     for item in reversed(items):

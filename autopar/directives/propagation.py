@@ -52,12 +52,12 @@ class LayoutDecisions:
     """Everything that decides the layouts of a model.
 
     Attributes:
-        shards: Directives that split parameters.
-        syncs: Directives that communicate.
-        cuts: Directives that end pipeline stages.
-        mesh: The mesh over which values are split.
-        batch_axis: The mesh axis that splits the first dim of the arguments that are no parameters.
-        lenient: Whether syncs may be missing, because the planner adds communication. A value that
+        shards: directives that split parameters.
+        syncs: directives that communicate.
+        cuts: directives that end pipeline stages.
+        mesh: the mesh over which values are split.
+        batch_axis: the mesh axis that splits the first dim of the arguments that are no parameters.
+        lenient: whether syncs may be missing, because the planner adds communication. A value that
             can't stay split is then taken whole.
     """
 
@@ -78,10 +78,10 @@ def place_model(
     """Return the model with the layout of every value, from its parameters to its results.
 
     Args:
-        graph: The model.
-        items: Its nodes, arranged by region.
-        decisions: What decides the layouts.
-        draws: Nodes whose random numbers each device draws for its own shards.
+        graph: the model.
+        items: its nodes, arranged by region.
+        decisions: what decides the layouts.
+        draws: nodes whose random numbers each device draws for its own shards.
 
     Raises:
         DirectiveError: A sync is missing or never applies, or an equation can't run on its
@@ -109,11 +109,11 @@ class _Frame:
     """A region that is being placed.
 
     Attributes:
-        opaque: Whether syncs of its inputs have to run before the region.
-        items: What the region contains so far.
-        defined: The values computed in it.
-        read: The value after syncs for each value that the region reads.
-        wanted: The layout in which each value is first read.
+        opaque: whether syncs of its inputs have to run before the region.
+        items: what the region contains so far.
+        defined: the values computed in it.
+        read: the value after syncs for each value that the region reads.
+        wanted: the layout in which each value is first read.
     """
 
     opaque: bool
@@ -127,17 +127,17 @@ class _Propagator:
     """One pass over a model.
 
     Attributes:
-        syncs: Sync directives by number.
-        leaving: The numbers of syncs after modules, the innermost module first.
-        entering: The numbers of the other syncs, the outermost module first.
-        home: The scope of the module in which each value is; None is outside the model.
-        unsynced: Values that no sync changes when they enter a module: parameters and constants.
-        latest: The value after a sync for each value that has left a module.
-        entered: The value after a sync for each value that has entered a module.
-        applied: The numbers of the syncs that applied to some value.
-        not_applicable: Why a sync did not apply to the last value that it met.
-        frames: The stack of regions around the current node; the first is the whole model.
-        cut_after: The names of the nodes after which a pipeline stage ends.
+        syncs: sync directives by number.
+        leaving: the numbers of syncs after modules, the innermost module first.
+        entering: the numbers of the other syncs, the outermost module first.
+        home: the scope of the module in which each value is; None is outside the model.
+        unsynced: values that no sync changes when they enter a module: parameters and constants.
+        latest: the value after a sync for each value that has left a module.
+        entered: the value after a sync for each value that has entered a module.
+        applied: the numbers of the syncs that applied to some value.
+        not_applicable: why a sync did not apply to the last value that it met.
+        frames: the stack of regions around the current node; the first is the whole model.
+        cut_after: the names of the nodes after which a pipeline stage ends.
     """
 
     def __init__(

@@ -56,10 +56,10 @@ def call_replacement(
     """Return the results of a replacement.
 
     Args:
-        graph: The model.
-        region: The directive.
-        functions: The user's functions by name.
-        values: The values named `region.inputs`.
+        graph: the model.
+        region: the directive.
+        functions: the user's functions by name.
+        values: the values named `region.inputs`.
 
     Raises:
         DirectiveError: The function raises an error, or returns another number of arrays than the
@@ -110,10 +110,10 @@ def check_results(
     """Raise DirectiveError unless the results of a replacement are like those of its equations.
 
     Args:
-        graph: The model.
-        region: The directive.
-        results: What the replacement returns, for arrays or for their shards.
-        shapes: The shapes of what the equations compute, or of its shards.
+        graph: the model.
+        region: the directive.
+        results: what the replacement returns, for arrays or for their shards.
+        shapes: the shapes of what the equations compute, or of its shards.
     """
     for var, result, shape in zip(_outputs(graph, region), results, shapes, strict=True):
         have, dtype = abstract(result), aval_of(var).dtype
@@ -131,10 +131,10 @@ def inline_replacement(
     """Return the model with the equations of a replacement instead of those that it replaces.
 
     Args:
-        graph: The model.
-        items: Its nodes, arranged by region.
-        region: The replacement, one of the regions.
-        functions: The user's functions by name.
+        graph: the model.
+        items: its nodes, arranged by region.
+        region: the replacement, one of the regions.
+        functions: the user's functions by name.
 
     Returns:
         The new model, and its nodes arranged by region.

@@ -39,10 +39,10 @@ def draw_specs(
     Draws that are read whole, or split in more than one way, are left out.
 
     Args:
-        graph: The model.
-        draws: Nodes of `graph` that draw random numbers.
-        layouts: How each node takes its operands when draws are whole, by the name of the node.
-        mesh: The mesh over which values are split.
+        graph: the model.
+        draws: nodes of `graph` that draw random numbers.
+        layouts: how each node takes its operands when draws are whole, by the name of the node.
+        mesh: the mesh over which values are split.
     """
     wanted: dict[Var, Spec] = {}
     _propagate_backward([(node.eqn, layouts[node.name]) for node in graph.nodes], wanted, mesh)

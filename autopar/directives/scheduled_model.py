@@ -52,17 +52,17 @@ def create_schedule(
     """Return a schedule for a model, to which directives are added.
 
     Args:
-        model: A linen or nnx module, or a function of (params, *args), whose `jax.named_scope`s can
+        model: a linen or nnx module, or a function of (params, *args), whose `jax.named_scope`s can
             be indexed like modules.
-        params: The first argument of `model.apply`, or `nnx.state(model)`; arrays or
+        params: the first argument of `model.apply`, or `nnx.state(model)`; arrays or
             ShapeDtypeStructs.
-        example_args: The other arguments; arrays or ShapeDtypeStructs.
-        mesh: Where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default.
+        example_args: the other arguments; arrays or ShapeDtypeStructs.
+        mesh: where to run, see `autopar.devices.Devices`; one axis "x" over all devices by default.
             An abstract mesh, `jax.sharding.AbstractMesh((8,), ("x",))`, is enough to plan and to
             predict for devices that this process does not have.
-        schedule: Directives to begin with.
-        functions: The functions and modules that `schedule` names.
-        updates: For an nnx module that changes its state when called: return (result, state that is
+        schedule: directives to begin with.
+        functions: the functions and modules that `schedule` names.
+        updates: for an nnx module that changes its state when called: return (result, state that is
             no parameter, after the call) instead of the result.
 
     Raises:
@@ -100,14 +100,14 @@ class ModelSchedule(Handle):
     `create_schedule` makes one.
 
     Attributes:
-        fun: The model as a function of (params, *args).
-        classes: The classes of its modules by path.
-        params: Shapes and dtypes of the parameters.
-        args: Shapes and dtypes of the example arguments.
-        mesh: Where the model runs.
-        graph: The forward pass of the model for the example arguments.
-        modules: The module tree of the model.
-        functions: The functions that directives name.
+        fun: the model as a function of (params, *args).
+        classes: the classes of its modules by path.
+        params: shapes and dtypes of the parameters.
+        args: shapes and dtypes of the example arguments.
+        mesh: where the model runs.
+        graph: the forward pass of the model for the example arguments.
+        modules: the module tree of the model.
+        functions: the functions that directives name.
     """
 
     def __init__(
@@ -270,8 +270,8 @@ class ModelSchedule(Handle):
         """Return the model with the layout of every value.
 
         Args:
-            batch_axis: The mesh axis that splits the first dim of the arguments.
-            lenient: Whether syncs may be missing, because the planner adds communication.
+            batch_axis: the mesh axis that splits the first dim of the arguments.
+            lenient: whether syncs may be missing, because the planner adds communication.
 
         Raises:
             DirectiveError: The directives do not fit together.
@@ -324,9 +324,9 @@ class ModelSchedule(Handle):
         """Return another schedule for the same model.
 
         Args:
-            schedule: The directives.
-            args: Shapes and dtypes of the model's arguments.
-            mesh: Where to run; the same mesh by default.
+            schedule: the directives.
+            args: shapes and dtypes of the model's arguments.
+            mesh: where to run; the same mesh by default.
 
         Raises:
             DirectiveError: A directive does not apply to the model.

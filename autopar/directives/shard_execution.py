@@ -39,10 +39,10 @@ def run_eqn(
     """Return this device's shards of the results of `eqn`.
 
     Args:
-        eqn: The equation, of whole arrays.
-        layouts: The layout of each operand.
-        values: This device's shard of each operand.
-        mesh: The mesh over which operands are split.
+        eqn: the equation, of whole arrays.
+        layouts: the layout of each operand.
+        values: this device's shard of each operand.
+        mesh: the mesh over which operands are split.
 
     Raises:
         LayoutError: The equation can't run on operands of these layouts.
@@ -103,10 +103,10 @@ def draw_shards(eqn: JaxprEqn, spec: Spec, operands: Sequence[Any], mesh: Logica
     """Return this device's shard of a draw of random numbers, drawn with a key of its own.
 
     Args:
-        eqn: The draw of the whole array.
-        spec: How the array is split.
-        operands: The key.
-        mesh: The mesh over which the array is split.
+        eqn: the draw of the whole array.
+        spec: how the array is split.
+        operands: the key.
+        mesh: the mesh over which the array is split.
     """
     (key,) = operands
     axes = tuple(axis for axis in mesh.axis_names if axis in axes_of(spec))

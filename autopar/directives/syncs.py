@@ -113,11 +113,11 @@ def apply_sync(
     """Return this device's shard of a value after a sync. Call it inside `jax.shard_map`.
 
     Args:
-        sync: The sync.
-        before: The layout of the value before it.
-        value: This device's shard before it.
-        mesh: The mesh over which the value is split.
-        functions: The user's functions by name.
+        sync: the sync.
+        before: the layout of the value before it.
+        value: this device's shard before it.
+        mesh: the mesh over which the value is split.
+        functions: the user's functions by name.
 
     Raises:
         DirectiveError: A function of the user returns values that still differ between devices.

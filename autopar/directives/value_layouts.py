@@ -25,10 +25,10 @@ class ValueLayout:
     """How a value is laid out over the devices.
 
     Attributes:
-        dims: For each dim the mesh axes over which it is split.
-        partial: Mesh axes over which the devices' values have yet to be summed.
-        partial_max: Mesh axes over which the maximum of the devices' values has yet to be taken.
-        varying: Mesh axes along which the devices' values differ according to JAX's types
+        dims: for each dim the mesh axes over which it is split.
+        partial: mesh axes over which the devices' values have yet to be summed.
+        partial_max: mesh axes over which the maximum of the devices' values has yet to be taken.
+        varying: mesh axes along which the devices' values differ according to JAX's types
             (`jax.typeof(x).manual_axis_type`). Gradients then differ along these axes too; the
             gradients of a whole value are partial sums.
     """
@@ -62,9 +62,9 @@ class LayoutError(Exception):
     """An equation can't run on operands of the given layouts.
 
     Attributes:
-        operand: The number of the operand at fault.
-        reason: What is wrong with it, as the end of a sentence about the operand.
-        partial: The mesh axes over which it is a partial sum or maximum, but must not be; empty
+        operand: the number of the operand at fault.
+        reason: what is wrong with it, as the end of a sentence about the operand.
+        partial: the mesh axes over which it is a partial sum or maximum, but must not be; empty
             when something else is wrong.
     """
 

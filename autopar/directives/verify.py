@@ -53,15 +53,15 @@ class Verify:
     the model's.
 
     Attributes:
-        model: The schedule.
-        example_inputs: Values of the model's arguments.
-        params: Values of the parameters; random by default.
-        loss: A function from the model's result to a scalar. The default is a sum of everything
+        model: the schedule.
+        example_inputs: values of the model's arguments.
+        params: values of the parameters; random by default.
+        loss: a function from the model's result to a scalar. The default is a sum of everything
             that the model returns, with random weights.
-        rtol: The largest difference, relative to the largest number in the array. For the default
+        rtol: the largest difference, relative to the largest number in the array. For the default
             loss it is relative to the norm of the summands.
-        backend: As for `build`.
-        batch_axis: As for `build`.
+        backend: as for `build`.
+        batch_axis: as for `build`.
 
     Raises:
         VerificationError: Results differ. The message names the worst one and the directive at
@@ -124,9 +124,9 @@ class Verify:
         Gradients of all floating-point parameters and inputs are compared.
 
         Args:
-            fun: The model.
-            params: Values of its parameters.
-            run: A transformation like `jax.jit` with which the loss and its gradients run.
+            fun: the model.
+            params: values of its parameters.
+            run: a transformation like `jax.jit` with which the loss and its gradients run.
         """
         args = tuple(self.example_inputs)
 

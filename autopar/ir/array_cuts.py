@@ -22,9 +22,9 @@ class Cut:
     """A division of an array into consecutive pieces.
 
     Attributes:
-        dim: The dim that is divided.
-        sizes: The size of each piece along that dim.
-        layers: The layer that reads each piece, where layers are being constructed.
+        dim: the dim that is divided.
+        sizes: the size of each piece along that dim.
+        layers: the layer that reads each piece, where layers are being constructed.
     """
 
     dim: int
@@ -68,9 +68,9 @@ class CutTree:
     """A pytree, some of whose arrays are cut into pieces.
 
     Attributes:
-        tree: The structure of the pytree, with one leaf for each array of the user.
-        paths: The user's name of each array.
-        cuts: The cut of each array; None for an array in one piece.
+        tree: the structure of the pytree, with one leaf for each array of the user.
+        paths: the user's name of each array.
+        cuts: the cut of each array; None for an array in one piece.
     """
 
     tree: Any
@@ -129,8 +129,8 @@ class CutTree:
         """Return the user's pytree, whose arrays consist of pieces.
 
         Args:
-            pieces: The pieces of all arrays in order, or something of each of them.
-            join: Returns what the pieces of one array are together, given its dim that is cut.
+            pieces: the pieces of all arrays in order, or something of each of them.
+            join: returns what the pieces of one array are together, given its dim that is cut.
         """
         if not self._has_cuts:
             return jax.tree.unflatten(self.tree, pieces)

@@ -10,11 +10,11 @@ class ArrayHandle:
     """An array whose data is on other hosts, or in pieces on several meshes.
 
     Attributes:
-        shape: As of a `jax.Array`.
-        dtype: As of a `jax.Array`.
-        weak_type: As of a `jax.Array`.
-        hosts: The hosts that store it.
-        array: Its name and sharding on these hosts (`autopar.lowering.job.Array`).
+        shape: as of a `jax.Array`.
+        dtype: as of a `jax.Array`.
+        weak_type: as of a `jax.Array`.
+        hosts: the hosts that store it.
+        array: its name and sharding on these hosts (`autopar.lowering.job.Array`).
     """
 
     shape: tuple[int, ...]

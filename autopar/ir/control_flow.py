@@ -69,8 +69,8 @@ def end_of(eqns: Sequence[tuple[int, JaxprEqn]], start: int) -> int:
     """Return the position of the `end` of the region that opens at position `start`.
 
     Args:
-        eqns: Numbered equations.
-        start: A position in `eqns`, not the number of an equation.
+        eqns: numbered equations.
+        start: a position in `eqns`, not the number of an equation.
     """
     token = token_of(eqns[start][1])
     return next(

@@ -14,9 +14,9 @@ class Unit(NamedTuple):
     """A group of equations.
 
     Attributes:
-        eqns: The numbered equations.
-        reads: The values that they read and others compute.
-        makes: The values that they compute.
+        eqns: the numbered equations.
+        reads: the values that they read and others compute.
+        makes: the values that they compute.
     """
 
     eqns: tuple[Numbered, ...]
@@ -91,9 +91,9 @@ def flow(
     next values depend on, and all values if how often the loop runs does.
 
     Args:
-        eqns: The equations of a flat jaxpr.
-        sources: The first values.
-        stops: Primitives whose results do not count.
+        eqns: the equations of a flat jaxpr.
+        sources: the first values.
+        stops: primitives whose results do not count.
     """
     reached = set(sources)
     num_reached = 0

@@ -57,11 +57,11 @@ def evaluate(
     """Run numbered equations and add their results to `env`.
 
     Args:
-        eqns: Numbered equations of a flat jaxpr.
-        env: The values that they read.
-        before: The hook of operands.
-        after: The hook of results.
-        apply: How an equation runs.
+        eqns: numbered equations of a flat jaxpr.
+        env: the values that they read.
+        before: the hook of operands.
+        after: the hook of results.
+        apply: how an equation runs.
     """
     _Evaluator(before, after, apply).run(list(eqns), env)
 

@@ -20,10 +20,10 @@ class JoinedArray(ArrayHandle):
     array, not this one.
 
     Attributes:
-        pieces: The pieces in order.
-        dim: The dim along which they follow one another.
-        shape: The shape of the whole array.
-        dtype: The dtype of the array.
+        pieces: the pieces in order.
+        dim: the dim along which they follow one another.
+        shape: the shape of the whole array.
+        dtype: the dtype of the array.
     """
 
     def __init__(self, pieces: tuple[Any, ...], dim: int) -> None:

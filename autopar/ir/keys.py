@@ -52,8 +52,8 @@ def on_data(
     """Return `function` with key data in place of random keys, in arguments and results.
 
     Args:
-        function: A function of arrays that returns arrays.
-        avals: The avals of its arguments.
+        function: a function of arrays that returns arrays.
+        avals: the avals of its arguments.
     """
     impls = [impl_of(aval.dtype) if is_key(aval.dtype) else None for aval in avals]
 

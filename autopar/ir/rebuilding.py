@@ -15,9 +15,9 @@ class Placed:
     """An equation of the rewritten step.
 
     Attributes:
-        at: The number of the equation of the step that it is, or that it is inserted beside.
-        eqn: The equation.
-        origin: The number of the equation of the step that it is or repeats; None for a new one.
+        at: the number of the equation of the step that it is, or that it is inserted beside.
+        eqn: the equation.
+        origin: the number of the equation of the step that it is or repeats; None for a new one.
     """
 
     at: int
@@ -34,10 +34,10 @@ def rebuilt(
     """Return a step with other equations, which run where those run that they are placed at.
 
     Args:
-        step: The step.
-        eqns: The equations in order.
-        outvars: The outputs.
-        invars: The inputs; by default the inputs of `step`.
+        step: the step.
+        eqns: the equations in order.
+        outvars: the outputs.
+        invars: the inputs; by default the inputs of `step`.
     """
     jaxpr = Jaxpr(
         constvars=step.jaxpr.constvars,
@@ -82,9 +82,9 @@ def retraced_alike(
     """Return a rewritten step whose traces for other numbers of microbatches are rewritten, too.
 
     Args:
-        rewritten: The rewritten step.
-        step: The step before.
-        rewrite: The rewriting.
+        rewritten: the rewritten step.
+        step: the step before.
+        rewrite: the rewriting.
     """
     primitives = [eqn.primitive for eqn in rewritten.jaxpr.eqns]
 

@@ -169,9 +169,9 @@ def spec_problem(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, 
     """Return why `spec` does not shard an array evenly, and how to fix it; "" if it does.
 
     Args:
-        spec: The spec.
-        shape: The shape of the array.
-        sizes: The sizes of mesh axes by name.
+        spec: the spec.
+        shape: the shape of the array.
+        sizes: the sizes of mesh axes by name.
     """
     if len(spec) > len(shape):
         return (

@@ -54,9 +54,9 @@ class Exactness:
     """In what the microbatches of a step may differ from the whole batch.
 
     Attributes:
-        rng: The random bits of microbatches.
-        batch_statistics: The statistics of the batch.
-        while_loops: The while loops that run until the last example is done.
+        rng: the random bits of microbatches.
+        batch_statistics: the statistics of the batch.
+        while_loops: the while loops that run until the last example is done.
     """
 
     rng: RandomBits = "exact"
@@ -82,8 +82,8 @@ class Loop:
     """Equations that run for each microbatch.
 
     Attributes:
-        body: The numbered equations.
-        marks: The numbered `accumulate` equations at which they end.
+        body: the numbered equations.
+        marks: the numbered `accumulate` equations at which they end.
     """
 
     body: tuple[Numbered, ...]
@@ -95,24 +95,24 @@ class Microbatching:
     """How a step runs in microbatches.
 
     Attributes:
-        count: The number of microbatches.
-        body: Numbered equations that run for each microbatch.
-        tail: Numbered equations that run once, on the accumulated values.
-        marks: The numbered `accumulate` equations. The body ends at their operands, the tail starts
+        count: the number of microbatches.
+        body: numbered equations that run for each microbatch.
+        tail: numbered equations that run once, on the accumulated values.
+        marks: the numbered `accumulate` equations. The body ends at their operands, the tail starts
             at their results.
-        combine: How the results of each mark are combined.
-        powers: For values with a row per example, by (equation, result), the power of the batch
+        combine: how the results of each mark are combined.
+        powers: for values with a row per example, by (equation, result), the power of the batch
             size with which they scale.
-        chunks: The number of runs of neighbouring examples in a microbatch. Examples of a run stay
+        chunks: the number of runs of neighbouring examples in a microbatch. Examples of a run stay
             together, such as the pairs of a preference loss; usually a run is one example.
-        parts: The number of equal parts of a microbatch that the step tells apart, usually one. It
+        parts: the number of equal parts of a microbatch that the step tells apart, usually one. It
             is two if the step takes the first half of the batch.
-        loops: The body and the marks, split into loops over all microbatches that run one after
+        loops: the body and the marks, split into loops over all microbatches that run one after
             another. Earlier loops accumulate statistics of the batch that later ones read, such as
             the sum of a mask that divides a loss.
-        own_statistics: The lines of code where each microbatch uses its own statistics instead of
+        own_statistics: the lines of code where each microbatch uses its own statistics instead of
             the statistics of the batch, as "FILE:LINE".
-        own_loops: The lines of code where each microbatch runs a while loop until the last of its
+        own_loops: the lines of code where each microbatch runs a while loop until the last of its
             own examples is done.
     """
 
@@ -150,11 +150,11 @@ class FirstPass:
     """What a step computes in a pass over its microbatches before the one that it is.
 
     Attributes:
-        step: The pass as a step. Its results are inputs of the step, after the prepared ones.
-        reads: The numbers of the inputs of the step that are the inputs of the pass.
-        places: Where the results are computed in the traces of the step.
-        lines: The lines of code that compute the results, as "FILE:LINE".
-        has_backward: Whether its microbatches have products of a backward pass.
+        step: the pass as a step. Its results are inputs of the step, after the prepared ones.
+        reads: the numbers of the inputs of the step that are the inputs of the pass.
+        places: where the results are computed in the traces of the step.
+        lines: the lines of code that compute the results, as "FILE:LINE".
+        has_backward: whether its microbatches have products of a backward pass.
     """
 
     step: "StepGraph"
@@ -169,42 +169,42 @@ class StepGraph:
     """A traced step, compared and hashed by identity, so that analyses can be memoized on it.
 
     Attributes:
-        jaxpr: A flat jaxpr, with an input per array leaf of the arguments and an output per leaf of
+        jaxpr: a flat jaxpr, with an input per array leaf of the arguments and an output per leaf of
             the result. With microbatches it is the jaxpr of one microbatch.
-        in_paths: The user's name of each input, e.g. `0/params/Dense_0/kernel`.
-        out_paths: The user's name of each output.
-        batch: The numbers of the inputs whose first dim is the batch.
-        carried: For each output that is the next value of an input (a state that a training loop
+        in_paths: the user's name of each input, e.g. `0/params/Dense_0/kernel`.
+        out_paths: the user's name of each output.
+        batch: the numbers of the inputs whose first dim is the batch.
+        carried: for each output that is the next value of an input (a state that a training loop
             feeds back), the number of that input.
-        in_tree: The structure of the arguments, with a tuple in place of an array in pieces.
-        out_tree: The structure of the result, with a tuple in place of an array in pieces.
-        arguments: The user's arguments, some of whose arrays are inputs in pieces. A pipeline stage
+        in_tree: the structure of the arguments, with a tuple in place of an array in pieces.
+        out_tree: the structure of the result, with a tuple in place of an array in pieces.
+        arguments: the user's arguments, some of whose arrays are inputs in pieces. A pipeline stage
             has none of its own.
-        result: The user's result, some of whose arrays are outputs in pieces.
-        retrace: A function that returns the same step for another number of microbatches.
-        divides_evenly: A function that returns whether it is known without a trace that every
+        result: the user's result, some of whose arrays are outputs in pieces.
+        retrace: a function that returns the same step for another number of microbatches.
+        divides_evenly: a function that returns whether it is known without a trace that every
             microbatch can be split into a number of parts (`split_microbatches`).
-        name: The name of the user's function.
-        microbatching: How the step runs in microbatches; None if it does not.
-        received_inputs: For a pipeline stage, the inputs that other stages send, with their batch
+        name: the name of the user's function.
+        microbatching: how the step runs in microbatches; None if it does not.
+        received_inputs: for a pipeline stage, the inputs that other stages send, with their batch
             dims.
-        cross_task_values: For a pipeline stage, the values that pass from one of its tasks to
+        cross_task_values: for a pipeline stage, the values that pass from one of its tasks to
             another.
-        task_ends: For a pipeline stage, the number of the last equation of each task of a
+        task_ends: for a pipeline stage, the number of the last equation of each task of a
             microbatch.
-        saved_for_backward: For a pipeline stage, the values that are stored from the forward pass
+        saved_for_backward: for a pipeline stage, the values that are stored from the forward pass
             of a microbatch until its backward pass.
-        saved_for_weights: For a pipeline stage with weight gradients of their own, the values that
+        saved_for_weights: for a pipeline stage with weight gradients of their own, the values that
             are stored from the forward pass and the input gradients of a microbatch until them.
-        in_flight: For a pipeline stage, the number of microbatches whose saved values it stores at
+        in_flight: for a pipeline stage, the number of microbatches whose saved values it stores at
             the same time (`saved_in_flight`).
-        positions: The number of an input that is no argument: the positions of the examples in the
+        positions: the number of an input that is no argument: the positions of the examples in the
             batch (`autopar.microbatch.row_positions`). None if the step needs none.
-        preparation: What the inputs after the arguments are computed from before the step
+        preparation: what the inputs after the arguments are computed from before the step
             (`autopar.microbatch.prepared_inputs`). None if there are no such inputs.
-        first_pass: The pass over the microbatches that computes further inputs
+        first_pass: the pass over the microbatches that computes further inputs
             (`autopar.microbatch.first_pass`). None if the step is one pass.
-        unconstrained: The lines whose `jax.lax.with_sharding_constraint` is left out.
+        unconstrained: the lines whose `jax.lax.with_sharding_constraint` is left out.
     """
 
     jaxpr: Jaxpr

@@ -77,9 +77,9 @@ def equal_carries(values: EqualValues, scan: JaxprEqn, forward: JaxprEqn) -> tup
     scan stacks.
 
     Args:
-        values: The values before the scan.
-        scan: The scan.
-        forward: The earlier scan, of the same length and order.
+        values: the values before the scan.
+        scan: the scan.
+        forward: the earlier scan, of the same length and order.
 
     Returns:
         For each carry, the position of its equal among the carries of the earlier scan; None if
@@ -96,9 +96,9 @@ def _equal_results(values: EqualValues, scan: JaxprEqn, earlier: JaxprEqn) -> di
     """Return the results of a scan that equal results of an earlier one; None if a carry may not.
 
     Args:
-        values: The values before the scan.
-        scan: The scan.
-        earlier: The earlier scan.
+        values: the values before the scan.
+        scan: the scan.
+        earlier: the earlier scan.
     """
     if any(scan.params[key] != earlier.params[key] for key in ("length", "reverse")):
         return None
@@ -149,10 +149,10 @@ class _Body:
     """The body of a scan, with keys of the operands that it reads.
 
     Attributes:
-        jaxpr: The body, without calls.
-        consts: The keys of the operands that all iterations read.
-        init: The keys of the initial carries.
-        slices: The keys of the arrays that are sliced.
+        jaxpr: the body, without calls.
+        consts: the keys of the operands that all iterations read.
+        init: the keys of the initial carries.
+        slices: the keys of the arrays that are sliced.
     """
 
     def __init__(self, values: EqualValues, scan: JaxprEqn) -> None:

@@ -21,10 +21,10 @@ class EquationCut:
     """The factor along which an equation is cut.
 
     Attributes:
-        factors: The factors of the equation.
-        factor: The number of the factor that is cut.
-        sizes: The trip count of the factor in each piece.
-        layers: The layer of each piece; empty if pieces have no layers.
+        factors: the factors of the equation.
+        factor: the number of the factor that is cut.
+        sizes: the trip count of the factor in each piece.
+        layers: the layer of each piece; empty if pieces have no layers.
     """
 
     factors: OpFactors
@@ -102,9 +102,9 @@ def cut_of_equation(eqn: JaxprEqn, position: tuple[str, int], cut: Cut) -> Equat
     """Return how an equation is cut if one of its values is; None if it can't be.
 
     Args:
-        eqn: The equation.
+        eqn: the equation.
         position: "in" or "out", and the position of the value among the operands or results.
-        cut: The cut of that value.
+        cut: the cut of that value.
     """
     record = record_of(eqn)
     if (

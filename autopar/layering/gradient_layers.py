@@ -34,9 +34,9 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
     """Return a flat jaxpr with a backward pass, divided into layers.
 
     Args:
-        jaxpr: The traced step. Its forward pass is in layers already if scans have been cut
+        jaxpr: the traced step. Its forward pass is in layers already if scans have been cut
             (`autopar.layering.gradient_scans`).
-        option: How to divide it.
+        option: how to divide it.
 
     Raises:
         LayerError: The option asks the backward pass to recompute layers.
@@ -98,8 +98,8 @@ def forward_pass(groups: Sequence[Unit], recomputed: Iterable[Var] = ()) -> list
     """Return the units that the backward pass depends on and that are no part of it.
 
     Args:
-        groups: The units of a step.
-        recomputed: Values that the backward pass computes again instead of reading them.
+        groups: the units of a step.
+        recomputed: values that the backward pass computes again instead of reading them.
     """
     needed = set(recomputed)
     forward: list[Unit] = []

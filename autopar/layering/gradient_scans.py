@@ -36,10 +36,10 @@ def cut_gradient_scans(
     """Return a differentiated step with its forward pass and scans divided into layers.
 
     Args:
-        jaxpr: The traced step.
-        option: How to divide it.
-        weights: The numbers of the inputs that may be weights.
-        assignments: The layers of steps divided so far. A step that is traced again, for another
+        jaxpr: the traced step.
+        option: how to divide it.
+        weights: the numbers of the inputs that may be weights.
+        assignments: the layers of steps divided so far. A step that is traced again, for another
             batch size, is divided in the same way.
 
     Returns:
@@ -125,8 +125,8 @@ def _carries(jaxpr: Jaxpr, forward: Iterable[int]) -> dict[int, list[Carry]]:
     """Return how the pieces of each backward scan get their carries.
 
     Args:
-        jaxpr: The step.
-        forward: The numbers of the forward scans that are cut.
+        jaxpr: the step.
+        forward: the numbers of the forward scans that are cut.
 
     Raises:
         NoLayersError: A forward scan runs again, but may have other carries.
@@ -159,9 +159,9 @@ def additive_carries(body: Jaxpr, num_consts: int, num_carries: int) -> list[boo
     """Return whether the body of a scan only adds to each carry, as to the gradient of a constant.
 
     Args:
-        body: The body, whose inputs are constants, carries and slices.
-        num_consts: The number of constants.
-        num_carries: The number of carries.
+        body: the body, whose inputs are constants, carries and slices.
+        num_consts: the number of constants.
+        num_carries: the number of carries.
     """
     additive = []
     for position in range(num_carries):

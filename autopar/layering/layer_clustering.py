@@ -49,15 +49,15 @@ def cluster_layers(
     """Divide equations into `num_layers` layers: return where each ends.
 
     Args:
-        flops: The FLOP of each equation, [equations].
-        received: The bytes that layers receive (`received_bytes`).
-        num_layers: The number of layers.
-        eps: A layer does at most 1 + eps times the average work. A layer with the least number of
+        flops: the FLOP of each equation, [equations].
+        received: the bytes that layers receive (`received_bytes`).
+        num_layers: the number of layers.
+        eps: a layer does at most 1 + eps times the average work. A layer with the least number of
             heavy equations may do more, because it can't be smaller. By default `EPS`, or the
             smallest number that leaves layers if work is too uneven for it.
-        heavy: Which equations are heavy, [equations]; by default those with FLOP.
-        light: Which equations count as heavy, too, if there are more layers than heavy ones.
-        line_of: Returns the line of the user's code that makes an equation, for the error.
+        heavy: which equations are heavy, [equations]; by default those with FLOP.
+        light: which equations count as heavy, too, if there are more layers than heavy ones.
+        line_of: returns the line of the user's code that makes an equation, for the error.
 
     Returns:
         For each layer the number of the equation after its last one. The most bytes that any layer
@@ -159,8 +159,8 @@ def after_heavy(heavy: np.ndarray, values: Iterable[SizedValue]) -> np.ndarray:
     """Return which equations depend on the result of a heavy one, [equations].
 
     Args:
-        heavy: Which equations are heavy, [equations].
-        values: The values that equations pass on, in the order of the equations that compute them.
+        heavy: which equations are heavy, [equations].
+        values: the values that equations pass on, in the order of the equations that compute them.
     """
     reached = heavy.astype(bool)
     for producer, _, users in values:
@@ -175,8 +175,8 @@ def received_bytes(num_equations: int, values: Sequence[SizedValue]) -> Received
     A layer receives a value once, no matter how often it uses it.
 
     Args:
-        num_equations: The number of equations.
-        values: The values that equations pass on. Parameters and other inputs of the step are not
+        num_equations: the number of equations.
+        values: the values that equations pass on. Parameters and other inputs of the step are not
             included.
     """
     used_by: list[list[int]] = [[] for _ in range(num_equations)]
@@ -202,12 +202,12 @@ class _Windows:
     """The feasible layers.
 
     Attributes:
-        num_layers: The number of layers.
-        least_heavy: The least number of heavy equations of a layer.
-        first: For each stop the first feasible start.
-        after: For each stop the start after the last feasible one.
-        fewest: For each stop the least number of layers before it in `num_layers` layers.
-        most: For each stop the largest number of layers before it.
+        num_layers: the number of layers.
+        least_heavy: the least number of heavy equations of a layer.
+        first: for each stop the first feasible start.
+        after: for each stop the start after the last feasible one.
+        fewest: for each stop the least number of layers before it in `num_layers` layers.
+        most: for each stop the largest number of layers before it.
     """
 
     num_layers: int

@@ -42,7 +42,7 @@ class ManualLayerOption:
     """Layers that end where the loss function calls `mark_pipeline_boundary`.
 
     Attributes:
-        remat_layer: Whether the backward pass recomputes each layer. With "auto", PipeshardParallel
+        remat_layer: whether the backward pass recomputes each layer. With "auto", PipeshardParallel
             takes what it predicts to be faster.
     """
 
@@ -66,13 +66,13 @@ class AutoLayerOption:
     """Layers of similar work with as little data between them as possible (Alpa, OSDI'22, eq. 6).
 
     Attributes:
-        layer_num: The number of layers. If it is larger than the number of matrix products and
+        layer_num: the number of layers. If it is larger than the number of matrix products and
             convolutions, some layers have none.
-        remat_layer: Whether the backward pass recomputes each layer. With "auto", PipeshardParallel
+        remat_layer: whether the backward pass recomputes each layer. With "auto", PipeshardParallel
             takes what it predicts to be faster.
-        eps: The work of a layer is at most 1 + eps times the average. By default 0.6, or the
+        eps: the work of a layer is at most 1 + eps times the average. By default 0.6, or the
             smallest number that leaves layers if work is too uneven for it.
-        cost_criteria: The measure of work: "flops", or the "count" of matrix products and
+        cost_criteria: the measure of work: "flops", or the "count" of matrix products and
             convolutions.
     """
 
@@ -126,10 +126,10 @@ class FollowLayerOption:
     An equation belongs to the last layer of the parameters that it depends on.
 
     Attributes:
-        inputs: The layer of each array among the arguments; None for arrays without one, which the
+        inputs: the layer of each array among the arguments; None for arrays without one, which the
             first layer that needs them reads.
-        num_layers: The number of layers; some may be empty.
-        remat_layer: Always False, because there is no backward pass.
+        num_layers: the number of layers; some may be empty.
+        remat_layer: always False, because there is no backward pass.
     """
 
     inputs: tuple[int | None, ...]

@@ -52,8 +52,8 @@ def layering(option: LayerOption | None, assignments: Assignments) -> Iterator[N
     """Make `autopar.grad` and `value_and_grad` divide functions into layers inside the block.
 
     Args:
-        option: How to divide them; None if they are not divided.
-        assignments: The layers of functions divided so far. A function that is traced again, for
+        option: how to divide them; None if they are not divided.
+        assignments: the layers of functions divided so far. A function that is traced again, for
             another batch size, is divided in the same way.
     """
     tokens = _option.set(option), _assignments.set(assignments)
@@ -70,8 +70,8 @@ def layered_by_context(
     """Return `fun` divided into layers inside a `layering` block, unless it already is.
 
     Args:
-        fun: The function.
-        weight_argnums: As for `layered`.
+        fun: the function.
+        weight_argnums: as for `layered`.
     """
     option = _option.get()
     if option is None or hasattr(fun, "layer_option"):
@@ -92,11 +92,11 @@ def layered(
     `jax.checkpoint` around everything else becomes one around each layer.
 
     Args:
-        fun: The function.
-        option: How to divide it.
-        weight_argnums: The arguments with weights, whose slices distinguish a scan over layers from
+        fun: the function.
+        option: how to divide it.
+        weight_argnums: the arguments with weights, whose slices distinguish a scan over layers from
             a scan over time. By default all arguments may have weights.
-        differentiated: Whether gradients are taken of `fun`. If not, `jax.checkpoint` does nothing.
+        differentiated: whether gradients are taken of `fun`. If not, `jax.checkpoint` does nothing.
 
     Raises:
         LayerError: `option` has remat_layer="auto". When called: `fun` can't be divided.
@@ -163,8 +163,8 @@ def manual_layer_construction(
     A decorator, with or without arguments.
 
     Args:
-        fun: The loss function.
-        remat_layer: Whether the backward pass recomputes each layer.
+        fun: the loss function.
+        remat_layer: whether the backward pass recomputes each layer.
     """
     option = ManualLayerOption(remat_layer)
     return layered(fun, option) if fun is not None else lambda fun: layered(fun, option)
@@ -181,11 +181,11 @@ def automatic_layer_construction(
     """Divide a loss function into layers by clustering; a decorator.
 
     Args:
-        fun: The loss function.
-        layer_num: As for `AutoLayerOption`.
-        remat_layer: Whether the backward pass recomputes each layer.
-        eps: As for `AutoLayerOption`.
-        cost_criteria: As for `AutoLayerOption`.
+        fun: the loss function.
+        layer_num: as for `AutoLayerOption`.
+        remat_layer: whether the backward pass recomputes each layer.
+        eps: as for `AutoLayerOption`.
+        cost_criteria: as for `AutoLayerOption`.
     """
     option = AutoLayerOption(layer_num, remat_layer, eps, cost_criteria)
     return layered(fun, option) if fun is not None else lambda fun: layered(fun, option)
@@ -309,9 +309,9 @@ def assigned_layers(
     """Return the layer of each equation and iteration, which is the same for all batch sizes.
 
     Args:
-        iterations: The equations and iterations of a function.
-        option: How to divide it.
-        assignments: The layers of the functions divided so far, to which this one is added.
+        iterations: the equations and iterations of a function.
+        option: how to divide it.
+        assignments: the layers of the functions divided so far, to which this one is added.
     """
     eqns = iterations.jaxpr.eqns
     key = option, tuple(iterations.counts), tuple(eqn.primitive for eqn in eqns)
@@ -336,10 +336,10 @@ def _evaluated(
     """Evaluate a function layer by layer, each in its scope, and return its results.
 
     Args:
-        jaxpr: The function.
-        layers: The layer of each equation; -1 for equations before all layers.
-        args: The arguments.
-        checkpoint: Makes the function of a layer one that the backward pass recomputes; None if
+        jaxpr: the function.
+        layers: the layer of each equation; -1 for equations before all layers.
+        args: the arguments.
+        checkpoint: makes the function of a layer one that the backward pass recomputes; None if
             it does not.
     """
     env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
@@ -354,8 +354,8 @@ def _layers(jaxpr: Jaxpr, layers: Sequence[int]) -> dict[int, tuple[list[JaxprEq
     """Map each layer, in order, to its equations and to their results that later layers use.
 
     Args:
-        jaxpr: The function.
-        layers: The layer of each equation.
+        jaxpr: the function.
+        layers: the layer of each equation.
     """
     last = max(layers, default=-1)
     last_use: dict[Atom, int] = {}

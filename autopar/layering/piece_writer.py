@@ -45,11 +45,11 @@ class PieceWriter:
     """The equations of a jaxpr of pieces.
 
     Attributes:
-        cuts: The cut of each original value that is cut.
-        eqns: The new equations.
-        layers: The layer of each new equation, which is no earlier than the layers of its operands.
-        values: New values in place of original ones.
-        pieces: The pieces of original values.
+        cuts: the cut of each original value that is cut.
+        eqns: the new equations.
+        layers: the layer of each new equation, which is no earlier than the layers of its operands.
+        values: new values in place of original ones.
+        pieces: the pieces of original values.
     """
 
     def __init__(self, cuts: Mapping[Var, Cut]) -> None:
@@ -196,10 +196,10 @@ class PieceWriter:
         """Write a scan as one shorter scan per piece of its iterations.
 
         Args:
-            number: Its number.
-            eqn: The scan.
-            cut: The cut of its iterations.
-            kinds: How the pieces get each carry.
+            number: its number.
+            eqn: the scan.
+            cut: the cut of its iterations.
+            kinds: how the pieces get each carry.
         """
         consts, init, xs = scan_operands(eqn)
         num_carried = len(init)
@@ -274,10 +274,10 @@ class PieceWriter:
         """Write the equations of a function, and return its results.
 
         Args:
-            fun: The function.
-            operands: Its operands.
-            layer: The layer of its equations.
-            source: The equation that it replaces; None for what cuts and joins arrays, which is in
+            fun: the function.
+            operands: its operands.
+            layer: the layer of its equations.
+            source: the equation that it replaces; None for what cuts and joins arrays, which is in
                 the backward pass if what computes its operands is.
         """
         avals = [

@@ -26,9 +26,9 @@ def recompute_in_layers(
     such as that of a loop.
 
     Args:
-        jaxpr: The step.
-        layer_of: The layers of the values that the forward pass computes.
-        last_reader: The last layer of the forward pass that reads each value, or computes it.
+        jaxpr: the step.
+        layer_of: the layers of the values that the forward pass computes.
+        last_reader: the last layer of the forward pass that reads each value, or computes it.
     """
     groups = units(enumerate(jaxpr.eqns))
     if not any(begins_recomputation(unit.eqns[0][1]) for unit in groups):
@@ -81,7 +81,7 @@ class _Recomputation:
     """The equations of a step whose layers are recomputed each by itself.
 
     Attributes:
-        eqns: The new equations.
+        eqns: the new equations.
     """
 
     def __init__(

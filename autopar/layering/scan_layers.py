@@ -26,8 +26,8 @@ def layer_scans(jaxpr: Jaxpr, weights: Collection[Var]) -> frozenset[int]:
     activations or of the batch.
 
     Args:
-        jaxpr: The loss function.
-        weights: The inputs that are weights.
+        jaxpr: the loss function.
+        weights: the inputs that are weights.
     """
     return frozenset(
         number
@@ -56,11 +56,11 @@ class Iterations:
     """The equations of a function with the iterations of its layers as equations of their own.
 
     Attributes:
-        jaxpr: The function.
-        scans: Numbers of the scans whose iterations are layers.
-        counts: For each equation the number of equations that it counts as.
-        starts: For each equation the number of the first of these.
-        total: The number of equations, with iterations counted as such.
+        jaxpr: the function.
+        scans: numbers of the scans whose iterations are layers.
+        counts: for each equation the number of equations that it counts as.
+        starts: for each equation the number of the first of these.
+        total: the number of equations, with iterations counted as such.
     """
 
     def __init__(self, jaxpr: Jaxpr, weights: Collection[Var]) -> None:
@@ -132,7 +132,7 @@ class Iterations:
         """Return the layer of each equation, and the cuts of the scans that several layers share.
 
         Args:
-            layers: The layer of each equation and iteration.
+            layers: the layer of each equation and iteration.
         """
         of_equation = [layers[start] for start in self.starts]
         cuts: dict[int, Cut] = {}
@@ -182,8 +182,8 @@ def recomputed_scans(jaxpr: Jaxpr, weights: Sequence[Var]) -> list[JaxprEqn]:
     """Return the scans inside of `jax.checkpoint`, if the iterations of one could be layers.
 
     Args:
-        jaxpr: The loss function.
-        weights: The inputs that are weights.
+        jaxpr: the loss function.
+        weights: the inputs that are weights.
     """
     inner = [scan for eqn in jaxpr.eqns if eqn.primitive is remat_p for scan in _inner_scans(eqn)]
     if not inner:

@@ -27,10 +27,10 @@ class CutJaxpr:
     """A jaxpr that computes with pieces.
 
     Attributes:
-        jaxpr: The jaxpr.
-        layers: The layer of each equation; -1 for equations that only cut inputs.
-        inputs: The cut of each input of the original jaxpr; None for an input in one piece.
-        outputs: The cut of each of its outputs.
+        jaxpr: the jaxpr.
+        layers: the layer of each equation; -1 for equations that only cut inputs.
+        inputs: the cut of each input of the original jaxpr; None for an input in one piece.
+        outputs: the cut of each of its outputs.
     """
 
     jaxpr: Jaxpr
@@ -47,8 +47,8 @@ class BackwardScans:
     passes visit layers in reverse, so the piece of layer l counts as layer 2 * num_layers - 1 - l.
 
     Attributes:
-        carries: The carries of each scan, by its number.
-        num_layers: The number of layers of the forward pass.
+        carries: the carries of each scan, by its number.
+        num_layers: the number of layers of the forward pass.
     """
 
     carries: Mapping[int, Sequence[Carry]]
@@ -86,15 +86,15 @@ def cut_stacks(
     """Return `jaxpr`, computing with pieces of `seeds` and of what is computed from them.
 
     Args:
-        jaxpr: The jaxpr. Markers of control flow and what is between them stay as they are.
-        seeds: Values that are cut, with their cuts.
-        in_pieces: Inputs that the new jaxpr has as pieces if they are cut; it cuts the others
+        jaxpr: the jaxpr. Markers of control flow and what is between them stay as they are.
+        seeds: values that are cut, with their cuts.
+        in_pieces: inputs that the new jaxpr has as pieces if they are cut; it cuts the others
             itself.
-        out_pieces: Outputs that the new jaxpr returns in pieces if they are cut.
-        layers: The layer of each equation, which may not be earlier than the layer of an operand.
-        scans: Numbers of `scan`s that become one shorter scan per piece, with the cut of their
+        out_pieces: outputs that the new jaxpr returns in pieces if they are cut.
+        layers: the layer of each equation, which may not be earlier than the layer of an operand.
+        scans: numbers of `scan`s that become one shorter scan per piece, with the cut of their
             iterations.
-        backward: The scans of a backward pass, which are cut where they slice or stack pieces.
+        backward: the scans of a backward pass, which are cut where they slice or stack pieces.
     """
     layers = layers or [0] * len(jaxpr.eqns)
     if not seeds and not scans:
@@ -124,11 +124,11 @@ class _StackCutter:
     """Decides which values and equations of a jaxpr are cut, and writes the new jaxpr.
 
     Attributes:
-        cuts: The cut of each value that is cut.
-        equation_cuts: The cuts of equations, by number.
-        identities: Numbers of equations that return their operands unchanged, some of them cut.
-        joins: Numbers of concatenations of pieces.
-        splits: Numbers of equations that split a value into its pieces.
+        cuts: the cut of each value that is cut.
+        equation_cuts: the cuts of equations, by number.
+        identities: numbers of equations that return their operands unchanged, some of them cut.
+        joins: numbers of concatenations of pieces.
+        splits: numbers of equations that split a value into its pieces.
     """
 
     def __init__(

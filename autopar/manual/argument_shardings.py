@@ -12,11 +12,11 @@ def shardings(mesh: Mesh, specs: Any, args: Any) -> Any:
     """Return the sharding of each array of `args`, and check that it divides the array evenly.
 
     Args:
-        mesh: The mesh.
-        specs: A pytree of PartitionSpecs whose structure is that of `args` or a prefix of it, as
+        mesh: the mesh.
+        specs: a pytree of PartitionSpecs whose structure is that of `args` or a prefix of it, as
             the `in_specs` of `jax.shard_map` are. A spec in place of a subtree of `args` applies to
             every array in it.
-        args: A pytree of arrays, numbers or ShapeDtypeStructs.
+        args: a pytree of arrays, numbers or ShapeDtypeStructs.
 
     Returns:
         A pytree of NamedShardings with the structure of `args`.

@@ -23,7 +23,7 @@ def check_xla_flags(flags: str | None = None) -> None:
     A subprocess tries the flags on the CPU, which takes about two seconds the first time.
 
     Args:
-        flags: Flags in the format of the environment variable XLA_FLAGS, whose value is the
+        flags: flags in the format of the environment variable XLA_FLAGS, whose value is the
             default.
 
     Raises:

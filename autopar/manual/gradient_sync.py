@@ -32,11 +32,11 @@ def value_and_grad(
     parameter each device gets the gradient of its shard.
 
     Args:
-        fun: A function that returns the scalar loss of this device; with `has_aux` a pair of the
+        fun: a function that returns the scalar loss of this device; with `has_aux` a pair of the
             loss and values that are returned unchanged.
-        argnums: As for `jax.value_and_grad`.
-        has_aux: As for `jax.value_and_grad`.
-        axis: The mesh axes over which the batch is split; () for none.
+        argnums: as for `jax.value_and_grad`.
+        has_aux: as for `jax.value_and_grad`.
+        axis: the mesh axes over which the batch is split; () for none.
 
     Raises:
         ValueError: The loss varies along another mesh axis, over which `fun` must sum or average;

@@ -39,11 +39,11 @@ def flash_attention(
     have shape (batch, length, heads, features).
 
     Args:
-        query: The queries.
-        key: The keys.
-        value: The values.
-        causal: Whether a position attends only to itself and earlier positions.
-        block: The largest number of keys in a block. The number used divides the length.
+        query: the queries.
+        key: the keys.
+        value: the values.
+        causal: whether a position attends only to itself and earlier positions.
+        block: the largest number of keys in a block. The number used divides the length.
     """
     length = key.shape[1]
     size = next(size for size in range(min(block, length), 0, -1) if length % size == 0)

@@ -10,17 +10,17 @@ class Knobs:
     Directives over a mesh axis of one device have no effect.
 
     Attributes:
-        tensor_axis: The mesh axis over which layers are split; the last one by default. Its size is
+        tensor_axis: the mesh axis over which layers are split; the last one by default. Its size is
             the degree of tensor parallelism.
-        batch_axis: The mesh axis over which the batch is split, if any. `autopar.build` takes the
+        batch_axis: the mesh axis over which the batch is split, if any. `autopar.build` takes the
             same axis.
-        sequence_parallel: Whether activations between split layers are split by tokens (Korthikanti
+        sequence_parallel: whether activations between split layers are split by tokens (Korthikanti
             et al., arXiv 2205.05198).
-        vocabulary_parallel: Whether embedding and logits are split by tokens of the vocabulary.
-        flash_attention: Whether attention is computed block by block, without storing its scores.
-        checkpoint_ratio: The fraction of the blocks, starting with the first one, that the backward
+        vocabulary_parallel: whether embedding and logits are split by tokens of the vocabulary.
+        flash_attention: whether attention is computed block by block, without storing its scores.
+        checkpoint_ratio: the fraction of the blocks, starting with the first one, that the backward
             pass recomputes.
-        pipeline_stages: The number of pipeline stages, each a run of blocks, for
+        pipeline_stages: the number of pipeline stages, each a run of blocks, for
             `autopar.build(backend="auto")`.
     """
 

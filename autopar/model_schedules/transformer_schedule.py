@@ -22,10 +22,10 @@ class ColumnRowLayer:
     """Column-parallel products followed by a row-parallel one: attention or feed-forward.
 
     Attributes:
-        path: The path of the layer in a block; "" if the products are in the block itself.
-        columns: The paths of the column-parallel products in the layer. Their kernels are split
+        path: the path of the layer in a block; "" if the products are in the block itself.
+        columns: the paths of the column-parallel products in the layer. Their kernels are split
             along the second dim, of features or of heads.
-        row: The path of the row-parallel product in the layer. Its kernel is split along the first
+        row: the path of the row-parallel product in the layer. Its kernel is split along the first
             dim.
     """
 
@@ -41,16 +41,16 @@ class TransformerNames:
     For a model with other names, use `dataclasses.replace(LLAMA, blocks="layers_*")`.
 
     Attributes:
-        blocks: A glob that matches the blocks.
-        attention: The attention layer of a block.
-        feed_forward: The feed-forward layer of a block.
-        embedding: The module that embeds tokens.
-        head: The module that computes logits: the embedding if they are tied.
-        attend: A pattern for `find`: a function that computes what the model computes between the
+        blocks: a glob that matches the blocks.
+        attention: the attention layer of a block.
+        feed_forward: the feed-forward layer of a block.
+        embedding: the module that embeds tokens.
+        head: the module that computes logits: the embedding if they are tied.
+        attend: a pattern for `find`: a function that computes what the model computes between the
             projections of attention, in the same way.
-        flash: The function that replaces it, such as a kernel for the device.
-        head_bias: A parameter of the model itself that is added to the logits.
-        loss: For a schedule of a loss, the `jax.named_scope` in which cross-entropy is computed
+        flash: the function that replaces it, such as a kernel for the device.
+        head_bias: a parameter of the model itself that is added to the logits.
+        loss: for a schedule of a loss, the `jax.named_scope` in which cross-entropy is computed
             from the logits.
     """
 

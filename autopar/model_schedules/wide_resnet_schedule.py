@@ -13,10 +13,10 @@ class ResNetNames:
     """The names of the modules of a residual network.
 
     Attributes:
-        blocks: A glob that matches the blocks.
-        convolutions: The first, the wide, and the last convolution of a block, in the block.
-        norms: The norms after the first and the wide convolution, in the block.
-        batch_norms: Globs that match every batch normalization of the model.
+        blocks: a glob that matches the blocks.
+        convolutions: the first, the wide, and the last convolution of a block, in the block.
+        norms: the norms after the first and the wide convolution, in the block.
+        batch_norms: globs that match every batch normalization of the model.
     """
 
     blocks: str
@@ -44,9 +44,9 @@ def schedule_wide_resnet(
     `knobs.batch_axis`, means and variances are those of the whole batch.
 
     Args:
-        sch: The schedule to which directives are added.
-        knobs: Options.
-        names: The names of the model's modules.
+        sch: the schedule to which directives are added.
+        knobs: options.
+        names: the names of the model's modules.
 
     Raises:
         DirectiveError: An option is one of transformers only.

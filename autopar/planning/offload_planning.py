@@ -20,9 +20,9 @@ def plan_offloading(plan: _Plan, step: StepGraph, option: Offload) -> PlannedSte
     """Return the plan of a step with what the option says in host memory.
 
     Args:
-        plan: Plans a step within its budget of memory.
-        step: The traced step.
-        option: What is in host memory.
+        plan: plans a step within its budget of memory.
+        step: the traced step.
+        option: what is in host memory.
 
     Raises:
         MemoryBudgetError: No plan fits.

@@ -47,9 +47,9 @@ class Recomputing:
     """A step with its recomputation, offload and sharding.
 
     Attributes:
-        equations: The equations of the traced step that are repeated or offloaded.
-        step: The step that repeats and offloads them.
-        shardings: Its sharding.
+        equations: the equations of the traced step that are repeated or offloaded.
+        step: the step that repeats and offloads them.
+        shardings: its sharding.
     """
 
     equations: ChosenEquations
@@ -69,13 +69,13 @@ def shard_recomputing(
     """Return the fastest recomputation, offload and sharding that fit into `budget` bytes.
 
     Args:
-        step: The traced step.
-        mesh: The logical mesh.
-        model: The cost model of the mesh's devices and network.
-        options: What a sharding may do.
-        budget: The bytes of one device that the step may use.
-        repeats: Whether the backward pass may compute values again.
-        offloads: Whether it may fetch values from host memory.
+        step: the traced step.
+        mesh: the logical mesh.
+        model: the cost model of the mesh's devices and network.
+        options: what a sharding may do.
+        budget: the bytes of one device that the step may use.
+        repeats: whether the backward pass may compute values again.
+        offloads: whether it may fetch values from host memory.
 
     Raises:
         MemoryBudgetError: Nothing that was tried fits.
@@ -106,11 +106,11 @@ class _RecomputeSearch:
     """The state of a search; see `shard_recomputing` for the arguments.
 
     Attributes:
-        repeats: Whether values may be computed again.
-        offloads: Whether they may be offloaded.
-        error: The error of the attempt that came closest to the budget, or that ran out of time.
-        fastest: The seconds of the fastest step so far.
-        runs: How often each equation runs in a step.
+        repeats: whether values may be computed again.
+        offloads: whether they may be offloaded.
+        error: the error of the attempt that came closest to the budget, or that ran out of time.
+        fastest: the seconds of the fastest step so far.
+        runs: how often each equation runs in a step.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class _RecomputeSearch:
         found in time.
 
         Args:
-            equations: The equations.
-            is_first: Whether it is the first from a starting point. The fastest sharding of others
+            equations: the equations.
+            is_first: whether it is the first from a starting point. The fastest sharding of others
                 has to fit nearly.
         """
         step = recompute(self.step, equations.repeated, equations.offloaded)
@@ -184,8 +184,8 @@ class _RecomputeSearch:
         """Yield what fits, from a starting point: each is faster than the one before.
 
         Args:
-            start: The starting point.
-            slack: The bytes by which the problem may exceed the budget at first. With each result
+            start: the starting point.
+            slack: the bytes by which the problem may exceed the budget at first. With each result
                 it becomes what the problem overestimates. Where that is too much, half is tried.
         """
         shardings = start

@@ -71,8 +71,8 @@ def offload(step: StepGraph, inputs: Collection[int]) -> StepGraph:
     """Return the step with inputs, and their next values, in host memory.
 
     Args:
-        step: The step.
-        inputs: The numbers of the inputs.
+        step: the step.
+        inputs: the numbers of the inputs.
 
     Raises:
         OffloadError: One of them is not `offloadable`.

@@ -23,10 +23,10 @@ class Passes:
     """The parts of a step that matter for recomputation.
 
     Attributes:
-        step: The step.
-        units: Its equations, with loops and switches as one unit each.
-        late: For each unit, whether the backward pass runs it.
-        region: For each unit, the parts of the step in microbatches that run it.
+        step: the step.
+        units: its equations, with loops and switches as one unit each.
+        late: for each unit, whether the backward pass runs it.
+        region: for each unit, the parts of the step in microbatches that run it.
     """
 
     step: StepGraph

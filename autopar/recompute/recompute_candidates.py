@@ -30,8 +30,8 @@ class Recipe:
     """How the results of a unit are computed from stored values.
 
     Attributes:
-        units: The unit itself, and those that compute what it reads without storing it.
-        sources: The units whose stored results these read.
+        units: the unit itself, and those that compute what it reads without storing it.
+        sources: the units whose stored results these read.
     """
 
     units: frozenset[int]
@@ -47,13 +47,13 @@ class RecomputeCandidates:
     """The recomputation problem of a sharded step.
 
     Attributes:
-        problem: The problem.
-        makers: The unit of each value of the problem.
-        recipes: The recipe of each unit of the forward pass that can be repeated.
-        nodes: For each result of a unit of the forward pass that is in memory, the unit whose value
+        problem: the problem.
+        makers: the unit of each value of the problem.
+        recipes: the recipe of each unit of the forward pass that can be repeated.
+        nodes: for each result of a unit of the forward pass that is in memory, the unit whose value
             it belongs to.
-        passes: The forward and backward pass.
-        fetched: For each unit, its results that are in host memory if its value is offloaded.
+        passes: the forward and backward pass.
+        fetched: for each unit, its results that are in host memory if its value is offloaded.
     """
 
     problem: RecomputeProblem
@@ -70,7 +70,7 @@ class RecomputeCandidates:
         backward pass derives values from them, or from offloaded ones, without storing them.
 
         Args:
-            choice: The numbers of the values.
+            choice: the numbers of the values.
         """
         values = {self.makers[number] for number in choice.repeated}
         on_host = {self.makers[number] for number in choice.offloaded}
@@ -99,8 +99,8 @@ class ChosenEquations(NamedTuple):
     """Equations of a step whose results are not kept for its backward pass.
 
     Attributes:
-        repeated: The numbers of those that the backward pass repeats.
-        offloaded: The numbers of those whose results it fetches from host memory.
+        repeated: the numbers of those that the backward pass repeats.
+        offloaded: the numbers of those whose results it fetches from host memory.
     """
 
     repeated: frozenset[int] = frozenset()
@@ -122,11 +122,11 @@ def candidates(
     """Return the recomputation problem of a step under a choice of shardings.
 
     Args:
-        memory: The memory of the step.
-        choice: The option of each decision.
-        eqn_seconds: The seconds of each equation under that choice.
-        repeats: Whether values may be computed again.
-        host_seconds: The time of copies, if values may be offloaded.
+        memory: the memory of the step.
+        choice: the option of each decision.
+        eqn_seconds: the seconds of each equation under that choice.
+        repeats: whether values may be computed again.
+        host_seconds: the time of copies, if values may be offloaded.
     """
     found = passes(memory.step)
     spans: dict[Var, tuple[float, int, int]] = {}
@@ -259,13 +259,13 @@ class _Uses:
     """When values are read, by the units that they belong to, or that compute them inside kernels.
 
     Attributes:
-        until: The last point at which the forward pass reads a value, or what it derives from it
+        until: the last point at which the forward pass reads a value, or what it derives from it
             without storing it.
-        first_late: The first such point of the backward pass.
-        blocked: Values from which the forward pass derives something that it does not store, that
+        first_late: the first such point of the backward pass.
+        blocked: values from which the forward pass derives something that it does not store, that
             the backward pass reads, and that can't be computed again.
-        ends: The last point at which a value is computed.
-        relevant: Values that the backward pass reads, or computes others from.
+        ends: the last point at which a value is computed.
+        relevant: values that the backward pass reads, or computes others from.
     """
 
     def __init__(

@@ -34,9 +34,9 @@ class Recomputation:
     """A solution of a recomputation problem.
 
     Attributes:
-        choice: The values that are computed again, and those that are offloaded.
-        seconds: The time that these take.
-        peak_bytes: The most bytes that are live at a program point.
+        choice: the values that are computed again, and those that are offloaded.
+        seconds: the time that these take.
+        peak_bytes: the most bytes that are live at a program point.
     """
 
     choice: Choice
@@ -48,8 +48,8 @@ def cheapest_recomputation(problem: RecomputeProblem, budget: float) -> Recomput
     """Return the cheapest recomputation within `budget` bytes; None if there is none.
 
     Args:
-        problem: The values.
-        budget: The bytes that may be live at any program point.
+        problem: the values.
+        budget: the bytes that may be live at any program point.
     """
     return _search(problem, budget, time_limit=5.0)
 
@@ -58,8 +58,8 @@ def least_memory(problem: RecomputeProblem, rounds: int = 1000) -> Recomputation
     """Return the recomputation with the lowest peak memory that is found.
 
     Args:
-        problem: The values.
-        rounds: Maximum number of integer programs.
+        problem: the values.
+        rounds: maximum number of integer programs.
     """
     found = _search(problem, None, 2.0, rounds)
     assert found is not None
@@ -239,8 +239,8 @@ class _Pending:
     """Whether a value is still to be copied after a program point.
 
     Attributes:
-        copy: Whether it is still to be computed again.
-        fetch: Whether it is still to be fetched from host memory.
+        copy: whether it is still to be computed again.
+        fetch: whether it is still to be fetched from host memory.
     """
 
     copy: _Terms

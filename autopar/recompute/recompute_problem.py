@@ -21,16 +21,16 @@ class ForwardValue:
     """A value of the forward pass.
 
     Attributes:
-        num_bytes: Its size.
-        seconds: The time that it takes to compute it.
-        made: The program point at which it is computed.
-        until: The last program point of the forward pass that reads it.
-        late: The first and the last program point of the backward pass that read it; (inf, -inf)
+        num_bytes: its size.
+        seconds: the time that it takes to compute it.
+        made: the program point at which it is computed.
+        until: the last program point of the forward pass that reads it.
+        late: the first and the last program point of the backward pass that read it; (inf, -inf)
             if the backward pass reads it only to compute others again.
-        sources: The numbers of the values that it is computed from, which are smaller than its own.
-        repeatable: Whether it can be computed again.
-        host_seconds: The time of its copies to host memory and back; inf if it can't be offloaded.
-        sent: The last program point at which it is on the device, if it is offloaded and the
+        sources: the numbers of the values that it is computed from, which are smaller than its own.
+        repeatable: whether it can be computed again.
+        host_seconds: the time of its copies to host memory and back; inf if it can't be offloaded.
+        sent: the last program point at which it is on the device, if it is offloaded and the
             forward pass does not read it later.
     """
 
@@ -50,8 +50,8 @@ class Choice:
     """What happens to values that are not kept.
 
     Attributes:
-        repeated: The numbers of the values that are computed again.
-        offloaded: The numbers of the values that are in host memory in between.
+        repeated: the numbers of the values that are computed again.
+        offloaded: the numbers of the values that are in host memory in between.
     """
 
     repeated: frozenset[int] = frozenset()
@@ -66,8 +66,8 @@ class RecomputeProblem:
     """Forward values and the memory that all else takes.
 
     Attributes:
-        values: The values, in the order in which they are computed.
-        base: The bytes of everything else at each program point, shape (points,).
+        values: the values, in the order in which they are computed.
+        base: the bytes of everything else at each program point, shape (points,).
     """
 
     values: Sequence[ForwardValue]
@@ -111,7 +111,7 @@ class RecomputeProblem:
         """Return for each value that is read the program point at which it is copied or fetched.
 
         Args:
-            choice: What happens to the values.
+            choice: what happens to the values.
         """
         copied: dict[int, float] = {}
         for number in sorted(choice.repeated | choice.offloaded, reverse=True):
@@ -130,7 +130,7 @@ class RecomputeProblem:
         """Return the bytes live at each program point, shape (points,).
 
         Args:
-            choice: What happens to the values.
+            choice: what happens to the values.
         """
         copied = self.copied_at(choice)
         change = np.zeros(len(self.base) + 1)

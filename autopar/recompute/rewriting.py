@@ -52,12 +52,12 @@ def recompute(
     """Return the step with equations repeated in the backward pass, and results in host memory.
 
     Args:
-        step: The step as it was traced.
-        numbers: The numbers of the equations to repeat. The backward pass reads no result of them,
+        step: the step as it was traced.
+        numbers: the numbers of the equations to repeat. The backward pass reads no result of them,
             but computes it again, from values that are kept or fetched and from each other.
-        offloaded: The numbers of the equations whose results the backward pass fetches from host
+        offloaded: the numbers of the equations whose results the backward pass fetches from host
             memory.
-        in_layers: Whether the step is a pipeline, whose tasks end with what they copy.
+        in_layers: whether the step is a pipeline, whose tasks end with what they copy.
 
     Raises:
         RecomputeError: There is no such equation, or it is part of a loop, has an effect, depends
@@ -93,7 +93,7 @@ def with_waits(step: StepGraph) -> StepGraph:
     A policy of `jax.checkpoint` may make such copies.
 
     Args:
-        step: The step as it was traced, as one program.
+        step: the step as it was traced, as one program.
     """
     found = passes(step)
     moves = [unit.number for unit in found.units if _is_copy_to_host(unit)]
@@ -108,14 +108,14 @@ class _Rewriter:
     """Copies the equations of a step, with repeated ones and moves among them.
 
     Attributes:
-        passes: The forward and backward pass.
-        eqns: The equations so far.
-        repeated: The units to repeat.
-        on_host: For each value to offload, its name in host memory.
-        waiting: For units of the forward pass, the values that are in host memory before them.
-        in_layers: Whether the step is a pipeline.
-        copies: For each value that the backward pass has computed again or fetched, the copy.
-        renamed: For values that passed a barrier in the same part of the step in microbatches, as
+        passes: the forward and backward pass.
+        eqns: the equations so far.
+        repeated: the units to repeat.
+        on_host: for each value to offload, its name in host memory.
+        waiting: for units of the forward pass, the values that are in host memory before them.
+        in_layers: whether the step is a pipeline.
+        copies: for each value that the backward pass has computed again or fetched, the copy.
+        renamed: for values that passed a barrier in the same part of the step in microbatches, as
             `Passes.region` has it, their name behind it.
     """
 
@@ -158,7 +158,7 @@ class _Rewriter:
         """Let the forward pass wait for copies to host memory that the step makes itself.
 
         Args:
-            moves: The numbers of their equations.
+            moves: the numbers of their equations.
         """
         eqns = self.passes.step.jaxpr.eqns
         for number in moves:
@@ -207,8 +207,8 @@ class _Rewriter:
         """Return the name of a value for a reader.
 
         Args:
-            atom: The value.
-            u: The reading unit; None for the step, which returns the value.
+            atom: the value.
+            u: the reading unit; None for the step, which returns the value.
         """
         if not isinstance(atom, Var):
             return atom
@@ -296,10 +296,10 @@ class _Rewriter:
         """Append an equation once more, which reads copies and values behind a barrier.
 
         Args:
-            at: The number of the equation before which it is placed.
-            number: Its own number.
-            eqn: The equation.
-            behind: The names of values behind the barrier.
+            at: the number of the equation before which it is placed.
+            number: its own number.
+            eqn: the equation.
+            behind: the names of values behind the barrier.
         """
         invars = [
             self.copies.get(atom) or behind.get(atom, atom) if isinstance(atom, Var) else atom
@@ -314,9 +314,9 @@ class _Rewriter:
         """Return whether the backward pass reads a value in unit `u` or later, or copies to come.
 
         Args:
-            var: The value.
-            u: The unit.
-            known: The answers so far for this unit.
+            var: the value.
+            u: the unit.
+            known: the answers so far for this unit.
         """
         found = self.passes
         if var not in known:
@@ -342,9 +342,9 @@ class _Rewriter:
         reads a copy, or the same values as a copy. So these values pass a barrier with the copies.
 
         Args:
-            u: The first unit that follows the copies.
-            copied: The repeated equations.
-            behind: The names of the values behind the barrier before the copies.
+            u: the first unit that follows the copies.
+            copied: the repeated equations.
+            behind: the names of the values behind the barrier before the copies.
 
         Returns:
             Whether there is such a copy.
@@ -383,10 +383,10 @@ class _Rewriter:
         Constants stay as they are, so that XLA computes them where they are read.
 
         Args:
-            u: The unit before which the copies are made.
-            reads: The values that its kernel reads.
-            copied: The equations to repeat.
-            fetched: The values to fetch.
+            u: the unit before which the copies are made.
+            reads: the values that its kernel reads.
+            copied: the equations to repeat.
+            fetched: the values to fetch.
         """
         made = {*fetched, *(var for eqn in copied for var in eqn.outvars)}
         kept = dict.fromkeys(
@@ -414,9 +414,9 @@ class _Rewriter:
         """Append a barrier that is placed at an equation; return the results.
 
         Args:
-            at: The number of the equation.
-            beside: An equation in the scope of the barrier.
-            operands: What passes it.
+            at: the number of the equation.
+            beside: an equation in the scope of the barrier.
+            operands: what passes it.
         """
         results = [Var(var.aval) for var in operands]
         barrier = beside.replace(
@@ -475,8 +475,8 @@ def _in_backward(eqn: JaxprEqn, scope: str = "") -> JaxprEqn:
     """Return an equation with a name in a backward pass.
 
     Args:
-        eqn: The equation.
-        scope: The scope of the equation there; `SCOPE` if it is computed again.
+        eqn: the equation.
+        scope: the scope of the equation there; `SCOPE` if it is computed again.
     """
     stack = eqn.source_info.name_stack
     inner = stack.extend(scope) if scope else stack

@@ -79,8 +79,8 @@ def accumulation_loop(jaxpr: Jaxpr, batch: Collection[int]) -> "AccumulationLoop
     chunks are microbatches.
 
     Args:
-        jaxpr: The step, flat but for its loops.
-        batch: The numbers of the inputs whose first dim is the batch.
+        jaxpr: the step, flat but for its loops.
+        batch: the numbers of the inputs whose first dim is the batch.
 
     Raises:
         MicrobatchError: Gradients depend on what the iteration before has computed with weights, or
@@ -123,10 +123,10 @@ class Carry(NamedTuple):
     """A carry that an iteration needs of the one before.
 
     Attributes:
-        before: The value that an iteration reads.
-        init: The first one.
-        after: The value that an iteration hands on.
-        final: The last one.
+        before: the value that an iteration reads.
+        init: the first one.
+        after: the value that an iteration hands on.
+        final: the last one.
     """
 
     before: Var
@@ -139,17 +139,17 @@ class AccumulationLoop:
     """An accumulation loop of a step, and the step without it; see `accumulation_loop`.
 
     Attributes:
-        chunks: The loop.
-        slices: The array of each value of the body that is a slice of one.
-        handed_on: The carries that an iteration needs of the one before.
-        eqns: The equations of the step with those of the body in place of the loop. They read
+        chunks: the loop.
+        slices: the array of each value of the body that is a slice of one.
+        handed_on: the carries that an iteration needs of the one before.
+        eqns: the equations of the step with those of the body in place of the loop. They read
             slices and carries that are handed on, which are to be prepared.
-        inside: The numbers of those of the body.
-        outvars: The results of the step.
-        prepared: The numbers of the equations that are computed before the step.
-        of_model: The values that depend on weights.
-        of_batch: The values that depend on the batch.
-        of_iteration: The values that differ between the iterations, and what depends on them.
+        inside: the numbers of those of the body.
+        outvars: the results of the step.
+        prepared: the numbers of the equations that are computed before the step.
+        of_model: the values that depend on weights.
+        of_batch: the values that depend on the batch.
+        of_iteration: the values that differ between the iterations, and what depends on them.
     """
 
     def __init__(self, jaxpr: Jaxpr, loop: ChunkLoop, batch: Collection[int]) -> None:
@@ -193,9 +193,9 @@ class AccumulationLoop:
         They are no longer handed on.
 
         Args:
-            before: The equations before the loop.
-            inside: Those of its body.
-            totals: Those of its sums and stacked values.
+            before: the equations before the loop.
+            inside: those of its body.
+            totals: those of its sums and stacked values.
 
         Returns:
             The equations of the body without them, and those that compute them.

@@ -24,10 +24,10 @@ class ChunkComparison:
     """A comparison of the first chunk with another one.
 
     Attributes:
-        equal: The value of the other chunk that corresponds to a value of the first one. Values are
+        equal: the value of the other chunk that corresponds to a value of the first one. Values are
             only added, except by `forget_after`.
-        differing: The part of `equal` whose two values may differ. They depend on no weights.
-        unequal: The pair of values that the last comparison failed at; None if it succeeded.
+        differing: the part of `equal` whose two values may differ. They depend on no weights.
+        unequal: the pair of values that the last comparison failed at; None if it succeeded.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class ChunkComparison:
         """Compare nothing yet.
 
         Args:
-            jaxprs: The jaxprs with the equations of both chunks, flat but for their loops.
-            of_model: The values that depend on weights.
-            constants: The value of the other chunk for inputs of the first chunk's jaxpr, such as
+            jaxprs: the jaxprs with the equations of both chunks, flat but for their loops.
+            of_model: the values that depend on weights.
+            constants: the value of the other chunk for inputs of the first chunk's jaxpr, such as
                 the constants of a loop body.
         """
         self.differing: dict[Var, Atom] = {}
@@ -64,8 +64,8 @@ class ChunkComparison:
         """Return whether values of two chunks correspond, and add them and their operands.
 
         Args:
-            inner: The values of the first chunk.
-            outer: The values of the other one.
+            inner: the values of the first chunk.
+            outer: the values of the other one.
         """
         pending = list(zip(inner, outer, strict=True))
         while pending:
@@ -117,9 +117,9 @@ class ChunkComparison:
         They are equal, or of the same type: then they differ, and become slices of the loop.
 
         Args:
-            ours: The value of the first chunk.
-            theirs: The value of the other one.
-            depth: The longest chain of equations to compare.
+            ours: the value of the first chunk.
+            theirs: the value of the other one.
+            depth: the longest chain of equations to compare.
         """
         if isinstance(theirs, Var) and theirs in self._of_model:
             return False
@@ -169,8 +169,8 @@ def are_alike(comparisons: Sequence[ChunkComparison], chunks: Sequence[Sequence[
     """Return whether values of all chunks correspond, and add them to the comparisons if they do.
 
     Args:
-        comparisons: The comparisons of the first chunk with each other one.
-        chunks: The values of each chunk.
+        comparisons: the comparisons of the first chunk with each other one.
+        chunks: the values of each chunk.
     """
     known = [comparison.num_known for comparison in comparisons]
     first, *others = chunks

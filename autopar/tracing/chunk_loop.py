@@ -19,15 +19,15 @@ class ChunkLoop(NamedTuple):
     """A loop over the chunks of a batch.
 
     Attributes:
-        eqn: The equation that it was traced as, which names its place in the user's code.
-        body: What an iteration computes, flat but for its loops. Its inputs are constants, carries
+        eqn: the equation that it was traced as, which names its place in the user's code.
+        body: what an iteration computes, flat but for its loops. Its inputs are constants, carries
             and slices.
-        consts: The constants.
-        init: The first carries.
-        arrays: The arrays that are sliced along their first dim.
-        results: The last carries, and an array of each value that the iterations stack.
-        length: The number of iterations.
-        is_reversed: Whether the first iteration takes the last slices.
+        consts: the constants.
+        init: the first carries.
+        arrays: the arrays that are sliced along their first dim.
+        results: the last carries, and an array of each value that the iterations stack.
+        length: the number of iterations.
+        is_reversed: whether the first iteration takes the last slices.
     """
 
     eqn: JaxprEqn

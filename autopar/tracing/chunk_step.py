@@ -39,17 +39,17 @@ class OwnMicrobatchesError(MicrobatchError):
     """A step accumulates the gradients of its own microbatches, and others were asked for.
 
     Attributes:
-        count: The number of its microbatches.
+        count: the number of its microbatches.
     """
 
     def __init__(self, name: str, line: str, count: int, asked: int) -> None:
         """Describe the error.
 
         Args:
-            name: The name of the user's function.
-            line: The line of its loop or sum, as "FILE:LINE".
-            count: The number of its microbatches.
-            asked: The number that was asked for.
+            name: the name of the user's function.
+            line: the line of its loop or sum, as "FILE:LINE".
+            count: the number of its microbatches.
+            asked: the number that was asked for.
         """
         self.count = count
         super().__init__(
@@ -62,12 +62,12 @@ class ChunkStep(NamedTuple):
     """A step with one iteration of its accumulation loop in place of the loop.
 
     Attributes:
-        jaxpr: The step, flat but for its loops. After the arguments it takes what an iteration
+        jaxpr: the step, flat but for its loops. After the arguments it takes what an iteration
             reads of the batch. `chunk_sum` and `chunk_rows` have the results of all iterations.
-        preparation: What computes the further inputs.
-        rows: Which of the further inputs consist of a part for each iteration.
-        length: The number of iterations.
-        line: The line of the loop, as "FILE:LINE".
+        preparation: what computes the further inputs.
+        rows: which of the further inputs consist of a part for each iteration.
+        length: the number of iterations.
+        line: the line of the loop, as "FILE:LINE".
     """
 
     jaxpr: Jaxpr
@@ -80,8 +80,8 @@ class ChunkStep(NamedTuple):
         """Return the step with its sums accumulated over microbatches.
 
         Args:
-            jaxpr: Its jaxpr, flattened and divided into layers.
-            arguments: The arguments of that jaxpr, some of which are in pieces.
+            jaxpr: its jaxpr, flattened and divided into layers.
+            arguments: the arguments of that jaxpr, some of which are in pieces.
         """
         first = len(jaxpr.invars) - len(self.rows)
         rows = frozenset(first + k for k, differs in enumerate(self.rows) if differs)
@@ -118,8 +118,8 @@ def chunk_step(jaxpr: Jaxpr, batch: Collection[int]) -> ChunkStep | None:
     """Return a step with one iteration of its accumulation loop in place of the loop.
 
     Args:
-        jaxpr: The step, flat but for its loops.
-        batch: The numbers of the inputs whose first dim is the batch.
+        jaxpr: the step, flat but for its loops.
+        batch: the numbers of the inputs whose first dim is the batch.
 
     Returns:
         The step; None if it does not accumulate gradients in exactly one loop, or has nothing that
@@ -164,17 +164,17 @@ class _ChunkInputs:
     """The values that a step without its loop reads and does not compute.
 
     Attributes:
-        values: The values.
-        variables: The inputs that they are computed from.
-        eqns: The equations that compute them.
+        values: the values.
+        variables: the inputs that they are computed from.
+        eqns: the equations that compute them.
     """
 
     def __init__(self, loop: AccumulationLoop, eqns: Sequence[JaxprEqn]) -> None:
         """Find the values.
 
         Args:
-            loop: The loop.
-            eqns: The equations of the step without it.
+            loop: the loop.
+            eqns: the equations of the step without it.
         """
         self.loop = loop
         known = {var for i, var in enumerate(loop.jaxpr.invars) if i not in loop.batch}
@@ -275,8 +275,8 @@ def _from_rows(impl: str | None, rows: jax.Array) -> jax.Array:
     """Return the value of an iteration, from rows that are all equal.
 
     Args:
-        impl: The implementation if the value is of random keys.
-        rows: The rows.
+        impl: the implementation if the value is of random keys.
+        rows: the rows.
     """
     row = jax.lax.index_in_dim(rows, 0, keepdims=False)
     return row if impl is None else jax.random.wrap_key_data(row, impl=impl)

@@ -32,9 +32,9 @@ def with_first_chunk(jaxpr: Jaxpr, loop: ChunkLoop, of_model: set[Var]) -> tuple
     """Return a step and its accumulation loop, with the chunk that the loop starts with in it.
 
     Args:
-        jaxpr: The step, flat but for its loops.
-        loop: The loop.
-        of_model: The values of the step that depend on weights.
+        jaxpr: the step, flat but for its loops.
+        loop: the loop.
+        of_model: the values of the step that depend on weights.
 
     Returns:
         The step and the loop; as they are if no sum starts with a value that depends on weights, or
@@ -80,11 +80,11 @@ def _joined(
     """Return the step and its loop with the first chunk in the loop.
 
     Args:
-        jaxpr: The step.
-        loop: Its loop.
-        sums: The numbers of the carries that start with sums of the first chunk, and what these
+        jaxpr: the step.
+        loop: its loop.
+        sums: the numbers of the carries that start with sums of the first chunk, and what these
             are added to.
-        differing: Maps each value of an iteration that differs between the chunks to the value of
+        differing: maps each value of an iteration that differs between the chunks to the value of
             the first chunk.
     """
     others = [k for k in range(len(loop.init)) if k not in sums]
@@ -128,9 +128,9 @@ def _preparation(
     """Return the loop before a loop, which computes what does not depend on weights.
 
     Args:
-        loop: The loop over the chunks after the first one.
-        others: The numbers of the carries that do not start with sums of the first chunk.
-        slices: The values of an iteration that the new loop reads for all chunks.
+        loop: the loop over the chunks after the first one.
+        others: the numbers of the carries that do not start with sums of the first chunk.
+        slices: the values of an iteration that the new loop reads for all chunks.
 
     Returns:
         A function of the constants, initial values and arrays of the loop, and of the values of

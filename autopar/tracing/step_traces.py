@@ -38,15 +38,15 @@ class TraceOptions:
     """The options of a trace.
 
     Attributes:
-        layers: How functions that `autopar.grad` differentiates are divided into layers; None if
+        layers: how functions that `autopar.grad` differentiates are divided into layers; None if
             they are not.
-        marked: Whether to mark the values that microbatches accumulate even if there is only one
+        marked: whether to mark the values that microbatches accumulate even if there is only one
             microbatch.
-        forward: Whether the step takes no gradients. Then the step itself is divided into layers,
+        forward: whether the step takes no gradients. Then the step itself is divided into layers,
             and its results are combined from microbatches.
-        exactness: In what microbatches may differ from the whole batch.
-        keeps_remat: Whether `jax.checkpoint` recomputes (`autopar.ir.flatten`).
-        keeps_constraints: Whether `jax.lax.with_sharding_constraint` stays.
+        exactness: in what microbatches may differ from the whole batch.
+        keeps_remat: whether `jax.checkpoint` recomputes (`autopar.ir.flatten`).
+        keeps_constraints: whether `jax.lax.with_sharding_constraint` stays.
     """
 
     layers: LayerOption | None = None
@@ -61,13 +61,13 @@ class TracedStep(NamedTuple):
     """A traced step, with arrays in pieces where stages have pieces of them.
 
     Attributes:
-        jaxpr: The flat jaxpr.
-        arguments: The user's arguments, in pieces.
-        result: The user's result, in pieces.
-        in_keys: The key path of each input.
-        out_keys: The key path of each output.
-        batch: The numbers of the inputs whose first dim is the batch.
-        unconstrained: The lines whose `jax.lax.with_sharding_constraint` is left out.
+        jaxpr: the flat jaxpr.
+        arguments: the user's arguments, in pieces.
+        result: the user's result, in pieces.
+        in_keys: the key path of each input.
+        out_keys: the key path of each output.
+        batch: the numbers of the inputs whose first dim is the batch.
+        unconstrained: the lines whose `jax.lax.with_sharding_constraint` is left out.
     """
 
     jaxpr: Jaxpr
@@ -83,16 +83,16 @@ class StepTraces:
     """The traces of a step for batches of several sizes.
 
     Attributes:
-        name: The name of the user's function.
-        options: The options. Its layers are None if the step itself is in layers.
-        in_tree: The structure of the arguments.
-        in_keys: The key path of each array among them.
-        avals: The type of each array, for the whole batch.
-        batch: The numbers of the arrays whose first dim is the batch.
-        scan_assignments: The layers of scans whose gradients are divided.
-        rounded_scales: The parts of the batch, as fractions, whose traces have rounded sizes. They
+        name: the name of the user's function.
+        options: the options. Its layers are None if the step itself is in layers.
+        in_tree: the structure of the arguments.
+        in_keys: the key path of each array among them.
+        avals: the type of each array, for the whole batch.
+        batch: the numbers of the arrays whose first dim is the batch.
+        scan_assignments: the layers of scans whose gradients are divided.
+        rounded_scales: the parts of the batch, as fractions, whose traces have rounded sizes. They
             are not made of whole groups of examples that the step puts together.
-        trace: See `_trace`; a trace is made once for the same arguments.
+        trace: see `_trace`; a trace is made once for the same arguments.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class StepTraces:
         """Trace nothing yet.
 
         Args:
-            fun: The step.
-            args: Its arguments, pytrees of arrays or ShapeDtypeStructs.
-            batch_argnums: The arguments whose arrays have the batch as their first dim.
-            options: The options.
+            fun: the step.
+            args: its arguments, pytrees of arrays or ShapeDtypeStructs.
+            batch_argnums: the arguments whose arrays have the batch as their first dim.
+            options: the options.
         """
         leaves, self.in_tree = jax.tree.flatten_with_path(tuple(args))
         self.name = getattr(fun, "__name__", "the step")
@@ -142,9 +142,9 @@ class StepTraces:
         batch, scaled down, where traces for two sizes show how.
 
         Args:
-            scale: The factor.
-            in_microbatches: Whether the step runs in microbatches.
-            whole_arrays: Whether functions that run on shards are traced for whole arrays.
+            scale: the factor.
+            in_microbatches: whether the step runs in microbatches.
+            whole_arrays: whether functions that run on shards are traced for whole arrays.
         """
         mode = in_microbatches, whole_arrays
         if scale >= 1:
@@ -216,9 +216,9 @@ class StepTraces:
         """Return a traced step with its scans divided into layers, and flat.
 
         Args:
-            jaxpr: The step, which may take more inputs than the arguments.
-            out_keys: The key paths of its outputs.
-            out_tree: The structure of its outputs.
+            jaxpr: the step, which may take more inputs than the arguments.
+            out_keys: the key paths of its outputs.
+            out_tree: the structure of its outputs.
         """
         options = self.options
         if isinstance(options.layers, AutoLayerOption):
@@ -255,11 +255,11 @@ class StepTraces:
         """Return the step for a batch, from its traces for two larger ones; None if that fails.
 
         Args:
-            scale: The size of the batch, as in `_trace`.
-            size: The size of the smaller one of the larger batches.
-            larger: The size of the other one.
-            mode: The other arguments of `_trace`.
-            rounds: Whether sizes are rounded up, as in `rescaled`.
+            scale: the size of the batch, as in `_trace`.
+            size: the size of the smaller one of the larger batches.
+            larger: the size of the other one.
+            mode: the other arguments of `_trace`.
+            rounds: whether sizes are rounded up, as in `rescaled`.
         """
         try:
             base, other = self.trace(size, *mode), self.trace(larger, *mode)
@@ -300,7 +300,7 @@ class StepTraces:
         """Return a hint at arguments that may be batches, for an error; "" without any.
 
         Args:
-            rows: The number of examples.
+            rows: the number of examples.
         """
         numbers = [path_name(key[:1]) for key in self.in_keys]
         examples = {numbers[i] for i in self.batch}

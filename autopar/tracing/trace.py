@@ -50,11 +50,11 @@ def trace(
     """Return `fun`, traced for arguments like `args`.
 
     Args:
-        fun: The step.
-        args: Its arguments, pytrees of arrays or ShapeDtypeStructs.
-        batch_argnums: The arguments whose arrays have the batch as their first dim.
-        num_micro_batches: The number of microbatches.
-        options: How it is traced.
+        fun: the step.
+        args: its arguments, pytrees of arrays or ShapeDtypeStructs.
+        batch_argnums: the arguments whose arrays have the batch as their first dim.
+        num_micro_batches: the number of microbatches.
+        options: how it is traced.
 
     Raises:
         TraceError: `fun` depends on the values of its arguments, or returns something other than
@@ -92,8 +92,8 @@ def with_output_cuts(step: StepGraph, cuts: Sequence[Cut | None]) -> StepGraph:
     """Return a step that computes its outputs in pieces.
 
     Args:
-        step: A step whose outputs are in one piece.
-        cuts: The cut of each output; None for an output that stays in one piece.
+        step: a step whose outputs are in one piece.
+        cuts: the cut of each output; None for an output that stays in one piece.
     """
     seeds = {
         atom: cut
@@ -137,9 +137,9 @@ class _StepTracer:
     """A step in several numbers of microbatches.
 
     Attributes:
-        traces: The traces of the step.
-        options: Their options.
-        graph: See `_graph`; a graph is made once for each number of microbatches.
+        traces: the traces of the step.
+        options: their options.
+        graph: see `_graph`; a graph is made once for each number of microbatches.
     """
 
     def __init__(self, traces: StepTraces) -> None:

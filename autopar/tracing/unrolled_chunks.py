@@ -44,9 +44,9 @@ class _Result(NamedTuple):
     """A value that a step computes from terms of all chunks: their sum, or a stack of them.
 
     Attributes:
-        eqn: The last addition of the sum, or the stack or concatenation along the first dim.
-        terms: The terms of each chunk.
-        others: Terms of the sum that belong to no chunk.
+        eqn: the last addition of the sum, or the stack or concatenation along the first dim.
+        terms: the terms of each chunk.
+        others: terms of the sum that belong to no chunk.
     """
 
     eqn: JaxprEqn
@@ -97,16 +97,16 @@ class UnlikeChunksError(MicrobatchError):
     """A step adds gradients of chunks that it does not compute alike.
 
     Attributes:
-        count: The number of chunks.
+        count: the number of chunks.
     """
 
     def __init__(self, line: str, count: int, difference: str) -> None:
         """Describe the error.
 
         Args:
-            line: The line of the sum, as "FILE:LINE".
-            count: The number of chunks.
-            difference: What is not the same for all chunks.
+            line: the line of the sum, as "FILE:LINE".
+            count: the number of chunks.
+            difference: what is not the same for all chunks.
         """
         self.count = count
         super().__init__(
@@ -119,8 +119,8 @@ class _Chunks(NamedTuple):
     """The chunks of a step, for one number of chunks.
 
     Attributes:
-        results: The results whose terms the step computes alike for all chunks.
-        comparisons: The comparisons of the first chunk with each other one.
+        results: the results whose terms the step computes alike for all chunks.
+        comparisons: the comparisons of the first chunk with each other one.
     """
 
     results: list[_Result]
@@ -134,8 +134,8 @@ def unrolled_chunks(jaxpr: Jaxpr, of_model: set[Var]) -> tuple[Jaxpr, ChunkLoop]
     number with the most results that depend on gradients is taken; of several, the largest.
 
     Args:
-        jaxpr: The step, flat but for its loops.
-        of_model: The values that depend on weights.
+        jaxpr: the step, flat but for its loops.
+        of_model: the values that depend on weights.
 
     Raises:
         UnlikeChunksError: The step adds gradients that it does not compute alike.
@@ -171,8 +171,8 @@ def _with_named_literals(jaxpr: Jaxpr, of_model: set[Var]) -> tuple[Jaxpr, dict[
     Such numbers may differ between the chunks, as the weight of a chunk in the loss does.
 
     Args:
-        jaxpr: The step.
-        of_model: The values that depend on weights.
+        jaxpr: the step.
+        of_model: the values that depend on weights.
 
     Returns:
         The step, and the literal of each variable.
@@ -205,11 +205,11 @@ def _chunks(
     """Return the chunks of a step if there are `count` of them.
 
     Args:
-        jaxpr: The step.
-        literals: The literals that are named by variables.
-        of_model: The values that depend on weights.
-        candidates: Possible results, with one term per chunk.
-        count: The number of chunks.
+        jaxpr: the step.
+        literals: the literals that are named by variables.
+        of_model: the values that depend on weights.
+        candidates: possible results, with one term per chunk.
+        count: the number of chunks.
     """
     constants = [np.asarray(literal.val) for literal in literals.values()]
     named = jaxpr.replace(
@@ -242,9 +242,9 @@ def _sums(jaxpr: Jaxpr, of_model: set[Var], gradients: set[Var]) -> list[_Result
     are terms of chunks.
 
     Args:
-        jaxpr: The step.
-        of_model: The values that depend on weights.
-        gradients: The values that depend on gradients.
+        jaxpr: the step.
+        of_model: the values that depend on weights.
+        gradients: the values that depend on gradients.
     """
     additions = {
         eqn.outvars[0]: eqn
@@ -308,9 +308,9 @@ def _rolled(
     """Return a step with a loop over its chunks, and the loop.
 
     Args:
-        jaxpr: The step.
-        literals: The literals that are named by variables.
-        chunks: Its chunks.
+        jaxpr: the step.
+        literals: the literals that are named by variables.
+        chunks: its chunks.
     """
     comparisons = chunks.comparisons
     sums = [result for result in chunks.results if not _is_stack(result.eqn)]
@@ -388,12 +388,12 @@ def _body(
     """Return the body of a loop over chunks, from the equations of the first chunk.
 
     Args:
-        jaxpr: The step.
-        consts: The values that all iterations read.
-        carries: The sums.
-        slices: The values of the first chunk that differ between the chunks.
-        eqns: The equations.
-        results: The results of all chunks, the sums first.
+        jaxpr: the step.
+        consts: the values that all iterations read.
+        carries: the sums.
+        slices: the values of the first chunk that differ between the chunks.
+        eqns: the equations.
+        results: the results of all chunks, the sums first.
     """
     names = {var: Var(var.aval) for var in (*slices, *(v for eqn in eqns for v in eqn.outvars))}
     copies = [

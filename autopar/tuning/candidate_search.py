@@ -13,8 +13,8 @@ def search(space: SearchSpace, evaluate: Callable[[Candidate], Trial], how: Sear
     """Return the trials of a search in order, at most one per candidate.
 
     Args:
-        space: The candidates.
-        evaluate: The function that tries a candidate.
+        space: the candidates.
+        evaluate: the function that tries a candidate.
         how: "exhaustive" tries all candidates. "coordinate" is coordinate descent, as in Slapo's
             tuner: it starts at the first valid candidate and takes the best value of one knob after
             the other, until no single knob improves the candidate.

@@ -19,7 +19,7 @@ class SearchSpace:
     """An ordered set of knobs.
 
     Attributes:
-        domains: The domain of each knob, by name.
+        domains: the domain of each knob, by name.
 
     Raises:
         TypeError: A domain is neither a sequence of values nor a function.

@@ -15,13 +15,13 @@ class Trial:
     """The result of trying a candidate.
 
     Attributes:
-        candidate: A value for each knob.
+        candidate: a value for each knob.
         status: "fits", "does not fit" into the memory of a device, or "invalid" if the step can't
             be built, planned or compiled.
-        predicted_seconds: The predicted time of a step.
-        predicted_bytes: The predicted peak memory of the device that needs most.
-        measured_seconds: The measured time of a step, for the best candidates.
-        reason: Why the candidate is invalid or does not fit.
+        predicted_seconds: the predicted time of a step.
+        predicted_bytes: the predicted peak memory of the device that needs most.
+        measured_seconds: the measured time of a step, for the best candidates.
+        reason: why the candidate is invalid or does not fit.
     """
 
     candidate: Candidate

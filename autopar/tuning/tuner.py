@@ -51,17 +51,17 @@ def tune(
     An error of a candidate is not raised, but stored in its trial.
 
     Args:
-        make: A function from a candidate, a value for each knob, and a function that makes a mesh
+        make: a function from a candidate, a value for each knob, and a function that makes a mesh
             of a given shape, to (step, arguments, method), as `autopar.parallelize` takes them.
             Arguments may be ShapeDtypeStructs. The mesh has the cluster's devices when a candidate
             is predicted, and local devices when it is measured; its axes are "x", "y", "z", "w".
-        space: The values of the knobs, such as
+        space: the values of the knobs, such as
             {"tensor": [1, 2, 4, 8], "data": lambda chosen: [8 // chosen["tensor"]]}.
-        cluster: Where to run. A candidate that needs more memory than a device has does not fit.
+        cluster: where to run. A candidate that needs more memory than a device has does not fit.
             For a cluster of CPUs, for which this process can't compile, predictions are the plan's
             own estimates.
         search_by: "exhaustive", or "coordinate" for spaces that are too large for that.
-        measure: The number of candidates to measure; requires local devices like the cluster's.
+        measure: the number of candidates to measure; requires local devices like the cluster's.
 
     Raises:
         ValueError: The space has no candidate or a knob with the name of a result, or the devices

@@ -42,14 +42,14 @@ class Row:
     """A pipeline of a model.
 
     Attributes:
-        model: The model.
-        parameters: The number of its parameters.
-        gpus: The number of A100s with 80 GB, 8 in a host.
-        rows: The number of sequences or images in a batch.
-        planning_seconds: Processor seconds of tracing and planning on this machine.
-        step_seconds: The predicted time of a step.
-        memory_gb: The predicted memory of the fullest device.
-        samples_per_second: Sequences or images per second.
+        model: the model.
+        parameters: the number of its parameters.
+        gpus: the number of A100s with 80 GB, 8 in a host.
+        rows: the number of sequences or images in a batch.
+        planning_seconds: processor seconds of tracing and planning on this machine.
+        step_seconds: the predicted time of a step.
+        memory_gb: the predicted memory of the fullest device.
+        samples_per_second: sequences or images per second.
     """
 
     model: str
