@@ -1,9 +1,9 @@
 """Groups of equations that stay together: a single equation, or a whole loop or switch."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 
 from autopar.ir import control_flow
 from autopar.ir.evaluate import Numbered
@@ -58,6 +58,50 @@ def _unit(group: Sequence[Numbered]) -> Unit:
     read = variables(atom for _, eqn in group for atom in eqn.invars)
     reads = {var: None for var in read if var not in makes}
     return Unit(tuple(group), tuple(reads), tuple(makes))
+
+
+def effects_of(unit: Unit) -> list[int]:
+    """Return the numbers of the equations that act, such as `jax.debug.print`, without a result.
+
+    A loop or switch that has one of them acts, too: so does the marker that opens it.
+    """
+    return [
+        number
+        for number, eqn in unit.eqns
+        if eqn.effects and (not eqn.outvars or eqn.primitive in control_flow.OPENING)
+    ]
+
+
+def effects_in(jaxpr: Jaxpr) -> dict[int, Unit]:
+    """Return the units of the equations of `effects_of` by their numbers, in order."""
+    if not any(eqn.effects for eqn in jaxpr.eqns):
+        return {}
+    found = units(enumerate(jaxpr.eqns))
+    return {number: unit for unit in found for number in effects_of(unit)}
+
+
+def without_effects(eqns: Iterable[Numbered], numbers: Container[int]) -> list[Numbered]:
+    """Return equations without the effects of some of `effects_of`.
+
+    Args:
+        eqns: numbered equations.
+        numbers: the numbers of the equations that are not to act. Those without results are left
+            out, loops and switches are not.
+    """
+    return [
+        (number, eqn.replace(effects=frozenset()) if number in numbers else eqn)
+        for number, eqn in eqns
+        if number not in numbers or eqn.outvars
+    ]
+
+
+def pure(eqns: Iterable[Numbered]) -> list[Numbered]:
+    """Return the numbered equations without an effect; loops and switches lose theirs."""
+    return [
+        (number, eqn.replace(effects=frozenset()) if eqn.effects else eqn)
+        for number, eqn in eqns
+        if not eqn.effects or eqn.primitive in control_flow.OPENING
+    ]
 
 
 def has_backward(unit: Unit) -> bool:

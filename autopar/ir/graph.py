@@ -42,7 +42,7 @@ def needed(
     kept: list[int] = []
     while True:
         unused: list[int] = []
-        is_loop_needed = False
+        is_region_needed = False
         for position in pending:
             eqn = numbered[position][1]
             is_bound = eqn.primitive in control_flow.BOUND and control_flow.token_of(eqn) in live
@@ -51,11 +51,13 @@ def needed(
                 live.update(
                     [atom for atom in eqn.invars if isinstance(atom, Var) and atom not in known]
                 )
-                is_loop_needed |= eqn.primitive in control_flow.OPENING
+                if eqn.primitive in control_flow.OPENING:
+                    is_region_needed = True
+                    live.update(eqn.outvars)  # its token: the region needs its `BOUND` markers
             else:
                 unused.append(position)
         # A loop that is needed needs all its carries, which takes another pass.
-        if not is_loop_needed:
+        if not is_region_needed:
             return [numbered[position] for position in sorted(kept)]
         pending = unused
 

@@ -17,7 +17,15 @@ from functools import partial
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from autopar.ir.equation_groups import Unit, dependents, has_backward, units
+from autopar.ir.equation_groups import (
+    Unit,
+    dependents,
+    effects_in,
+    effects_of,
+    has_backward,
+    units,
+    without_effects,
+)
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import (
     Atom,
@@ -110,16 +118,18 @@ def _boundary(
     tail: set[Var] = set()
     effects: list[bool] = []
     values: dict[Var, None] = {}
+    used = {*variables(jaxpr.outvars), *(var for unit in groups for var in unit.reads)}
     for unit in groups:
         read = [var for var in unit.reads if var in depending]
+        acts = effects_of(unit)
+        only_acts = bool(acts) and used.isdisjoint(unit.makes)
         in_body = unit.number in body or (
-            tail.isdisjoint(read) and (not unit.makes or rules.allows(unit, read))
+            tail.isdisjoint(read) and (only_acts or rules.allows(unit, read))
         )
-        if not unit.makes:
-            effects.append(in_body and bool(read))
-        elif not read:
+        effects += [in_body and bool(read)] * len(acts)
+        if not read:
             continue
-        elif in_body:
+        if in_body:
             made.update(unit.makes)
         else:
             tail.update(unit.makes)
@@ -294,9 +304,7 @@ def _twins(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> dict[Var, Var]:
     ours, theirs = _makers(jaxpr), _makers(other)
     twin: dict[Var, Var] = {}
     pending: list[tuple[Atom, Atom]] = list(zip(jaxpr.outvars, other.outvars, strict=True))
-    acts = [
-        [eqn for eqn in trace.eqns if eqn.effects and not eqn.outvars] for trace in (jaxpr, other)
-    ]
+    acts = [[trace.eqns[number] for number in effects_in(trace)] for trace in (jaxpr, other)]
     if len(acts[0]) != len(acts[1]):
         raise _other_tail(max(acts, key=len))
     for mine, their, in_body in zip(*acts, boundary.effects, strict=True):
@@ -346,9 +354,9 @@ def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:
     if not boundary.values:
         return jaxpr
     numbered = list(enumerate(jaxpr.eqns))
-    acts = [number for number, eqn in numbered if eqn.effects and not eqn.outvars]
-    once = {n for n, in_body in zip(acts, boundary.effects, strict=True) if not in_body}
-    body = needed([each for each in numbered if each[0] not in once], boundary.values)
+    effects = zip(effects_in(jaxpr), boundary.effects, strict=True)
+    once = {number for number, in_body in effects if not in_body}
+    body = needed(without_effects(numbered, once), boundary.values)
     front = _with_whole_units(numbered, {number for number, _ in body})
     totals = {var: Var(var.aval) for var in boundary.values}
     sample = next((eqn for _, eqn in body), jaxpr.eqns[0] if jaxpr.eqns else None)

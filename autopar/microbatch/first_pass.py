@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_sizes import value_bytes
-from autopar.ir.equation_groups import Unit, dependents, has_backward, units
+from autopar.ir.equation_groups import Unit, dependents, has_backward, pure, units
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, Where, aval_of, needed, possible_weights, variables
 from autopar.ir.keys import is_key
@@ -351,8 +351,7 @@ def completing(trace: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
         places: the places of the values in it.
     """
     values = values_at(trace, places)
-    pure = [(number, eqn) for number, eqn in enumerate(trace.eqns) if not eqn.effects]
-    eqns = [eqn for _, eqn in needed(pure, values)]
+    eqns = [eqn for _, eqn in needed(pure(enumerate(trace.eqns)), values)]
     results: list[Var] = []
     for place, value in zip(places, values, strict=True):
         results.append(value)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, Primitive, Var
 
-from autopar.ir.equation_groups import dependents
+from autopar.ir.equation_groups import dependents, effects_in, without_effects
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import needed, variables
 from autopar.ir.step_graph import Combine, Loop, Microbatching
@@ -93,7 +93,8 @@ def step_parts(
     """Return the equations that are needed before and after the marks.
 
     An equation with an effect and no result, such as `jax.debug.print`, runs for each microbatch if
-    it depends on the batch but not on marked values. Otherwise it runs once, after the marks.
+    it depends on the batch but not on marked values, or the loop that has it does. Otherwise it
+    runs once, after the marks.
 
     Args:
         jaxpr: a flat jaxpr with marks, which are its `accumulate` equations.
@@ -103,19 +104,18 @@ def step_parts(
     """
     numbered, marks = list(enumerate(jaxpr.eqns)), named_equations(jaxpr, accumulate_p)
     accumulated = tuple(var for _, eqn in marks for var in eqn.outvars)
-    acts = {number for number, eqn in numbered if eqn.effects and not eqn.outvars}
+    acts = effects_in(jaxpr)
     repeated: set[int] = set()
     if acts:
         depending = dependents(numbered, (jaxpr.invars[i] for i in batch))
         completed = dependents(numbered, accumulated)
         repeated = {
-            n
-            for n in acts
-            if not depending.isdisjoint(variables(jaxpr.eqns[n].invars))
-            and completed.isdisjoint(variables(jaxpr.eqns[n].invars))
+            number
+            for number, unit in acts.items()
+            if not depending.isdisjoint(unit.reads) and completed.isdisjoint(unit.reads)
         }
-    body = [each for each in numbered if each[0] not in acts - repeated]
-    tail = [each for each in numbered if each[0] not in repeated]
+    body = without_effects(numbered, acts.keys() - repeated)
+    tail = without_effects(numbered, repeated)
     wanted = [atom for _, eqn in (marks if ends is None else ends) for atom in eqn.invars]
     return StepParts(
         tuple(needed(body, wanted, given)),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import random_bits_p, random_split_p
 
-from autopar.ir.equation_groups import Unit, dependents, has_backward, units
+from autopar.ir.equation_groups import Unit, dependents, has_backward, pure, units
 from autopar.ir.graph import (
     aval_of,
     needed,
@@ -49,8 +49,7 @@ def preparation(whole: Jaxpr, places: Sequence[TracedValue]) -> Preparation:
         places: the values.
     """
     values = values_at(whole, places)
-    pure = [(n, eqn) for n, eqn in enumerate(whole.eqns) if not eqn.effects]
-    eqns = [eqn for _, eqn in needed(pure, values)]
+    eqns = [eqn for _, eqn in needed(pure(enumerate(whole.eqns)), values)]
     read = set(variables(atom for eqn in eqns for atom in eqn.invars))
     jaxpr = whole.replace(eqns=eqns, outvars=values, effects=frozenset())
     lines = dict.fromkeys(source_line(whole.eqns[place.number]) for place in places)

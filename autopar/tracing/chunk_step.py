@@ -17,6 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_cuts import CutTree
+from autopar.ir.equation_groups import pure
 from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import aval_of, needed, variables
@@ -88,8 +89,7 @@ class ChunkStep(NamedTuple):
         totals = [eqn for eqn in jaxpr.eqns if eqn.primitive in COMBINE]
         others = [each for each in enumerate(jaxpr.eqns) if each[1].primitive not in COMBINE]
         operands = [atom for eqn in totals for atom in eqn.invars]
-        pure = [(n, eqn) for n, eqn in others if not eqn.effects]
-        body = {n for n, _ in needed(pure, operands)}
+        body = {n for n, _ in needed(pure(others), operands)}
         mark = totals[0].replace(
             primitive=accumulate_p,
             invars=operands,
@@ -207,12 +207,12 @@ class _ChunkInputs:
     def preparation(self) -> Preparation:
         """Return what computes the inputs before the step."""
         loop, values = self.loop, self.values
-        pure = [(n, eqn) for n, eqn in loop.numbered_eqns if not eqn.effects]
+        eqns = pure(loop.numbered_eqns)
         rows = [var for var in values if self.is_row(var) and var not in loop.slices]
         afters = [carry.after for carry in loop.handed_on]
         iteration = [
             (n, eqn)
-            for n, eqn in needed(pure, [*rows, *afters], [*loop.slices, *loop.carries])
+            for n, eqn in needed(eqns, [*rows, *afters], [*loop.slices, *loop.carries])
             if not loop.of_iteration.isdisjoint(eqn.outvars)
         ]
         operands = {var for _, eqn in iteration for var in variables(eqn.invars)}
@@ -220,7 +220,7 @@ class _ChunkInputs:
         finals = [carry.final for carry in loop.handed_on]
         fixed = [var for var in values if not self.is_row(var) and var not in finals]
         wanted = [*(operands - loop.of_iteration), *fixed, *inits, *loop.slices.values()]
-        once = needed(pure, wanted)
+        once = needed(eqns, wanted)
 
         def compute(*arguments: jax.Array) -> list[jax.Array]:
             env: dict[Var, Any] = loop.constants | dict(

@@ -28,7 +28,7 @@ def step(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
 
-@pytest.mark.parametrize(
+over_methods = pytest.mark.parametrize(
     "method",
     [
         autopar.ShardParallel((2, 4)),
@@ -37,9 +37,49 @@ def step(params, x):
     ],
     ids=["program", "microbatches", "pipeline"],
 )
+
+
+@over_methods
 def test_a_step_that_calls_python_equals_one_device(method):
     parallel = autopar.parallelize(step, method=method, donate_argnums=())
     assert_allclose(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-5)
     if method.num_micro_batches == 4 and isinstance(method, autopar.ShardParallel):
         (stage,) = parallel.get_last_executable().plan.stages
         assert len(stage.deferred) == 1, "callbacks run where XLA partitions along the other axis"
+
+
+@over_methods
+def test_a_branch_or_loop_that_only_prints_prints_where_it_is(method, capfd):
+    """In the loss it prints for each microbatch, after the gradient once."""
+
+    def print_twice(value):
+        def body(i, carry):
+            jax.debug.print("inside {} {}", i, value)
+            return carry
+
+        jax.lax.fori_loop(0, 2, body, ())
+
+    def print_if_positive(value):
+        def prints(value):
+            jax.debug.print("after {}", value)
+
+        jax.lax.cond(value > 0, prints, lambda _: None, value)
+
+    def step(params, x):
+        def loss(params):
+            hidden = jnp.tanh(x @ params["w"]) @ params["v"]
+            print_twice((hidden**2).sum())
+            return jnp.mean(hidden**2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        print_if_positive(value)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    result = parallel(PARAMS, BATCH)
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    assert_allclose(result, jax.jit(step)(PARAMS, BATCH), rtol=1e-5)
+    after = [float(line.split()[1]) for line in lines if line.startswith("after")]
+    assert after == [pytest.approx(float(result[1]))]
+    assert sum(line.startswith("inside") for line in lines) >= 2 * method.num_micro_batches
