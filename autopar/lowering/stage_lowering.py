@@ -86,7 +86,7 @@ class StageLowering:
         mesh: the mesh that it is lowered for.
         values: shapes and specs of the stage's values.
         donated: inputs of the step whose memory the tasks may reuse.
-        last_reads: for each task, results of tasks whose memory it may reuse.
+        last_reads: for each task, inputs and results of tasks whose memory it may reuse.
     """
 
     def __init__(

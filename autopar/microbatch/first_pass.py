@@ -205,8 +205,8 @@ class _CompletableValues(PreparableValues):
     def places_before_layers(self, values: Set[Var], later: Set[Var]) -> tuple[TracedValue, ...]:
         """Return the places of values that are results, or that an equation of `later` reads.
 
-        Of values with a row per example, these are the ones that only a forward pass reads and that
-        are no larger than the batch.
+        Of values with a row per example, these are the ones that an equation of a forward pass
+        reads and that are no larger than the batch.
         """
         candidates = self._depending.intersection(values)
         chosen = candidates.intersection(variables(self.outvars))

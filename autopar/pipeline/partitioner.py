@@ -6,8 +6,8 @@ values cross between stages:
 - Forward and backward equations belong to the stage of their layer
   (`autopar.layering.layer_scopes`). Equations outside of layers belong to the last stage that
   computes one of their operands.
-- Each stage computes for itself what depends only on constants or small inputs, and casts for
-  itself a weight that several stages read.
+- Each stage computes for itself what depends only on constants or small inputs, and, outside of
+  layers, on inputs alone. It casts for itself a weight that several stages read.
 - A gradient that several stages contribute to (tied weights) is accumulated in each of them; the
   update adds up these sums.
 - A parameter is updated where its gradient is. An update whose stages need one another's results
@@ -350,7 +350,7 @@ class _PartitionBuilder:
     # -- assembly
 
     def partition(self) -> Partition:
-        """Return the partition; every stage has an F and, in a training step, a B and a U."""
+        """Return the partition; every stage has an F and, in microbatches, a B and a U."""
         tasks: dict[Task, list[Unit]] = defaultdict(list)
         for stage in range(self.num_stages):
             tasks[Task(stage, "F")] = []

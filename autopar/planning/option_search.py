@@ -80,7 +80,8 @@ def search(
         space: combinations of options to try.
         stage_option: layers and devices of the stages.
         method: name of the method, for the plan.
-        trials: list to which every combination is appended with its outcome.
+        trials: list to which combinations are appended with their outcomes, but for those of the
+            step as one program that fewer microbatches rule out.
 
     Raises:
         ValueError, TimeoutError: the error of the first combination, if there is no plan for any.
