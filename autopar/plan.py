@@ -206,15 +206,8 @@ class Plan(PlanPart):
 
     @property
     def num_passes(self) -> int:
-        """The number of passes over the microbatches.
-
-        A first pass of layers that depend on no example (`autopar.microbatch.batch_free_layers`)
-        has no microbatches and does not count.
-        """
-        first = self.first_pass
-        if first is None:
-            return 1
-        return first.num_passes + (first.num_micro_batches == self.num_micro_batches)
+        """The number of passes over the microbatches."""
+        return 1 if self.first_pass is None else 1 + self.first_pass.num_passes
 
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` reads it back to an equal plan."""
@@ -285,7 +278,7 @@ class Plan(PlanPart):
         the count of values. The bytes are for one value on one device.
         """
         deferred = ", ".join(axis for stage in self.stages for axis in stage.deferred)
-        passes = f"{self.num_passes} passes over " if self.num_passes > 1 else ""
+        passes = f"{self.num_passes} passes over " if self.first_pass else ""
         count = f"{passes}{self.num_micro_batches}"
         once = f" (gradients completed once along {deferred})" if deferred else ""
         schedule = "" if self.schedule.is_whole_step else f"schedule {self.schedule.name}, "

@@ -224,8 +224,7 @@ class RemoteExecutable(Executable):
 
     def recorded(self) -> list[list[ExecutedInstruction]]:
         """Return for each worker the instructions of a step on zeros, on this process's clock."""
-        num_passes = len(list(_passes(self.planned)))
-        self.hosts.ask_all("record", [(num_passes,)] * len(self.hosts.numbers))
+        self.hosts.ask_all("record", [(self.plan.num_passes,)] * len(self.hosts.numbers))
         self(*self.step.arguments.joined(self._dummy_inputs()))
         recorded = self.hosts.recorded()
         return [_of_all_passes(row, self.planned) for row in recorded]

@@ -38,7 +38,6 @@ from autopar.ir.graph import (
     variables,
 )
 from autopar.ir.step_graph import MicrobatchError
-from autopar.microbatch.batch_free_layers import batch_free_gradients
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_rules import BatchScaling
 from autopar.microbatch.created_rows import created_by, folds_position
@@ -86,10 +85,6 @@ def find_boundary(jaxpr: Jaxpr, scalings: BatchScalings | None, options: PassOpt
     groups = units(enumerate(jaxpr.eqns))
     depending = _depending(jaxpr, {*batch, *options.completed}, options.positions)
     rules = _BodyRules(groups, depending, scalings, first_pass)
-    if scalings is not None and not first_pass:
-        rules.late |= batch_free_gradients(jaxpr, groups, depending, scalings.kinds)
-        while needed_in_body := rules.late & _required(groups, rules):
-            rules.late -= needed_in_body
     made_by = {var: unit.number for unit in groups for var in unit.makes}
     first: Boundary | None = None
     while True:

@@ -44,8 +44,8 @@ def exactness_warnings(step: StepGraph) -> list[str]:
             "computed for the whole batch before the step, and not in its predicted time: "
             + listed(step.preparation.lines)
         )
-    count = step.num_micro_batches
-    if passes := [each for each in _first_passes(step) if each.step.num_micro_batches == count]:
+    if step.first_pass is not None:
+        passes = list(_first_passes(step))
         lines = dict.fromkeys(line for each in passes for line in each.lines)
         warnings.append(
             f"{len(passes) + 1} passes over the microbatches compute the model, because a later one"

@@ -152,23 +152,6 @@ def finished_with(
     return search.places_before_layers(dependents(eqns, layers & computed) - own, own)
 
 
-def places_of(values: Sequence[Var], traces: Sequence[Jaxpr]) -> tuple[TracedValue, ...]:
-    """Return the places of values of the first trace; empty unless all have them in each trace.
-
-    The values are arrays of the same shape for any size of the batch.
-    """
-    names = [eqn.primitive for eqn in traces[0].eqns]
-    if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
-        return ()
-    known = {
-        var: TracedValue(number, result)
-        for number, eqn in enumerate(traces[0].eqns)
-        for result, var in enumerate(eqn.outvars)
-    }
-    places = [known.get(var) for var in values]
-    return tuple(filter(None, places)) if all(_has_fixed_shape(traces, p) for p in places) else ()
-
-
 def results_of(eqns: Iterable[JaxprEqn]) -> set[Var]:
     """Return the values that equations compute."""
     return {var for eqn in eqns for var in eqn.outvars}

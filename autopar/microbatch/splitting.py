@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import div_p
 
-from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, aval_of, renamed, rewired, source_line, variables
+from autopar.ir.graph import Atom, aval_of, renamed, rewired, source_line
 from autopar.ir.step_graph import Combine, MicrobatchError, Microbatching
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_constants import power_of_constant, with_constants_of
@@ -33,7 +32,6 @@ from autopar.microbatch.body_boundary import (
 )
 from autopar.microbatch.deferred_division import defer_divisions, equations, statistics
 from autopar.microbatch.example_runs import example_runs, single_example_error
-from autopar.microbatch.gradients import accumulate_p
 from autopar.microbatch.marked_steps import (
     mark_of,
     microbatching_as_marked,
@@ -129,21 +127,6 @@ def split_once(
     same: tuple[Combine, ...] = ("same",) * sum(len(eqn.outvars) for _, eqn in parts.marks)
     examples = gcd(*(aval_of(jaxpr.invars[i]).shape[0] for i in batch))
     return jaxpr, Microbatching(1, *parts, same, chunks=examples)
-
-
-def depends_on_batch(jaxpr: Jaxpr, batch: Iterable[int]) -> bool:
-    """Return whether a result of a step depends on inputs whose first dim is the batch."""
-    inputs = (jaxpr.invars[i] for i in batch if i < len(jaxpr.invars))
-    return not dependents(enumerate(jaxpr.eqns), inputs).isdisjoint(variables(jaxpr.outvars))
-
-
-def split_without_batch(jaxpr: Jaxpr) -> tuple[Jaxpr, Microbatching]:
-    """Return a pass without microbatches: one that computes nothing, and a tail."""
-    nothing = jaxpr.eqns[0].replace(
-        primitive=accumulate_p, invars=[], outvars=[], params={}, effects=frozenset()
-    )
-    jaxpr = jaxpr.replace(eqns=[nothing, *jaxpr.eqns])
-    return jaxpr, microbatching_as_marked(jaxpr, frozenset(), 1, ())
 
 
 def _check_gradient(jaxpr: Jaxpr, gradient_free: bool) -> None:

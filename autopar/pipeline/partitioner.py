@@ -309,9 +309,7 @@ class _PartitionBuilder:
         """
         self._spread_small_updates()
         pending = [unit for unit in self.tail if unit.number not in self.anywhere]
-        homes = ((self.step.jaxpr.invars[i], stage) for i, stage in self.rule.input_homes.items())
-        given = {var: stage for var, stage in homes if not is_small(var)}
-        stage_with = given | self.total_stage | self._first_readers()
+        stage_with = self.total_stage | self._first_readers()
         stage_of = update_stages(pending, self.producer, self.inputs, stage_with)
         produced_in: dict[Var, tuple[int, int]] = {
             var: (stage, 0) for var, stage in self.total_stage.items()

@@ -23,8 +23,6 @@ from autopar.ir.step_graph import (
     StepGraph,
 )
 from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layer_scopes import layer_of
-from autopar.microbatch.batch_free_layers import batch_free_values
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.example_blocks import Blocks
 from autopar.microbatch.first_pass import (
@@ -35,7 +33,6 @@ from autopar.microbatch.first_pass import (
     latest_completed,
     model_layers,
     more_completed,
-    places_of,
     reading,
     results_of,
 )
@@ -54,7 +51,7 @@ from autopar.microbatch.row_positions import (
     blocks_of_created,
     without_unread_positions,
 )
-from autopar.microbatch.splitting import depends_on_batch, split, split_without_batch
+from autopar.microbatch.splitting import split
 from autopar.primitives import record_of
 
 
@@ -170,7 +167,7 @@ class MicrobatchTraces:
         while True:
             numbered = self._numbered(places)
             try:
-                return self._with_layers_once(self._split(numbered, places), numbered, places)
+                return self._split(numbered, places)
             except MicrobatchError as error:
                 refused = refused or error
             found = self._scalings(numbered)
@@ -231,8 +228,6 @@ class MicrobatchTraces:
 
         Further inputs follow these if a first pass completes them.
         """
-        if self.is_first_pass and not depends_on_batch(self.traces[1], numbered.batch):
-            return SplitStep(*split_without_batch(self.traces[1]))
         # What only prepared values need is no part of the step.
         traces = {each: reading(each) if places else each for each in chain(*numbered.pairs)}
         micro, whole, part, _, small, large = (traces[each] for each in chain(*numbered.pairs))
@@ -265,37 +260,6 @@ class MicrobatchTraces:
         )
 
     # -- two passes
-
-    def _with_layers_once(
-        self, step: SplitStep, numbered: _Numbered, places: tuple[TracedValue, ...]
-    ) -> SplitStep:
-        """Return a step whose layers without examples a first pass computes.
-
-        It is the step itself if it has no such layers, or if XLA moves them out of its loop over
-        the microbatches.
-
-        Args:
-            step: The step in one pass.
-            numbered: Its traces, with the values at `places` and the positions as inputs.
-            places: The values that are prepared.
-        """
-        if not self.stages or self.is_first_pass or step.microbatching is None:
-            return step
-        prepared = range(len(self.paths), len(step.jaxpr.invars))
-        values = batch_free_values(step.jaxpr, step.microbatching, {*numbered.batch, *prepared})
-        completed = places_of(values, self.traces)
-        if not completed:
-            return step
-        own = self
-        if self.in_layers is not None:
-            micro, divide = self.in_layers
-            own = replace(self, traces=(micro, *self.traces[1:]), in_layers=None, divide=divide)
-        with suppress(MicrobatchError, NoLayersError):
-            first = own._first_pass(completed)
-            second = own._split(own._second_pass(places, completed), places)
-            if own is not self or _busy_layers(second) == _busy_layers(step):
-                return second._replace(first_pass=first)
-        return step
 
     def _in_two_passes(self, numbered: _Numbered, places: tuple[TracedValue, ...]) -> SplitStep:
         """Return the second of two passes over the microbatches, with the first one.
@@ -515,13 +479,6 @@ def first_pass_of(
 def _is_of_gradient(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a product of a backward pass."""
     return is_backward(eqn) and record_of(eqn).is_contraction
-
-
-def _busy_layers(step: SplitStep) -> set[int]:
-    """Return the layers that have products or loops in each microbatch."""
-    assert step.microbatching is not None
-    labels = [layer_of(eqn) for _, eqn in step.microbatching.body if record_of(eqn).is_costly]
-    return {label[0] for label in labels if label is not None}
 
 
 def _num_costly(jaxpr: Jaxpr) -> int:
