@@ -32,24 +32,13 @@ class MLP(Model):
 
     Attributes:
         dim: width of x and y.
-        num_layers: number of dense layers; an even number, so that the last one is `dim` wide.
         compute_dtype: as of `GPT`.
-
-    Raises:
-        ValueError: `num_layers` is odd.
     """
 
     dim: int
     num_layers: int
     batch_size: int
     compute_dtype: ComputeDtype = "float32"
-
-    def __post_init__(self) -> None:
-        if self.num_layers % 2:
-            raise ValueError(
-                f"model mlp: num_layers: given {self.num_layers}; expected an even number:"
-                " its layers are 4 x dim and dim wide in turn, and the last one is dim wide"
-            )
 
     @override
     def init_state(self, key: jax.Array) -> TrainState:

@@ -164,11 +164,6 @@ def test_two_clusters_of_the_same_name_are_refused(config: Any, tmp_path: Path) 
             7,
             "model gpt: num_heads: given 7; expected a divisor of hidden_size, which is 128",
         ),
-        (
-            "models.mlp.reduced.num_layers",
-            3,
-            "model mlp: num_layers: given 3; expected an even number",
-        ),
         ("models.mlp", {}, "at models.mlp: {} should be non-empty"),
         (
             "models.mlp",
