@@ -27,20 +27,19 @@ def candidates(step: StepGraph, mesh: LogicalMesh, data_parallel: bool) -> Itera
     """Yield the sets of axes that may be deferred: those that divide a microbatch evenly.
 
     Several microbatches save synchronizations; with one there is nothing to defer.
-    For pure data parallelism only the set of all axes counts. JAX can't lower loops and branches
-    that act, as by `jax.debug.print`, on shards that XLA is to partition along other axes.
+    For pure data parallelism only the set of all axes counts. So it does if a loop or branch of a
+    microbatch acts, as by `jax.debug.print`: JAX can't lower it on shards that XLA is to partition
+    along other axes.
     """
-    if step.num_micro_batches == 1:
+    micro = step.microbatching
+    if micro is None or step.num_micro_batches == 1:
         return
-    acting = any(eqn.effects and eqn.primitive in OPENING for eqn in step.jaxpr.eqns)
+    acts = any(eqn.effects and eqn.primitive in OPENING for _, eqn in micro.body)
     axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
     rows = [aval_of(step.jaxpr.invars[i]).shape[0] for i in step.batch]
-    for count in range(len(axes), len(axes) - 1 if data_parallel else 0, -1):
+    for count in range(len(axes), len(axes) - 1 if data_parallel or acts else 0, -1):
         for deferred in combinations(axes, count):
-            parts = mesh.ways(deferred)
-            if acting and parts < mesh.num_devices:
-                continue
-            if deferred and all(n % parts == 0 for n in rows):
+            if deferred and all(n % mesh.ways(deferred) == 0 for n in rows):
                 yield deferred
 
 

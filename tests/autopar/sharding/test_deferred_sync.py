@@ -90,6 +90,28 @@ def test_deferred_axes_divide_the_examples_of_a_microbatch():
     assert list(candidates(traced(1), SQUARE, False)) == []
 
 
+@pytest.mark.parametrize("prints_in_loss", [True, False])
+def test_a_loop_that_prints_for_each_microbatch_defers_all_axes_or_none(prints_in_loss):
+    def print_twice(value):
+        jax.lax.fori_loop(0, 2, lambda i, _: jax.debug.print("{} {}", i, value), None)
+
+    def printing(params, batch):
+        def loss(params):
+            hidden = jnp.tanh(batch @ params["a"])
+            if prints_in_loss:
+                print_twice((hidden**2).sum())
+            return jnp.mean(hidden @ params["b"])
+
+        value, grads = autopar.value_and_grad(loss)(params)
+        if not prints_in_loss:
+            print_twice(value)
+        return jax.tree.map(jnp.subtract, params, grads)
+
+    step = trace(printing, (PARAMS, np.ones((64, SIZE), np.float32)), (1,), 4)
+    some = [] if prints_in_loss else [("x",), ("y",)]
+    assert list(candidates(step, SQUARE, False)) == [("x", "y"), *some]
+
+
 def test_parts_of_one_example_have_the_equations_of_more():
     """JAX keeps the dim of a single example in a sum over dims, such as a bias gradient.
 
