@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import (
+    approx_top_k_p,
     argmax_p,
     argmin_p,
     broadcast_in_dim_p,
@@ -189,6 +190,9 @@ def _numbers(dtype: Any, maker: JaxprEqn | None) -> np.ndarray:
     """
     if maker is not None and maker.primitive is top_k_p:
         return np.arange(aval_of(maker.invars[0]).shape[maker.params["axis"]]).astype(dtype)
+    if maker is not None and maker.primitive is approx_top_k_p:
+        dim = maker.params["reduction_dimension"]
+        return np.arange(aval_of(maker.invars[0]).shape[dim]).astype(dtype)
     if maker is not None and maker.primitive in (argmax_p, argmin_p):
         (axis,) = maker.params["axes"]
         return np.arange(aval_of(maker.invars[0]).shape[axis]).astype(dtype)

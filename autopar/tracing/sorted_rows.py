@@ -22,6 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import (
     convert_element_type_p,
+    cumsum_p,
     gather_p,
     reduce_sum_p,
     select_n_p,
@@ -35,6 +36,7 @@ from autopar.microbatch.deferred_division import equations
 from autopar.primitives import op_factors, record_of
 from autopar.primitives.factors import PARTIAL
 from autopar.primitives.ragged_products import dims_of, grouped_dot_p
+from autopar.tracing.group_starts import GroupStarts
 from autopar.tracing.row_facts import (
     DependsOnOrderError,
     GroupSizes,
@@ -75,6 +77,7 @@ class _Unsorting:
         first_order: for each variable that changes, the atom that replaces it: with rows in their
             first order, if they were sorted.
         facts: what is known of the variables of the old trace.
+        starts: what is known of those that are computed from sizes of groups.
     """
 
     def __init__(self, jaxpr: Jaxpr, kept: set[int]) -> None:
@@ -82,6 +85,7 @@ class _Unsorting:
         self.eqns: list[JaxprEqn] = []
         self.first_order: dict[Var, Atom] = {}
         self.facts = RowFacts(keys_of_sorts(jaxpr))
+        self.starts = GroupStarts(self.facts)
         for var in jaxpr.invars:
             self.facts.add_keys(var)
         for number, eqn in enumerate(jaxpr.eqns):
@@ -102,6 +106,7 @@ class _Unsorting:
             self._pass_through(eqn)
         elif not self._moves_rows(number, eqn):
             self._add_sizes(eqn)
+            self.starts.note(eqn)
             self._add_plain(eqn)
 
     def _moves_rows(self, number: int, eqn: JaxprEqn) -> bool:
@@ -112,6 +117,8 @@ class _Unsorting:
             return self._add_gather(eqn)
         if eqn.primitive is select_n_p:
             return self._add_choice(eqn)
+        if eqn.primitive is cumsum_p:
+            return self._add_groups(eqn)
         return eqn.primitive in (scatter_p, scatter_add_p) and self._add_scatter(eqn)
 
     def _emit(self, eqn: JaxprEqn, **changes: Any) -> None:
@@ -251,6 +258,29 @@ class _Unsorting:
         chosen = cases[int(numbers[0])]
         self.first_order[out] = self._read(chosen)
         facts.copy(chosen, out)
+        return True
+
+    def _add_groups(self, eqn: JaxprEqn) -> bool:
+        """Add one plus the group of each sorted row; return whether an equation computes it.
+
+        These are the groups that have started up to the row. All have at a row of no group, which
+        is after the rows of the last one.
+        """
+        found = self.starts.started(eqn)
+        if found is None:
+            return False
+        sizes, count = found
+        sorts = [sort for sort, keys in self.facts.keys_of_sort.items() if keys is sizes.keys]
+        if not sorts:
+            return False
+        (out,) = eqn.outvars
+        self.facts.rows[out] = SortedDim(sorts[-1], 0)
+
+        def started(group: Any) -> Any:
+            is_valid = (group >= 0) & (group < count)
+            return (jnp.where(is_valid, group, count - 1) + 1).astype(aval_of(out).dtype)
+
+        self.first_order[out] = self._compute(eqn, started, sizes.group, aval_of(out))
         return True
 
     def _pass_through(self, eqn: JaxprEqn) -> None:

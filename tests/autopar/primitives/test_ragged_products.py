@@ -225,6 +225,64 @@ def test_tokens_of_experts_may_be_counted_in_any_order(count):
     assert_equals_one_device(layer)
 
 
+def starts_of(sizes: Any) -> Any:
+    return jnp.cumsum(sizes) - sizes
+
+
+def groups_of_rows(sizes: Any, rows: int) -> Any:
+    started = jnp.zeros(rows, jnp.int32).at[starts_of(sizes)].add(1)
+    return jnp.cumsum(started) - 1
+
+
+@pytest.mark.parametrize("router", ["top_k", "approx_max_k", "fewer experts"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        lambda sizes, rows: jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows),
+        groups_of_rows,
+    ],
+    ids=["repeat", "cumsum"],
+)
+def test_a_scale_of_each_expert_is_looked_up_for_sorted_tokens(router, groups):
+    num_experts = NUM_EXPERTS - 2 if router == "fewer experts" else NUM_EXPERTS
+    find = lax.approx_max_k if router == "approx_max_k" else lax.top_k
+
+    def layer(params, tokens):
+        weights, chosen = find(tokens @ params["router"], TOP)
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32).sum((0, 1))
+        rows = lax.ragged_dot(tokens[order // TOP], params["in"][:num_experts], sizes)
+        of_row = groups(sizes, len(rows))
+        rows = rows * params["out"][of_row, 0, :1] + params["out"][of_row, 1, :1]
+        by_token = rows[jnp.argsort(order)].reshape(len(tokens), TOP, -1)
+        return (by_token * weights[..., None]).sum(1)
+
+    assert "sort" not in primitives(layer)
+    assert_equals_one_device(layer)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        lambda sizes, rows: groups_of_rows(sizes[::-1], rows),
+        lambda sizes, rows: groups_of_rows(jnp.minimum(sizes, 4), rows),
+        lambda sizes, rows: jnp.cumsum(
+            jnp.zeros(rows, jnp.int32).at[starts_of(sizes)].add(1, mode="clip")
+        ),
+    ],
+    ids=["other order", "other sizes", "an empty last group starts in a row of another"],
+)
+def test_tokens_are_sorted_where_other_groups_than_theirs_are_looked_up(groups):
+    def layer(params, tokens):
+        order, sizes, _ = routed(params, tokens)
+        rows = lax.ragged_dot(tokens[order // TOP], params["in"], sizes)
+        of_row = jnp.clip(groups(sizes, len(rows)), 0, NUM_EXPERTS - 1)
+        rows = rows * params["out"][of_row, 0, :1]
+        return jax.ops.segment_sum(rows, order // TOP, len(tokens))
+
+    assert "sort" in primitives(layer)
+
+
 def test_indices_of_unsorted_tokens_are_not_declared_sorted():
     def layer(params, tokens):
         order, sizes, chosen = routed(params, tokens)

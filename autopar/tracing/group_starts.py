@@ -1,0 +1,175 @@
+"""Where groups of sorted rows start, and so the group of each row.
+
+`jnp.repeat(jnp.arange(groups), sizes, total_repeat_length=rows)` is the group of each sorted row,
+with which a mixture of experts looks up a bias or a scale of each expert. JAX computes it from the
+sizes of the groups in three steps: where each group starts, which is the sum of the sizes before
+it; how many groups start at each row; and how many have started up to a row, a cumulative sum.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core.primitives import (
+    add_p,
+    broadcast_in_dim_p,
+    concatenate_p,
+    convert_element_type_p,
+    cumsum_p,
+    lt_p,
+    reshape_p,
+    scatter_add_p,
+    scatter_p,
+    select_n_p,
+    slice_p,
+    squeeze_p,
+    sub_p,
+)
+from jax.lax import GatherScatterMode
+
+from autopar.ir.graph import Atom, aval_of
+from autopar.tracing.row_facts import GroupSizes, RowFacts
+from autopar.tracing.row_tables import MOST_ELEMENTS, core
+
+_LINEAR = {
+    add_p,
+    broadcast_in_dim_p,
+    concatenate_p,
+    convert_element_type_p,
+    cumsum_p,
+    reshape_p,
+    scatter_p,
+    slice_p,
+    squeeze_p,
+    sub_p,
+}
+"""Primitives that are linear in one operand, or in several, if the other operands are constants."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SumsOfSizes:
+    """An array of sums of sizes of groups.
+
+    Attributes:
+        sizes: the sizes.
+        summed: for each element of the array 1 for the groups whose sizes it adds up, and 0 for the
+            others, shape (*shape of the array, groups).
+    """
+
+    sizes: GroupSizes
+    summed: np.ndarray
+
+
+@dataclass
+class GroupStarts:
+    """What is known of arrays that a step computes from sizes of groups.
+
+    Attributes:
+        facts: what is known of its other arrays.
+        sums: the arrays of sums of sizes.
+        starting: for each array with the number of groups that start at a row, the sizes of the
+            groups, and their number.
+    """
+
+    facts: RowFacts
+    sums: dict[Var, SumsOfSizes] = field(default_factory=dict)
+    starting: dict[Var, tuple[GroupSizes, int]] = field(default_factory=dict)
+
+    def note(self, eqn: JaxprEqn) -> None:
+        """Note what is known of the result of an equation."""
+        operands = {k: sums for k, atom in enumerate(eqn.invars) if (sums := self._sums(atom))}
+        if not operands or len(eqn.outvars) != 1:
+            return
+        (out,) = eqn.outvars
+        if eqn.primitive is lt_p:
+            self._note_not_negative(eqn)
+        elif eqn.primitive is select_n_p:
+            which = self.facts.known_of(eqn.invars[0])
+            if isinstance(which, np.ndarray) and not core(which).any() and 1 in operands:
+                self.sums[out] = operands[1]
+        elif eqn.primitive is scatter_add_p:
+            self._note_starting(eqn)
+        elif eqn.primitive in _LINEAR and (found := self._result(eqn, operands)):
+            self.sums[out] = found
+
+    def started(self, eqn: JaxprEqn) -> tuple[GroupSizes, int] | None:
+        """Return the sizes and the number of groups if an equation counts those started by a row.
+
+        It is None for other equations.
+        """
+        counted = eqn.invars[0]
+        if eqn.primitive is not cumsum_p or eqn.params["reverse"] or isinstance(counted, Literal):
+            return None
+        return self.starting.get(counted)
+
+    def _sums(self, atom: Atom) -> SumsOfSizes | None:
+        if isinstance(atom, Literal):
+            return None
+        sizes = self.facts.sizes.get(atom)
+        if atom not in self.sums and sizes and not sizes.is_stacked:
+            (groups,) = aval_of(atom).shape
+            if groups**2 <= MOST_ELEMENTS:
+                self.sums[atom] = SumsOfSizes(sizes, np.eye(groups, dtype=np.int64))
+        return self.sums.get(atom)
+
+    def _note_not_negative(self, eqn: JaxprEqn) -> None:
+        """Note that no sum of sizes is below zero, as JAX asks of each index."""
+        if self._sums(eqn.invars[0]) and self.facts.is_zero(eqn.invars[1]):
+            (out,) = eqn.outvars
+            self.facts.known[out] = np.broadcast_to(np.False_, aval_of(out).shape)
+
+    def _result(self, eqn: JaxprEqn, operands: Mapping[int, SumsOfSizes]) -> SumsOfSizes | None:
+        """Return the sums that an equation computes from sums and constants; None for others."""
+        known = [self.facts.known_of(atom) for atom in eqn.invars]
+        sizes = next(iter(operands.values())).sizes
+        of_same = all(sums.sizes.group is sizes.group for sums in operands.values())
+        others = [each for k, each in enumerate(known) if k not in operands]
+        aval = aval_of(eqn.outvars[0])
+        if not of_same or not all(isinstance(each, np.ndarray) for each in others):
+            return None
+        if not _holds(aval.dtype, aval_of(sizes.keys).size):
+            return None
+
+        def apply(*columns: jax.Array) -> jax.Array:
+            given = dict(zip(operands, columns, strict=True))
+            values = [
+                given[k].astype(aval_of(atom).dtype) if k in given else jnp.asarray(known[k])
+                for k, atom in enumerate(eqn.invars)
+            ]
+            return eqn.primitive.bind(*values, **eqn.params)
+
+        summed = [sums.summed for sums in operands.values()]
+        with jax.ensure_compile_time_eval():
+            constant = apply(*(jnp.zeros(each.shape[:-1]) for each in summed))
+            columns = jax.vmap(apply, -1, -1)(*map(jnp.asarray, summed))
+        result = np.asarray(columns)
+        if np.asarray(constant).any() or not np.isin(result, (0, 1)).all():
+            return None
+        return SumsOfSizes(sizes, result)
+
+    def _note_starting(self, eqn: JaxprEqn) -> None:
+        """Note that a result counts the groups that start at each row."""
+        start, indices, updates = eqn.invars
+        sums, (out,) = self._sums(indices), eqn.outvars
+        if sums is None or not self.facts.is_zero(start):
+            return
+        groups = sums.summed.shape[-1]
+        before = np.tri(groups, k=-1)
+        updated = self.facts.known_of(updates)
+        if (
+            aval_of(out).shape == (aval_of(sums.sizes.keys).size,)
+            and isinstance(updated, np.ndarray)
+            and (core(updated) == 1).all()
+            and np.array_equal(sums.summed, before[:, None])
+            and eqn.params["mode"] is GatherScatterMode.FILL_OR_DROP  # an empty last group
+            and _holds(aval_of(out).dtype, groups)
+        ):
+            self.starting[out] = sums.sizes, groups
+
+
+def _holds(dtype: np.dtype, count: int) -> bool:
+    """Return whether a type is of integers, and has all from 0 to `count`."""
+    return jnp.issubdtype(dtype, jnp.integer) and count <= jnp.iinfo(dtype).max
