@@ -6,13 +6,13 @@ of submeshes that layers and devices allow.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import inf
 
 from autopar.pipeline.pipeline_schedules import schedule_kind
 from autopar.pipeline.schedule_kinds import Pipeline, ScheduleError
-from autopar.pipeline.stage_options import even_bounds, logical_shapes
+from autopar.pipeline.stage_options import StageError, even_bounds, logical_shapes
 from autopar.plan import PipelineSchedule
 from autopar.planning.stage_costs import ClusterStageCosts
+from autopar.planning.stage_problem import NO_MEMORY, NoStagesError
 
 
 def even_mesh_counts(num_layers: int, num_devices: int, num_chunks: int) -> Sequence[int]:
@@ -22,9 +22,18 @@ def even_mesh_counts(num_layers: int, num_devices: int, num_chunks: int) -> Sequ
         num_layers: number of layers.
         num_devices: number of devices of the cluster.
         num_chunks: number of stages on each submesh.
+
+    Raises:
+        StageError: there are too few layers or devices for two submeshes.
     """
     most = min(num_devices, num_layers // num_chunks)
-    return [count for count in range(2, most + 1) if num_devices % count == 0]
+    counts = [count for count in range(2, most + 1) if num_devices % count == 0]
+    if not counts:
+        raise StageError(
+            f"{num_layers} layer(s) and {num_devices} device(s) are too few for {num_chunks} stages"
+            " on each of several submeshes of equal size; use more layers or fewer chunks"
+        )
+    return counts
 
 
 def least_chunked_seconds(
@@ -47,18 +56,26 @@ def least_chunked_seconds(
         solves: whether the bound takes rough solves of layers (`StageCosts.least`). If not, it is
             the work of all layers on one device, divided by the number of devices.
 
-    Returns:
-        Seconds; infinite if no even stages fit in memory.
+    Raises:
+        StageError: there are too few layers or devices.
+        ScheduleError: the schedule needs more microbatches.
+        NoStagesError: no even stages fit in memory.
     """
+    seconds: list[float] = []
+    errors: list[ScheduleError] = []
     counts = even_mesh_counts(costs.ranges.num_layers, num_devices, schedule.num_chunks)
-    return min(
-        (
-            _least_seconds(costs, num_devices // count, num_micro_batches, solves) / count
-            for count in counts
-            if _may_fit(costs, num_devices, schedule, num_micro_batches, count)
-        ),
-        default=inf,
-    )
+    for count in counts:
+        try:
+            if _may_fit(costs, num_devices, schedule, num_micro_batches, count):
+                least = _least_seconds(costs, num_devices // count, num_micro_batches, solves)
+                seconds.append(least / count)
+        except ScheduleError as error:
+            errors.append(error)
+    if len(errors) == len(counts):
+        raise errors[0]
+    if not seconds:
+        raise NoStagesError(NO_MEMORY)
+    return min(seconds)
 
 
 def _least_seconds(
@@ -84,13 +101,13 @@ def _may_fit(
     """Whether as many stages as a submesh has may fit on the first one.
 
     All of them are taken for the smallest one, sharded evenly over the submesh.
+
+    Raises:
+        ScheduleError: the schedule needs more microbatches.
     """
     chunks = schedule.num_chunks
     pipeline = Pipeline(num_meshes, num_micro_batches, chunks)
-    try:
-        held = schedule_kind(schedule.name, pipeline).in_flight(0, pipeline)
-    except ScheduleError:
-        return False
+    held = schedule_kind(schedule.name, pipeline).in_flight(0, pipeline)
     ranges = costs.ranges
     bounds = even_bounds(ranges.num_layers, num_meshes * chunks)
     stages = list(pairwise(bounds))

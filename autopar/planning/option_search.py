@@ -10,7 +10,8 @@ candidate as well, on each logical mesh that a single stage could have.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from itertools import pairwise
+from math import ceil, inf
 from typing import Protocol
 
 from autopar.ir.spec import LogicalMesh
@@ -121,7 +122,8 @@ class _Search:
         self.planning_seconds = 0.0
         self.errors: dict[int, Exception] = {}
         self._bounds: dict[Combination, float] = {}
-        self._whole_step_seconds: dict[int, list[float]] = {}
+        self._refusals: dict[Combination, Exception] = {}
+        self._whole_step_seconds: dict[LogicalMesh, dict[int, float]] = {}
         self._least_counts: dict[LogicalMesh, float] = {}
         self._enough_counts: dict[LogicalMesh, int] = {}
         self._too_large: list[tuple[Combination, int]] = []
@@ -171,10 +173,9 @@ class _Search:
                 self._trace(self._count_to_trace(next_), next_.option)
         for entry in left:
             reason = f"takes at least {self._bound(entry):.4g} s, by its work and bubbles"
-            if self._bound(entry) == inf:
-                smaller = self._smaller_without_plan(entry)
-                reason = _HOLDS_MORE.format(smaller) if smaller else _NO_MEMORY
-                self.errors[entry.number] = NoStagesError(reason)
+            if error := self._refusal(entry):
+                reason = str(error)
+                self.errors[entry.number] = error
             self._record(OptionTrial(entry.count, entry.schedule, None, reason, mesh=entry.mesh))
 
     def _next(self, left: Sequence[Combination]) -> Combination:
@@ -208,25 +209,19 @@ class _Search:
         return bound == inf or (self.best is not None and bound >= self.best_seconds)
 
     def _is_slower_in_microbatches(self, entry: Combination) -> bool:
-        """Whether fewer microbatches are faster for the step as one program.
+        """Whether fewer microbatches are faster for the step as one program, as far as is known.
 
         Microbatches make one program faster only where memory limits its shardings. So a mesh whose
-        shardings are not limited needs no more of them, and once they make it slower, on any mesh,
-        more of them do, too.
+        shardings are not limited needs no more of them. On a mesh where more of them have made the
+        step slower, even more are assumed to do so too; that is a heuristic.
         """
         if entry.mesh is None:
             return False
         if entry.count > self._enough_counts.get(entry.mesh, inf):
             return True
-        seconds = inf
-        for count in self.space.micro_batch_counts:
-            if count > entry.count:
-                return False
-            of_count = self._whole_step_seconds.get(count, [])
-            if any(seconds <= other for other in of_count):
-                return True
-            seconds = min([seconds, *of_count])
-        return False
+        planned = sorted(self._whole_step_seconds.get(entry.mesh, {}).items())
+        seconds = [seconds for count, seconds in planned if count < entry.count]
+        return any(fewer <= more for fewer, more in pairwise(seconds))
 
     def _trace(self, count: int, option: LayerOption | None) -> None:
         """Trace the step in microbatches, and keep its planner or the error."""
@@ -258,20 +253,25 @@ class _Search:
 
     def _bound(self, entry: Combination) -> float:
         """Return the best known lower bound of the seconds of a combination."""
-        if entry.mesh is not None and entry.count < self._least_counts.get(entry.mesh, 1):
-            return inf
-        if self._smaller_without_plan(entry):
-            return inf
-        return self._bounds.get(entry, 0.0)
+        return inf if self._refusal(entry) else self._bounds.get(entry, 0.0)
 
-    def _smaller_without_plan(self, entry: Combination) -> str:
-        """Return a schedule that does not fit although it holds no more microbatches, or ""."""
+    def _refusal(self, entry: Combination) -> Exception | None:
+        """Return why there is no plan for a combination; None if there may be one."""
+        least = self._least_counts.get(entry.mesh, 1) if entry.mesh is not None else 1
+        if entry.count < least:
+            return NoStagesError(
+                f"one program on this mesh needs at least {ceil(least)} microbatches to fit in"
+                " memory; use more microbatches, more devices or remat"
+            )
         for other, num_layers in self._too_large:
             if (entry.count, entry.option) == (other.count, other.option) and entry.is_composed:
                 names = entry.schedule.name, other.schedule.name
                 if holds_as_much(*names, entry.count, num_layers):
-                    return other.schedule.name
-        return ""
+                    return NoStagesError(
+                        f"{other.schedule.name}, which holds no more microbatches, has no stages:"
+                        f" {self.errors[other.number]}"
+                    )
+        return self._refusals.get(entry)
 
     def _has_bound(self, entry: Combination) -> bool:
         """Whether the step is traced with the layers of an entry.
@@ -299,7 +299,11 @@ class _Search:
             return 0.0
         shape = entry.mesh.shape if entry.mesh else None
         option, schedule, count = self.stage_option, entry.schedule, entry.count
-        bound = planner.bound(option, schedule, count, shape, effort)
+        try:
+            bound = planner.bound(option, schedule, count, shape, effort)
+        except (NoStagesError, StageError, ScheduleError) as error:
+            self._refusals[entry] = error
+            return inf
         return bound if anchor == count else _SLACK * bound
 
     def _plan(self, entry: Combination) -> None:
@@ -310,7 +314,8 @@ class _Search:
             with progress_part(done, done + 1 / self.space.num_combinations):
                 if mesh is not None:
                     step, plan = self.planning.plan_whole_step(count, mesh)
-                    self._whole_step_seconds.setdefault(count, []).append(plan.predicted_seconds)
+                    of_mesh = self._whole_step_seconds.setdefault(mesh, {})
+                    of_mesh[count] = plan.predicted_seconds
                     if not plan.memory_limited:
                         enough = self._enough_counts.get(mesh, count)
                         self._enough_counts[mesh] = min(count, enough)
@@ -363,15 +368,6 @@ class _Search:
 _NEAR = 1.05
 """Largest ratio of bounds at which the combination that needs less memory comes first."""
 
-_NO_MEMORY = (
-    "the state and the activations of the step do not fit in memory, even if all devices share them"
-    " evenly; use more devices, smaller microbatches or remat"
-)
-"""Reason of combinations with an infinite bound."""
-
-_HOLDS_MORE = "{}, which holds no more microbatches, has no stages that fit in memory"
-"""Reason of combinations that another schedule rules out."""
-
 _SLACK = 0.99
 """Least work of an example in smaller microbatches, as a share of that in larger ones.
 
@@ -407,11 +403,6 @@ def _plans(
             plans.append(planner.plan(uniform, schedule, method))
         except (ScheduleError, StageError, ShardingError, InfeasibleError, TimeoutError) as error:
             errors.append(error)
-    if plans:
-        return plans
-    if errors:
+    if not plans:
         raise errors[0]
-    raise StageError(
-        f"{num_layers} layer(s) are too few for {chunks} stages on each of several submeshes of"
-        f" {num_devices} device(s)"
-    )
+    return plans

@@ -36,7 +36,7 @@ from autopar.planning.stage_construction import (
     least_seconds,
 )
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
-from autopar.planning.stage_problem import NoStagesError
+from autopar.planning.stage_problem import NO_MEMORY, NoStagesError
 from autopar.progress import progress_part
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
@@ -171,7 +171,7 @@ class PipelinePlanner:
         whole_shape: Shape | None = None,
         effort: BoundEffort = "solves",
     ) -> float:
-        """Return a lower bound of the predicted seconds of all plans with these options.
+        """Return a lower bound of the predicted seconds of a step, of all plans with these options.
 
         Args:
             stage_option: layers and devices of the stages, given or to be found.
@@ -181,8 +181,10 @@ class PipelinePlanner:
             whole_shape: shape of the logical mesh of one program; None for pipelines.
             effort: how close the bound of automatic stages is.
 
-        Returns:
-            Seconds; infinite if no stages fit in memory.
+        Raises:
+            StageError: there are too few layers or devices.
+            ScheduleError: the schedule needs more microbatches.
+            NoStagesError: no stages fit in memory.
         """
         is_auto = isinstance(stage_option, AutoStageOption)
         if is_auto and stage_option.profile and schedule.num_chunks == 1:
@@ -214,7 +216,9 @@ class PipelinePlanner:
                 whole_shape=whole_shape,
             )
         except NoStagesError:
-            return inf
+            if is_whole:
+                raise NoStagesError(NO_MEMORY) from None
+            raise
 
     @cached_property
     def _even_seconds(self) -> float:

@@ -238,8 +238,8 @@ def least_seconds(
     """
     problem = stage_problem(costs, cluster, option, schedule)
     if whole_shape is not None:
-        whole = tuple(m for m in problem.submeshes if m.num_devices == cluster.num_devices)
-        problem = replace(problem, submeshes=whole)
+        (pool,) = cluster.pools
+        problem = replace(problem, submeshes=(Submesh(0, pool.hosts, pool.devices_per_host),))
     share = problem.num_micro_batches / num_micro_batches
     in_flight = in_flight_of(schedule, num_micro_batches)
     estimator = _StageEstimator(costs, cluster, option, in_flight, None, whole_shape)

@@ -46,20 +46,27 @@ def solve_stages(problem: StageProblem, limit: float = np.inf) -> StageSolution:
     for in_flight, totals in _memory_profiles(problem):
         best = _StageSearch(table, in_flight, totals, best.seconds if best else limit).run() or best
     if best is None:
-        pools = ", ".join(
-            f"{pool.hosts} x {pool.devices_per_host} devices" for pool in problem.pools
-        )
-        submeshes = ", ".join(map(str, problem.submeshes))
-        ways = f"cut {problem.num_layers} layers into stages for {pools} with submeshes {submeshes}"
-        if limit < np.inf:
-            raise NoStagesError(
-                f"no way to {ways} fits in memory and takes less than {limit:.4g} s"
-            )
-        raise NoStagesError(
-            f"no way to {ways} fits in memory and uses all devices; use more layers, more devices,"
-            " smaller microbatches, remat or leave_idle"
-        )
+        raise _no_stages(problem, limit)
     return StageSolution(tuple(best.stages()), best.seconds, table.num_costs)
+
+
+def _no_stages(problem: StageProblem, limit: float) -> NoStagesError:
+    """Return the error of a problem that no stages solve in less than `limit` seconds."""
+    num_devices = sum(pool.num_devices for pool in problem.pools)
+    if problem.min_stages > min(problem.num_layers, num_devices):
+        return NoStagesError(
+            f"{problem.num_layers} layer(s) and {num_devices} device(s) are too few for"
+            f" {problem.min_stages} stages; use more layers or devices, or a smaller min_stages"
+        )
+    pools = ", ".join(f"{pool.hosts} x {pool.devices_per_host} devices" for pool in problem.pools)
+    submeshes = ", ".join(map(str, problem.submeshes))
+    ways = f"cut {problem.num_layers} layers into stages for {pools} with submeshes {submeshes}"
+    if limit < np.inf:
+        return NoStagesError(f"no way to {ways} fits in memory and takes less than {limit:.4g} s")
+    return NoStagesError(
+        f"no way to {ways} fits in memory and uses all devices; use more layers, more devices,"
+        " smaller microbatches, remat or leave_idle"
+    )
 
 
 def _memory_profiles(problem: StageProblem) -> list[tuple[tuple[int, ...], set[int]]]:

@@ -156,6 +156,13 @@ class NoStagesError(ValueError):
     """No stages of the layers fit on the devices."""
 
 
+NO_MEMORY = (
+    "the state and the activations of the step do not fit in memory, even if all devices share them"
+    " evenly; use more devices, smaller microbatches or remat"
+)
+"""The error where even the lower bound of the memory of a stage is too large."""
+
+
 def step_seconds(problem: StageProblem, stages: Sequence[PlacedStage]) -> float:
     """Return the predicted time of a step, the objective that stage construction minimizes.
 
