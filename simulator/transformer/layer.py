@@ -1,5 +1,6 @@
 """Costs of the forward and backward passes over a layer, the embedding and the loss."""
 
+from math import ceil
 from typing import NamedTuple, assert_never
 
 from simulator.transformer.attention_passes import attention_passes
@@ -132,7 +133,7 @@ def head_passes(
 ) -> tuple[PassCost, PassCost]:
     """Return the forward and backward pass of the output embedding and the loss."""
     tokens = execution.tokens(model)
-    columns = -(-model.vocab // execution.tensor)
+    columns = _tokens_per_device(model, execution)
     gemms = machine.gemms
     logits = tokens * (model.vocab if execution.gathered_logits else columns)
     flops = 2.0 * tokens * columns * model.hidden
@@ -161,9 +162,14 @@ def head_passes(
         PassCost(forward, 9, gather, flops),
         PassCost(backward, 8, again + summed, (model.products_of_weights - 1) * flops),
     )
-    if execution.recompute == "full" and execution.recompute_head:
+    if execution.repeats_head:
         return passes[0], passes[1] + passes[0]._replace(flops=0.0)
     return passes
+
+
+def _tokens_per_device(model: Transformer, execution: Execution) -> int:
+    """Return the size of the vocabulary on one device, which is padded to divide evenly."""
+    return ceil(model.vocab / execution.tensor)
 
 
 def _loss_traffic(execution: Execution) -> tuple[tuple[float, int], tuple[float, int]]:
@@ -228,7 +234,7 @@ def _embedding_passes(
     """Return the passes of the input embedding of a decoder or an encoder."""
     stream = execution.tokens(model) * model.hidden
     ring = machine.network.ring(execution.tensor)
-    table = model.vocab // execution.tensor * model.hidden
+    table = _tokens_per_device(model, execution) * model.hidden
     kind = "reduce_scatter" if execution.sequence_parallel else "all_reduce"
     summed = machine.network.seconds(kind, 2.0 * stream, ring)
     gather = 0.0
@@ -263,7 +269,7 @@ def _embedding_products(
         machine: the machine.
     """
     tokens, gemms = execution.tokens(model), machine.gemms
-    tables = [model.vocab // execution.tensor]
+    tables = [_tokens_per_device(model, execution)]
     if model.learned_positions:
         tables.append(model.seq)
     one_hot = machine.memory_seconds(2.0 * tokens * sum(tables), len(tables))

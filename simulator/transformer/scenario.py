@@ -347,6 +347,11 @@ class Execution(Description):
         return min(self.microbatches, chunks / v + spare)
 
     @property
+    def repeats_head(self) -> bool:
+        """Whether the backward pass repeats the output embedding and the loss."""
+        return self.recompute == "full" and self.recompute_head
+
+    @property
     def accumulates(self) -> bool:
         """Whether a device sums complete gradients over microbatches; not so with ZeRO-3."""
         return self.microbatches > 1 and self.zero < 3

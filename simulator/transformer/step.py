@@ -7,7 +7,7 @@ from simulator.engine.prediction import Prediction
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.memory import Footprint
-from simulator.transformer.layer import LayerPasses, passes_by_kind
+from simulator.transformer.layer import LayerPasses, head_passes, passes_by_kind
 from simulator.transformer.layer_kinds import LayerKind
 from simulator.transformer.machine import Machine
 from simulator.transformer.scenario import Execution
@@ -109,7 +109,7 @@ def predict(
         communication=communication,
         memory=memory or footprint(model, execution, machine),
         model_flops=model_flops,
-        hardware_flops=model_flops + _recomputed_flops(model, execution, layers),
+        hardware_flops=model_flops + _recomputed_flops(model, execution, machine, layers),
         peak_flop_per_s=machine.gemms.peak * execution.devices,
         devices=execution.devices,
         tokens=execution.global_batch * model.sequence_tokens,
@@ -131,13 +131,17 @@ def _trained_parameters(
 
 
 def _recomputed_flops(
-    model: Transformer, execution: Execution, layers: Mapping[LayerKind, LayerPasses]
+    model: Transformer,
+    execution: Execution,
+    machine: Machine,
+    layers: Mapping[LayerKind, LayerPasses],
 ) -> float:
     """Return the FLOP of what all devices recompute in a step."""
-    device_passes = execution.tensor * execution.replicas * execution.microbatches
-    return device_passes * sum(
-        layers[kind].recompute.flops * count for kind, count in model.kind_counts.items()
-    )
+    flops = sum(layers[kind].recompute.flops * count for kind, count in model.kind_counts.items())
+    if execution.repeats_head:
+        forward, _ = head_passes(model, execution, machine)
+        flops += (1 + model.prediction_layers) * forward.flops
+    return execution.tensor * execution.replicas * execution.microbatches * flops
 
 
 def _check_devices(execution: Execution, cluster: Cluster) -> None:

@@ -7,7 +7,7 @@ import pytest
 from simulator.hardware.cluster import Cluster
 from simulator.transformer import EAGER, Execution, Machine, Transformer, memory_of, predict
 from simulator.transformer.composed_kernels import COMPOSED, composed_passes
-from simulator.transformer.layer import head_passes, layer_passes
+from simulator.transformer.layer import embedding_passes, head_passes, layer_passes
 from simulator.transformer.pass_cost import PassCost
 from simulator.transformer.ring_attention import ring_passes
 from simulator.transformer.scenario import ComposedOperation
@@ -139,8 +139,21 @@ def test_the_recomputed_head_is_a_further_forward_pass() -> None:
         forward,
         backward + forward._replace(flops=0.0),
     )
+    more = (
+        predict(LLAMA, again, machine).hardware_flops - predict(LLAMA, full, machine).hardware_flops
+    )
+    assert more == 2 * FUSED.global_batch * LLAMA.seq * LLAMA.hidden * LLAMA.vocab
     without = FUSED.model_copy(update={"recompute_head": True})
     assert head_passes(LLAMA, without, machine) == head_passes(LLAMA, FUSED, machine)
+
+
+@pytest.mark.parametrize("embedding_products", [False, True])
+def test_a_vocabulary_is_padded_to_divide_over_devices(embedding_products: bool) -> None:
+    machine = a100()
+    execution = FUSED.model_copy(update={"embedding_products": embedding_products})
+    odd, even = (LLAMA.model_copy(update={"vocab": vocab}) for vocab in (50257, 50258))
+    assert embedding_passes(odd, execution, machine) == embedding_passes(even, execution, machine)
+    assert head_passes(odd, execution, machine) == head_passes(even, execution, machine)
 
 
 def test_flash_attention_gets_faster_with_its_generation() -> None:
