@@ -1,18 +1,15 @@
 """Placement specs: where the inputs and outputs of a step are, in the step's own structure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from autopar.ir.graph import Atom, aval_of
-from autopar.ir.host_memory import HOST_KIND, memory_kind
-from autopar.ir.spec import partition_spec
-from autopar.lowering.planned import Planned
-from autopar.plan_stages import Stage, Value, spec_text
+from autopar.ir.host_memory import HOST_KIND
+from autopar.plan_stages import spec_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,37 +96,6 @@ class JoinedPlacement:
         return tuple(piece.sharding() for piece in self.pieces)
 
 
-def input_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
-    """Return the placement of the inputs of a step that is not a pipeline.
-
-    Args:
-        planned: the step with its plan.
-        devices: ids of the devices it runs on; by default the numbers in the plan.
-
-    Returns:
-        A tuple like the dynamic arguments of the step, with a PlacementSpec for every array.
-    """
-    step, (stage,) = planned.step, planned.plan.stages
-    count = step.in_tree.num_leaves
-    specs = _specs(stage, stage.inputs[:count], step.jaxpr.invars[:count], devices)
-    return jax.tree.unflatten(step.in_tree, specs)
-
-
-def output_placement_specs(planned: Planned, devices: Sequence[int] | None = None) -> Any:
-    """Return the placement of the outputs of a step that is not a pipeline.
-
-    Args:
-        planned: the step with its plan.
-        devices: ids of the devices it runs on; by default the numbers in the plan.
-
-    Returns:
-        A pytree like the result of the step, with a PlacementSpec for every array.
-    """
-    step, (stage,) = planned.step, planned.plan.stages
-    specs = _specs(stage, stage.outputs, step.jaxpr.outvars, devices)
-    return jax.tree.unflatten(step.out_tree, specs)
-
-
 def placed(
     aval: Any, sharding: NamedSharding, mesh_id: int, devices: Sequence[int] | None = None
 ) -> PlacementSpec:
@@ -154,21 +120,3 @@ def placed(
 def array_text(array: Any) -> str:
     """Return the text of an array's type as JAX writes it, e.g. `float32[32,256]`."""
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
-
-
-def _specs(
-    stage: Stage, values: Iterable[Value], atoms: Iterable[Atom], devices: Sequence[int] | None
-) -> list[PlacementSpec]:
-    mesh = AbstractMesh(stage.mesh_shape, stage.axis_names)
-    numbers = tuple(devices or stage.devices or range(stage.mesh.num_devices))
-    return [
-        PlacementSpec(
-            jax.ShapeDtypeStruct(
-                value.shape, aval_of(atom).dtype, weak_type=aval_of(atom).weak_type
-            ),
-            (0,),
-            (NamedSharding(mesh, partition_spec(value.spec), memory_kind=memory_kind(atom)),),
-            (numbers,),
-        )
-        for value, atom in zip(values, atoms, strict=True)
-    ]

@@ -10,8 +10,6 @@ from autopar.analysis.reshardings import ReshardingTask, resharding_tasks
 from autopar.lowering.placement_specs import (
     JoinedPlacement,
     PlacementSpec,
-    input_placement_specs,
-    output_placement_specs,
     placed,
 )
 from autopar.lowering.planned import PlannedStep
@@ -57,8 +55,6 @@ __all__ = [
     "decisions",
     "diff",
     "dump_debug_info",
-    "input_placement_specs",
-    "output_placement_specs",
     "partitioned",
     "picture",
     "placed",

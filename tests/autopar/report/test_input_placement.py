@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
 
 import autopar
-from autopar.report import PlacementSpec, input_placement_specs, output_placement_specs
+from autopar.report import PlacementSpec, placed
 from tests.autopar.pipeline.stack_steps import stack_batch, stack_params, stack_step
-from tests.autopar.report.planned_steps import planned
 from tests.steps import mlp_args, mlp_step
 
 ARGS = mlp_args((64, 64), 32, 64)
@@ -22,10 +22,12 @@ def paths_of(tree):
 
 
 def test_specs_have_the_structure_of_arguments_and_result():
-    each = planned("mlp", "Zero3Parallel")
-    state, batch = input_placement_specs(each)
+    executable = autopar.parallelize(mlp_step, method=autopar.Zero3Parallel(4)).get_executable(
+        *ARGS
+    )
+    state, batch = executable.get_input_placement_specs()
     assert paths_of((state, batch)) == paths_of(ARGS)
-    new_state, loss = output_placement_specs(each)
+    new_state, loss = executable.get_output_placement_specs()
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     assert repr(batch["x"]) == "PlacementSpec(float32[32,64], P('x', None) on mesh 0)"
     assert repr(loss) == "PlacementSpec(float32[], P() on mesh 0)"
@@ -33,7 +35,9 @@ def test_specs_have_the_structure_of_arguments_and_result():
 
 
 def test_specs_are_of_the_whole_batch_when_it_runs_in_parts():
-    _, batch = input_placement_specs(planned("mlp in microbatches"))
+    method = autopar.DataParallel(4, num_micro_batches=2)
+    executable = autopar.parallelize(mlp_step, method=method).get_executable(*ARGS)
+    _, batch = executable.get_input_placement_specs()
     assert batch["x"].aval.shape == (32, 64)
 
 
@@ -76,6 +80,7 @@ def test_an_array_can_be_put_where_a_placement_says():
 
 
 def test_devices_that_are_not_here_are_named():
-    (_, batch) = input_placement_specs(planned("mlp", "Zero3Parallel"), range(6, 6 + 8))
+    rows = NamedSharding(AbstractMesh((8,), ("x",)), jax.P("x"))
+    spec = placed(jax.ShapeDtypeStruct((32, 64), "float32"), rows, 0, range(6, 6 + 8))
     with pytest.raises(ValueError, match=r"no devices \[8, 9"):
-        batch["x"].sharding()
+        spec.sharding()
