@@ -191,10 +191,10 @@ class Schedule:
                 case _:
                     assert_never(instruction)
 
-        return self._arrays.play(effect)
+        return self._clock.makespan_with(effect)
 
     @cached_property
-    def _arrays(self) -> Clock:
+    def _clock(self) -> Clock:
         return Clock.of(self.program())
 
 

@@ -128,9 +128,9 @@ class Clock:
         if cached.table is None or (shared and cached.contended):
             meshes, _ = simulation.play(self.program, costs, dispatch)
             return max((streams.end for streams in meshes), default=0.0)
-        return self._play(cached.table, dispatch)
+        return self._makespan_of(cached.table, dispatch)
 
-    def play(
+    def makespan_with(
         self, effect: Callable[[int, Instruction], MaxPlusMap], dispatch: float = 0.0
     ) -> float:
         """Return the seconds of the step with given effects.
@@ -142,20 +142,19 @@ class Clock:
         Raises:
             DeadlockError: the meshes wait for one another.
         """
-        return self._play(
-            _table([effect(mesh, instruction) for mesh, instruction in self.kinds]), dispatch
-        )
+        effects = [effect(mesh, instruction) for mesh, instruction in self.kinds]
+        return self._makespan_of(_table(effects), dispatch)
 
-    def _play(self, table: _EffectTable, dispatch: float) -> float:
+    def _makespan_of(self, table: _EffectTable, dispatch: float) -> float:
         count = len(self.rows) - 1
         at = self.rows[:-1].copy()
         sent = np.full(len(self.kind), nan)
         times = [np.zeros(count) for _ in range(4)]
         arrays = (self.rows, self.source, self.kind, *table, at, sent, *times)
         if len(self.kind) >= _WORTH_COMPILING and find_spec("numba"):
-            end = _compiled_play()(dispatch, *arrays)
+            end = _compiled_walk()(dispatch, *arrays)
         else:  # Python is slow at the elements of arrays.
-            end = _play(dispatch, *(array.tolist() for array in arrays))
+            end = _timed_walk(dispatch, *(array.tolist() for array in arrays))
         if isnan(end):
             for _ in walk(self.program):  # raises an error that shows where
                 pass
@@ -227,7 +226,7 @@ def _table(effects: Sequence[_Effect]) -> _EffectTable:
     )
 
 
-def _play(
+def _timed_walk(
     dispatch, rows, source, kind, maps, begins, pieces, at, sent, compute, within, between, host
 ):
     """Return the makespan; nan for a deadlock.
@@ -246,39 +245,41 @@ def _play(
     while progressed:
         progressed = False
         for mesh in range(len(at)):
-            c, near, far, h, i = compute[mesh], within[mesh], between[mesh], host[mesh], at[mesh]
-            while i < rows[mesh + 1]:
-                awaited = source[i]
+            index, computed, launched = at[mesh], compute[mesh], host[mesh]
+            near, far = within[mesh], between[mesh]
+            while index < rows[mesh + 1]:
+                awaited = source[index]
                 if awaited >= 0 and isnan(sent[awaited]):
                     break
-                h += dispatch
-                c = max(c, h)
+                launched += dispatch
+                computed = max(computed, launched)
                 if awaited >= 0:
-                    c = max(c, sent[awaited])
-                effect = maps[kind[i]]
-                piece = begins[kind[i] + 1] - 1
-                if piece < begins[kind[i]]:  # a max-plus map
-                    c, near, far = (
-                        max(c + effect[0], near + effect[1], far + effect[2]),
-                        max(c + effect[3], near + effect[4], far + effect[5]),
-                        max(c + effect[6], near + effect[7], far + effect[8]),
+                    computed = max(computed, sent[awaited])
+                effect = maps[kind[index]]
+                piece = begins[kind[index] + 1] - 1
+                if piece < begins[kind[index]]:  # a max-plus map
+                    computed, near, far = (
+                        max(computed + effect[0], near + effect[1], far + effect[2]),
+                        max(computed + effect[3], near + effect[4], far + effect[5]),
+                        max(computed + effect[6], near + effect[7], far + effect[8]),
                     )
                 else:
-                    lag = max(0.0, (far if effect[9] else near) - c)
+                    lag = max(0.0, (far if effect[9] else near) - computed)
                     while pieces[piece][0] > lag:
                         piece -= 1
                     line = pieces[piece]
                     beyond = lag - line[0]
-                    link = c + line[2] + beyond * line[4]
-                    c += line[1] + beyond * line[3]
+                    link = computed + line[2] + beyond * line[4]
+                    computed += line[1] + beyond * line[3]
                     if effect[9]:
                         far = link
                     else:
                         near = link
-                sent[i] = far if effect[9] else near
-                i += 1
+                sent[index] = far if effect[9] else near
+                index += 1
                 progressed = True
-            compute[mesh], within[mesh], between[mesh], host[mesh], at[mesh] = c, near, far, h, i
+            at[mesh], compute[mesh], host[mesh] = index, computed, launched
+            within[mesh], between[mesh] = near, far
     end = 0.0
     for mesh in range(len(at)):
         if at[mesh] < rows[mesh + 1]:
@@ -288,5 +289,5 @@ def _play(
 
 
 @cache
-def _compiled_play() -> Callable[..., float]:
-    return import_module("numba").njit(cache=True)(_play)
+def _compiled_walk() -> Callable[..., float]:
+    return import_module("numba").njit(cache=True)(_timed_walk)

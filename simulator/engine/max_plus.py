@@ -1,9 +1,9 @@
 """Effect of a task without contention on the streams of its mesh: a 3 x 3 max-plus map.
 
-If the compute stream is free at c and the links within and between hosts at k and l before such a
-task, they are free at
+If the compute stream and the links within and between hosts are free at times[0], times[1] and
+times[2] before such a task, stream i is free at
 
-    max(c + a, k + b, l + d),  max(c + e, k + f, l + g)  and  max(c + h, k + i, l + j)
+    max(map[i][0] + times[0], map[i][1] + times[1], map[i][2] + times[2])
 
 after it: work is a sum; queueing and waiting are maxima (the max-plus algebra of Baccelli, Cohen,
 Olsder and Quadrat, Synchronization and Linearity, 1992). A linear map is determined by what it

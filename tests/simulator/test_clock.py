@@ -42,7 +42,9 @@ def test_numba_and_python_return_identical_makespans(monkeypatch: pytest.MonkeyP
     for threshold in (0, 10**9):
         monkeypatch.setattr(clock, "_WORTH_COMPILING", threshold)
         makespans.add(
-            Clock.of(pipeline(5, 7)).play(lambda mesh, _: MaxPlusMap.task(0.1 * mesh), 0.01)
+            Clock.of(pipeline(5, 7)).makespan_with(
+                lambda mesh, _: MaxPlusMap.task(0.1 * mesh), 0.01
+            )
         )
     assert len(makespans) == 1
 
