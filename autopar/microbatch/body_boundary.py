@@ -258,7 +258,9 @@ def before_update(jaxpr: Jaxpr, batch: Collection[int]) -> set[int]:
     }
 
 
-def same_boundary(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> Boundary:
+def same_boundary(
+    jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr, batch: Collection[int]
+) -> Boundary:
     """Return the boundary of another trace of the same step.
 
     Traces with the same primitives correspond equation by equation. In others, such as those of a
@@ -269,25 +271,56 @@ def same_boundary(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> Boundary:
         jaxpr: a flat jaxpr.
         boundary: its boundary.
         other: a trace for another batch size.
+        batch: inputs whose first dim is the batch.
 
     Raises:
         MicrobatchError: the step is computed otherwise.
     """
-    if list(map(created_by, jaxpr.eqns)) == list(map(created_by, other.eqns)):
-        check_same_step(jaxpr, other)
-        twin = dict(zip(_variables(jaxpr), _variables(other), strict=True))
-    else:
-        twin = _twins(jaxpr, boundary, other)
-    values = tuple(twin[var] for var in boundary.values if var in twin)
-    if len(set(values)) < len(boundary.values):
-        raise _other_tail(jaxpr.eqns)
-    tail = frozenset(twin[var] for var in boundary.tail if var in twin)
-    blocks = {twin[var]: place for var, place in boundary.blocks.items() if var in twin}
-    for var, (dim, count) in blocks.items():
-        shape = aval_of(var).shape
+    try:
+        if list(map(created_by, jaxpr.eqns)) == list(map(created_by, other.eqns)):
+            check_same_step(jaxpr, other)
+            twin = dict(zip(_variables(jaxpr), _variables(other), strict=True))
+        else:
+            twin = _twins(jaxpr, boundary, other)
+        return _with_twins(boundary, twin)
+    except _OtherTail as error:
+        makers = _makers(jaxpr)
+        eqn = makers[error.at][0] if error.at in makers else error.at
+        where = f", at {source_line(eqn)}," if isinstance(eqn, JaxprEqn) else ""
+        rows, others = (aval_of(trace.invars[min(batch)]).shape[0] for trace in (jaxpr, other))
+        raise MicrobatchError(
+            f"what the step computes after the gradient{where} is computed otherwise for {others}"
+            f" than for {rows} examples; make it compute the same for batches of any size, or use"
+            " another num_micro_batches"
+        ) from None
+
+
+class _OtherTail(Exception):
+    """The tails of two traces differ.
+
+    Attributes:
+        at: the equation of one of the traces, or the value of the first one, where they differ.
+    """
+
+    def __init__(self, at: JaxprEqn | Var) -> None:
+        super().__init__()
+        self.at = at
+
+
+def _with_twins(boundary: Boundary, twin: Mapping[Var, Var]) -> Boundary:
+    """Return a boundary with the values of another trace that correspond to its values."""
+    values: dict[Var, None] = {}
+    for var in boundary.values:
+        if var not in twin or twin[var] in values:
+            raise _OtherTail(var)
+        values[twin[var]] = None
+    for var, (dim, count) in boundary.blocks.items():
+        shape = aval_of(twin[var]).shape
         if len(shape) <= dim or shape[dim] % count:
-            raise _other_tail(jaxpr.eqns)
-    return Boundary(values, tail, boundary.effects, blocks)
+            raise _OtherTail(var)
+    tail = frozenset(twin[var] for var in boundary.tail if var in twin)
+    blocks = {twin[var]: place for var, place in boundary.blocks.items()}
+    return Boundary(tuple(values), tail, boundary.effects, blocks)
 
 
 def _variables(jaxpr: Jaxpr) -> list[Var]:
@@ -301,7 +334,10 @@ def _twins(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> dict[Var, Var]:
     pending: list[tuple[Atom, Atom]] = list(zip(jaxpr.outvars, other.outvars, strict=True))
     acts = [[trace.eqns[number] for number in effects_in(trace)] for trace in (jaxpr, other)]
     if len(acts[0]) != len(acts[1]):
-        raise _other_tail(max(acts, key=len))
+        common = min(map(len, acts))
+        pairs = enumerate(zip(*acts, strict=False))
+        first = next((n for n, (a, b) in pairs if a.primitive is not b.primitive), common)
+        raise _OtherTail(max(acts, key=len)[first])
     for mine, their, in_body in zip(*acts, boundary.effects, strict=True):
         if not in_body:
             pending += zip(mine.invars, their.invars, strict=True)
@@ -312,7 +348,7 @@ def _twins(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> dict[Var, Var]:
         if not isinstance(mine, Var) or mine not in compared or mine in twin:
             continue
         if not isinstance(their, Var):
-            raise _other_tail([ours[mine][0]])
+            raise _OtherTail(mine)
         twin[mine] = their
         if mine in ends:
             continue
@@ -322,7 +358,7 @@ def _twins(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> dict[Var, Var]:
             their_r,
             len(their_maker.invars),
         ):
-            raise _other_tail([maker])
+            raise _OtherTail(maker)
         pending += zip(maker.invars, their_maker.invars, strict=True)
     return twin
 
@@ -330,14 +366,6 @@ def _twins(jaxpr: Jaxpr, boundary: Boundary, other: Jaxpr) -> dict[Var, Var]:
 def _makers(jaxpr: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:
     """Return the equation that computes each value, and the value's place among its results."""
     return {var: (eqn, r) for eqn in jaxpr.eqns for r, var in enumerate(eqn.outvars)}
-
-
-def _other_tail(eqns: Sequence[JaxprEqn]) -> MicrobatchError:
-    """Return the error for a tail that differs in the last of some equations."""
-    return MicrobatchError(
-        f"what the step computes after the gradient, at {source_line(eqns[-1])}, is computed"
-        " otherwise when a microbatch has a single example; use fewer microbatches"
-    )
 
 
 def mark_boundary(jaxpr: Jaxpr, boundary: Boundary) -> Jaxpr:

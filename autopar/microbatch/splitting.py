@@ -218,7 +218,7 @@ def _marked(
     marked = {small: mark_boundary(small, boundary)}
     for trace in (micro, whole, large, part):
         if trace not in marked:
-            marked[trace] = mark_boundary(trace, same_boundary(small, boundary, trace))
+            marked[trace] = mark_boundary(trace, same_boundary(small, boundary, trace, batch))
     if part is not small:
         bodies = [
             [eqn for _, eqn in step_parts(marked[trace], batch).body] for trace in (part, small)

@@ -70,6 +70,23 @@ def test_a_single_example_per_microbatch_is_told_to_be_the_reason():
         )
 
 
+@pytest.mark.parametrize(
+    ("least", "count", "sizes"), [(2, 8, "1 than for 2"), (8, 2, "4 than for 8")]
+)
+def test_a_difference_after_the_gradient_is_named_with_its_line_and_the_sizes(least, count, sizes):
+    def step(weights, x):
+        losses = nearly_ones(len(x))[:, None]
+        gradient = autopar.value_and_grad(lambda w: jnp.mean((x @ w) ** 2 * losses))
+        value, update = gradient(weights)
+        metric = jnp.sin(value) if len(x) < least else jnp.exp(value)
+        return weights - update, 2 * metric
+
+    line = f"test_refused_steps.py:{step.__code__.co_firstlineno + 4}"
+    with pytest.raises(autopar.MicrobatchError) as refused:
+        trace(step, (np.ones((5, 3), np.float32), np.ones((8, 5), np.float32)), (1,), count)
+    assert f"{line}, is computed otherwise for {sizes} examples" in str(refused.value)
+
+
 def test_arguments_that_may_be_batches_are_named_if_a_microbatch_cannot_be_traced():
     def step(weights, x, y):
         return jax.value_and_grad(lambda w: ((x @ w - y) ** 2).mean())(weights)
