@@ -35,6 +35,7 @@ from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.own_statistics import exact_rules
 from autopar.microbatch.pass_options import PassOptions
 from autopar.microbatch.prepared_inputs import PreparableValues, examples_first, values_at
+from autopar.microbatch.sized_traces import SizedTraces
 from autopar.primitives import record_of
 
 COMPLETED = "first pass"
@@ -42,7 +43,7 @@ COMPLETED = "first pass"
 
 
 def more_completed(
-    traces: Sequence[Jaxpr], sizes: tuple[Jaxpr, Jaxpr], options: PassOptions
+    traces: SizedTraces, sizes: tuple[Jaxpr, Jaxpr], options: PassOptions
 ) -> tuple[TracedValue, ...]:
     """Return values that a first pass may complete, so that more of the step is separable.
 
@@ -52,17 +53,15 @@ def more_completed(
     completed in a pass before it.
 
     Args:
-        traces: the traces of the step, in turns for a part of the batch and for `count` times as
-            many examples.
-        sizes: the last two of the traces with further inputs: values that are computed before, and
-            the positions of the examples.
+        traces: the traces of the step.
+        sizes: `traces.small` and `traces.large` with further inputs: values that are computed
+            before, and the positions of the examples.
         options: the options of the pass, whose inputs are those of `sizes`.
 
     Returns:
         The values; empty if no such values help.
     """
-    names = [eqn.primitive for eqn in traces[0].eqns]
-    if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
+    if not traces.have_same_primitives:
         return ()
     batch, count = options.batch, options.count
     small = with_constants_of(sizes[1], sizes[0], count) or sizes[0]
@@ -83,7 +82,7 @@ def more_completed(
 
 
 def latest_completed(
-    traces: Sequence[Jaxpr],
+    traces: SizedTraces,
     small: Jaxpr,
     batch: Collection[int],
     inputs: Sequence[int],
@@ -94,14 +93,14 @@ def latest_completed(
     An update of the weights or of the optimizer's state runs once, not for each microbatch.
 
     Args:
-        traces: the traces of the step, as in `more_completed`.
-        small: the second pass of the last but one, with further inputs.
+        traces: the traces of the step.
+        small: the second pass of `traces.small`, with further inputs.
         batch: inputs of `small` whose first dim is the batch.
         inputs: inputs of `small` that the first pass completes.
         completed: their places in the traces.
     """
     known = dict(zip((small.invars[i] for i in inputs), completed, strict=True))
-    for number, eqn in enumerate(traces[-2].eqns):
+    for number, eqn in enumerate(traces.small.eqns):
         for result, var in enumerate(eqn.outvars):
             known[var] = TracedValue(number, result)
     groups = units(enumerate(small.eqns))
@@ -119,13 +118,13 @@ def latest_completed(
             rest.update(unit.makes)
     read = {var for unit in groups if unit.number not in update for var in unit.reads}
     read.update(variables(small.outvars))
-    of_examples = {small.invars[i] for i in inputs} - derived
-    return tuple(value for var, value in known.items() if var in read & (derived | of_examples))
+    read &= derived.union(small.invars[i] for i in inputs)
+    return tuple(value for var, value in known.items() if var in read)
 
 
 def finished_with(
     completed: Sequence[TracedValue],
-    traces: Sequence[Jaxpr],
+    traces: SizedTraces,
     second: Jaxpr,
     inputs: Collection[int],
     batch: Collection[int],
@@ -138,13 +137,13 @@ def finished_with(
 
     Args:
         completed: the values that the first pass completes.
-        traces: the traces of the step, as in `more_completed`.
-        second: the second pass of the last but one, with `completed` as inputs.
+        traces: the traces of the step.
+        second: the second pass of `traces.small`, with `completed` as inputs.
         inputs: the numbers of these inputs.
         batch: inputs of `second` whose first dim is the batch.
         found: the scalings of the values of `second`.
     """
-    computed = results_of(completing(traces[-2], completed).eqns)
+    computed = results_of(completing(traces.small, completed).eqns)
     eqns = list(enumerate(second.eqns))
     layers = results_of(eqn for eqn in second.eqns if record_of(eqn).is_costly)
     own = dependents(eqns, (layers - computed) | {second.invars[i] for i in inputs})
@@ -157,7 +156,7 @@ def results_of(eqns: Iterable[JaxprEqn]) -> set[Var]:
     return {var for eqn in eqns for var in eqn.outvars}
 
 
-def _has_fixed_shape(traces: Sequence[Jaxpr], place: TracedValue | None) -> bool:
+def _has_fixed_shape(traces: SizedTraces, place: TracedValue | None) -> bool:
     """Return whether a value is an array of the same shape for any size of the batch."""
     if place is None:
         return False
@@ -252,7 +251,7 @@ class _CompletableValues(PreparableValues):
                 continue
             seen.add(var)
             unit = self.unit_of[var]
-            reasons = [v for v in unit.reads if self._can_not_be_read(self.kinds[v])]
+            reasons = [var for var in unit.reads if not _is_joinable(self.kinds[var])]
             if reasons:
                 pending += reasons
             else:
@@ -261,14 +260,6 @@ class _CompletableValues(PreparableValues):
         of_batch = self._depending & {var for unit in roots.values() for var in unit.makes}
         found = [roots[number] for number in sorted(roots)]
         return [unit for unit in found if not of_batch.isdisjoint(unit.makes)] or found
-
-    @staticmethod
-    def _can_not_be_read(kind: BatchScaling | NotSeparable) -> bool:
-        """Return whether a first pass reads what a value is computed from in place of the value.
-
-        Rows for a part of the batch are not put together.
-        """
-        return isinstance(kind, NotSeparable) or isinstance(kind.blocks, Fraction)
 
     def _after(self, roots: Sequence[Unit]) -> tuple[list[Var], Set[Var]]:
         """Return the first values after `roots` that others can read from a first pass.
@@ -304,6 +295,14 @@ class _CompletableValues(PreparableValues):
                 if not later.isdisjoint(unit.reads):
                     between.add(unit.number)
         return between
+
+
+def _is_joinable(kind: BatchScaling | NotSeparable) -> bool:
+    """Return whether a value of the batch is put together from those of the microbatches.
+
+    Rows for a part of the batch are not.
+    """
+    return isinstance(kind, BatchScaling) and not isinstance(kind.blocks, Fraction)
 
 
 def reading(jaxpr: Jaxpr, inputs: Collection[int] = ()) -> Jaxpr:

@@ -34,6 +34,7 @@ from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.created_rows import is_exact_by_row
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.example_blocks import blocks_apart, blocks_merged
+from autopar.microbatch.sized_traces import SizedTraces
 from autopar.primitives import record_of
 from autopar.primitives.linearity import algebra_of, is_exact
 
@@ -108,14 +109,14 @@ def prepared_rows(micro: Jaxpr, whole: Jaxpr, places: Sequence[TracedValue]) -> 
 
 
 def more_prepared(
-    traces: Sequence[Jaxpr], small: Jaxpr, batch: frozenset[int], found: BatchScalings
+    traces: SizedTraces, small: Jaxpr, batch: frozenset[int], found: BatchScalings
 ) -> tuple[TracedValue, ...]:
     """Return values that a step may compute before its microbatches, which else refuse it.
 
     Args:
-        traces: the traces of the step, in turns for a part of the batch and for all of it.
-        small: the last but one of the traces with further inputs: values that are prepared, and the
-            positions of the examples.
+        traces: the traces of the step.
+        small: `traces.small` with further inputs: values that are prepared, and the positions of
+            the examples.
         batch: inputs of `small` whose first dim is the batch.
         found: the scalings of its values.
 
@@ -124,8 +125,7 @@ def more_prepared(
         examples that are larger than a microbatch; if there are none, the statistics of the batch.
         Empty if nothing can be prepared.
     """
-    names = [eqn.primitive for eqn in traces[0].eqns]
-    if any([eqn.primitive for eqn in trace.eqns] != names for trace in traces):
+    if not traces.have_same_primitives:
         return ()
     search = PreparableValues(traces, small, batch, found)
     chosen = search.inseparable() or search.of_large_groups() or search.statistics()
@@ -136,21 +136,20 @@ class PreparableValues:
     """The values of a step that can be prepared; see `more_prepared` for the arguments."""
 
     def __init__(
-        self, traces: Sequence[Jaxpr], small: Jaxpr, batch: Collection[int], found: BatchScalings
+        self, traces: SizedTraces, small: Jaxpr, batch: Collection[int], found: BatchScalings
     ) -> None:
-        smallest = traces[-2]
         self.invars, self.outvars = small.invars, small.outvars
         self.traces = traces
         self.kinds = found.kinds
-        self.examples = [i for i in batch if i < len(smallest.invars)]
+        self.examples = [i for i in batch if i < len(traces.small.invars)]
         self.units = units(enumerate(small.eqns))
         self.unit_of = {var: unit for unit in self.units for var in unit.makes}
         self.place = {
             var: TracedValue(n, r)
-            for n, eqn in enumerate(smallest.eqns)
+            for n, eqn in enumerate(traces.small.eqns)
             for r, var in enumerate(eqn.outvars)
         }
-        self._candidates = _of_inputs_alone(smallest, self.examples)
+        self._candidates = _of_inputs_alone(traces.small, self.examples)
 
     def places(self, values: Iterable[Var]) -> tuple[TracedValue, ...]:
         """Return the places of values in all traces."""
@@ -184,7 +183,8 @@ class PreparableValues:
         Rewards are standardized among the answers to a question, for example.
         """
         rows, larger = (
-            aval_of(self.traces[k].invars[min(self.examples)]).shape[0] for k in (0, -2)
+            aval_of(trace.invars[min(self.examples)]).shape[0]
+            for trace in (self.traces.micro, self.traces.small)
         )
         groups = {var for var in self._candidates if self._num_runs(var, larger) * rows % larger}
         eqns = (each for unit in self.units for each in unit.eqns)

@@ -158,13 +158,8 @@ class _PartitionBuilder:
         for unit in self.body:
             label = self._label(unit)
             positions = [position_of[var] for var in unit.reads if var in position_of]
-            if label is None and not positions:
-                self.anywhere.add(unit.number)
-                continue
-            if label is not None and not unit.reads:
-                self.anywhere.add(unit.number)
-                continue
-            if self._is_constant(unit):
+            sources = positions if label is None else unit.reads
+            if not sources or self._is_constant(unit):
                 self.anywhere.add(unit.number)
                 continue
             position = max([*positions, *(() if label is None else (label,))])

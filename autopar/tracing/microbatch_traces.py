@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -51,6 +50,7 @@ from autopar.microbatch.row_positions import (
     blocks_of_created,
     without_unread_positions,
 )
+from autopar.microbatch.sized_traces import SizedTraces
 from autopar.microbatch.splitting import split
 from autopar.primitives import record_of
 
@@ -59,12 +59,12 @@ class SplitStep(NamedTuple):
     """A step as it runs in microbatches.
 
     Attributes:
-        jaxpr: The flat jaxpr.
-        microbatching: Which equations run when; None without microbatches.
-        preparation: What is computed before the step; None if nothing is.
-        rows: The numbers of the inputs whose first dim is the batch, with prepared ones, without
+        jaxpr: the flat jaxpr.
+        microbatching: which equations run when; None without microbatches.
+        preparation: what is computed before the step; None if nothing is.
+        rows: the numbers of the inputs whose first dim is the batch, with prepared ones, without
             the positions of the examples.
-        first_pass: The pass that computes further inputs; None if the step is one pass.
+        first_pass: the pass that computes further inputs; None if the step is one pass.
     """
 
     jaxpr: Jaxpr
@@ -87,22 +87,27 @@ class _Numbered(NamedTuple):
     """The traces of a step with inputs that are no arguments.
 
     Attributes:
-        pairs: The traces for a part of the batch, each with that for all of it.
-        batch: The numbers of the inputs whose first dim is the batch.
-        positions: The number of the input with the positions of the examples, or None.
+        traces: the traces.
+        batch: the numbers of the inputs whose first dim is the batch.
+        positions: the number of the input with the positions of the examples, or None.
     """
 
-    pairs: Sequence[tuple[Jaxpr, Jaxpr]]
+    traces: SizedTraces
     batch: frozenset[int]
     positions: int | None
+
+    @property
+    def sizes(self) -> tuple[Jaxpr, Jaxpr]:
+        """The traces that say how values scale with the batch."""
+        return self.traces.small, self.traces.large
 
 
 class DividedTrace(NamedTuple):
     """How a trace was divided into layers.
 
     Attributes:
-        trace: The trace without layers.
-        divide: Divides it into layers.
+        trace: the trace without layers.
+        divide: the function that divided it into layers.
     """
 
     trace: Jaxpr
@@ -114,27 +119,24 @@ class MicrobatchTraces:
     """The traces of a step that is split into microbatches.
 
     Attributes:
-        traces: The traces, in turns for a part of the batch and for `count` times as many examples.
-            The first two run: a microbatch and the batch. The last two are for more examples and
-            say how values scale with the batch. The next two are like the last two, for as many
-            examples as run.
-        paths: The name of each argument.
-        batch: The numbers of the arguments whose first dim is the batch.
-        count: The number of microbatches.
-        exactness: In what microbatches may differ from the whole batch.
-        stages: Whether the step is cut into pipeline stages.
-        gradient_free: Whether the step may take no gradient.
-        name: The name of the user's function.
-        retrace: A function that returns the step for another number of microbatches.
-        in_layers: How the trace of a microbatch was divided into layers; None if it was not, or was
-            traced in layers.
-        divide: A function that divides each pass over the microbatches into layers; None if the
-            traces are in layers as they are to run.
-        is_first_pass: Whether the step is a first pass.
-        blocks: The number of blocks in the created arrays that have several, as in `add_positions`.
+        traces: the traces of the step.
+        paths: the name of each argument.
+        batch: the numbers of the arguments whose first dim is the batch.
+        count: the number of microbatches.
+        exactness: in what microbatches may differ from the whole batch.
+        stages: whether the step is cut into pipeline stages.
+        gradient_free: whether the step may take no gradient.
+        name: the name of the user's function.
+        retrace: a function that returns the step for another number of microbatches.
+        in_layers: how the trace of a microbatch was divided into layers after it was traced; None
+            if it was not.
+        divide: a function that divides each pass over the microbatches into layers; None if
+            `traces.micro` is divided already, or runs without layers.
+        is_first_pass: whether the step is a first pass.
+        blocks: the number of blocks in the created arrays that have several, as in `add_positions`.
     """
 
-    traces: tuple[Jaxpr, ...]
+    traces: SizedTraces
     paths: tuple[str, ...]
     batch: frozenset[int]
     count: int
@@ -151,12 +153,13 @@ class MicrobatchTraces:
     def split(self) -> SplitStep:
         """Return the step as it runs in microbatches.
 
-        What the step computes from the whole batch alone is computed before its microbatches, if
-        these can't be right otherwise. What they need of the model for the whole batch, a first
-        pass completes. Only steps that are not exact so use statistics of each microbatch.
+        The first of these that equals the whole batch is chosen: one pass; one pass after values
+        that follow from the batch alone are computed; two passes, the first of which computes what
+        the model makes of the whole batch. Statistics of each microbatch, where they are allowed,
+        replace those of the batch only if none of these does.
 
         Raises:
-            MicrobatchError: The step does not have the same result in microbatches.
+            MicrobatchError: the step does not have the same result in microbatches.
         """
         if self.exactness.batch_statistics == "microbatch":
             exactness = replace(self.exactness, batch_statistics="exact")
@@ -175,7 +178,7 @@ class MicrobatchTraces:
                 break
             if blocks := self._blocks_of_created(numbered, found):
                 return replace(self, blocks={**self.blocks, **blocks}).split()
-            more = more_prepared(self.traces, numbered.pairs[-1][0], numbered.batch, found)
+            more = more_prepared(self.traces, numbered.traces.small, numbered.batch, found)
             if not more:
                 break
             places += more
@@ -187,7 +190,7 @@ class MicrobatchTraces:
         """Return the scalings of the values of a microbatch; None if the traces differ."""
         with suppress(MicrobatchError):
             return BatchScalings(
-                *numbered.pairs[-1], numbered.batch, self.count, own_loops=self._own_loops
+                *numbered.sizes, numbered.batch, self.count, own_loops=self._own_loops
             )
         return None
 
@@ -195,8 +198,9 @@ class MicrobatchTraces:
         """Return the blocks of created arrays that need several and are not in `blocks`."""
         if numbered.positions is None:
             return {}
-        small = numbered.pairs[-1][0]
-        needed = blocks_of_created(small, numbered.batch, numbered.positions, found.kinds)
+        needed = blocks_of_created(
+            numbered.traces.small, numbered.batch, numbered.positions, found.kinds
+        )
         return {order: blocks for order, blocks in needed.items() if order not in self.blocks}
 
     @property
@@ -206,20 +210,17 @@ class MicrobatchTraces:
 
     def _numbered(self, places: Sequence[TracedValue]) -> _Numbered:
         """Return the traces with the values at `places` and the positions as inputs."""
-        num_inputs = len(self.traces[0].invars) + len(places)
-        batch = self.batch | prepared_rows(self.traces[0], self.traces[1], places)
-        # Usually the traces that run also say how values scale, and the pairs are one pair.
-        prepared = {trace: with_prepared(trace, places) for trace in dict.fromkeys(self.traces)}
-        traces = [prepared[trace] for trace in self.traces]
-        pairs = list(zip(traces[::2], traces[1::2], strict=True))
-        distinct = list(dict.fromkeys(pairs))
+        num_inputs = len(self.traces.micro.invars) + len(places)
+        batch = self.batch | prepared_rows(self.traces.micro, self.traces.whole, places)
+        traces = self.traces.map(lambda trace: with_prepared(trace, places))
+        distinct = list(dict.fromkeys(traces.pairs))
         folds = self.exactness.rng == "fold_in"
         numbered = add_positions(distinct, batch, self.count, folds, self.blocks)
         if numbered is None:
-            return _Numbered(pairs, batch, None)
+            return _Numbered(traces, batch, None)
         with_positions = dict(zip(distinct, numbered, strict=True))
-        pairs = [with_positions[pair] for pair in pairs]
-        return _Numbered(pairs, batch | {num_inputs}, num_inputs)
+        traces = SizedTraces.of_pairs([with_positions[pair] for pair in traces.pairs])
+        return _Numbered(traces, batch | {num_inputs}, num_inputs)
 
     def _split(
         self, numbered: _Numbered, places: Sequence[TracedValue], num_completed: int = 0
@@ -229,24 +230,23 @@ class MicrobatchTraces:
         Further inputs follow these if a first pass completes them.
         """
         # What only prepared values need is no part of the step.
-        traces = {each: reading(each) if places else each for each in chain(*numbered.pairs)}
-        micro, whole, part, _, small, large = (traces[each] for each in chain(*numbered.pairs))
+        traces = numbered.traces.map(reading) if places else numbered.traces
         jaxpr, microbatching = split(
-            self.divide(micro) if self.divide else micro,
-            whole,
-            part,
-            (small, large),
+            self.divide(traces.micro) if self.divide else traces.micro,
+            traces.whole,
+            traces.part,
+            (traces.small, traces.large),
             self._options(numbered, num_completed),
         )
         if self.is_first_pass:
-            check_no_model(microbatching.tail, micro, whole, numbered.batch)
+            check_no_model(microbatching.tail, traces.micro, traces.whole, numbered.batch)
         jaxpr = without_unread_positions(jaxpr, numbered.positions)
         rows = numbered.batch - {numbered.positions}
-        prepared = preparation(self.traces[1], places) if places else None
+        prepared = preparation(self.traces.whole, places) if places else None
         return SplitStep(jaxpr, microbatching, prepared, rows)
 
     def _options(self, numbered: _Numbered, num_completed: int) -> PassOptions:
-        """Return the options of a pass whose last inputs, as many as given, are completed."""
+        """Return the options of a pass whose last `num_completed` inputs a first pass completes."""
         return PassOptions(
             self.count,
             numbered.batch,
@@ -267,35 +267,36 @@ class MicrobatchTraces:
         The first pass may be two passes itself.
 
         Args:
-            numbered: The traces with the values at `places` and the positions as inputs.
-            places: The values that are prepared.
+            numbered: the traces with the values at `places` and the positions as inputs.
+            places: the values that are prepared.
 
         Raises:
-            MicrobatchError: Passes will not do, or each layer would need a further one.
+            MicrobatchError: the step is not right in several passes either, or each of its layers
+                would need a further one.
         """
         completed: tuple[TracedValue, ...] = ()
         second = numbered
         while True:
             options = self._options(second, len(completed))
-            more = more_completed(self.traces, second.pairs[-1], options)
+            more = more_completed(self.traces, second.sizes, options)
             more = tuple(place for place in dict.fromkeys(more) if place not in completed)
             if not more:
                 break
-            values = values_at(self.traces[-2], more)
+            values = values_at(self.traces.small, more)
             self._check_between_layers(numbered, completed, second, values)
             completed += more
             second = self._second_pass(places, completed)
             if self.is_first_pass:
-                part, _ = second.pairs[-1]
-                self._check_between_layers(numbered, completed, second, part.outvars)
+                results = second.traces.small.outvars
+                self._check_between_layers(numbered, completed, second, results)
                 with suppress(MicrobatchError):  # it may compute the rest once
                     self._split(second, places, len(completed))
                     break
         if not completed:
-            raise MicrobatchError("two passes over the microbatches will not do")
+            raise MicrobatchError("two passes over the microbatches do not equal the whole batch")
         latest = latest_completed(
             self.traces,
-            second.pairs[-1][0],
+            second.traces.small,
             second.batch,
             _last_inputs(second, len(completed)),
             completed,
@@ -317,13 +318,13 @@ class MicrobatchTraces:
         found = self._scalings(second)
         if found is None:
             return ()
-        small, _ = second.pairs[-1]
+        small = second.traces.small
         inputs = _last_inputs(second, len(completed))
         more = finished_with(completed, self.traces, small, inputs, second.batch, found)
         more = tuple(place for place in more if place not in completed)
         if not more:
             return ()
-        fewer, _ = self._second_pass(places, (*completed, *more)).pairs[-1]
+        fewer = self._second_pass(places, (*completed, *more)).traces.small
         return more if _num_costly(fewer) < _num_costly(small) else ()
 
     def _check_between_layers(
@@ -333,31 +334,32 @@ class MicrobatchTraces:
         second: _Numbered,
         results: Iterable[Atom],
     ) -> None:
-        """Check that three passes in a row complete no statistics between layers of the model.
+        """Check that no statistic of the batch lies between two layers of the model.
 
-        A further pass for every layer that mixes examples would take too long.
+        Each such statistic needs a pass of its own, so a model with one in every layer would take
+        as many passes as it has layers. What a backward pass computes is no such statistic: several
+        updates may follow one another.
 
         Args:
-            numbered: The traces of all passes.
-            completed: The values that the first of the passes completes.
-            second: The traces with these values as inputs.
-            results: The values of the last but one of them that the second of the passes computes.
+            numbered: the traces of the whole step.
+            completed: the values that the first pass completes.
+            second: the traces of what follows, with these values as inputs.
+            results: the values of `second.traces.small` that the next pass completes, or returns.
 
         Raises:
-            MicrobatchError: Layers or loops make a completed value, other layers read it for the
-                results, and no gradient is taken between them.
+            MicrobatchError: a completed value is computed by a layer or loop of the forward pass,
+                and another layer of the forward pass reads it to compute one of `results`.
         """
-        small, _ = numbered.pairs[-1]
-        made = results_of(model_layers(enumerate(small.eqns), numbered.pairs[-1], numbered.batch))
+        small, part = numbered.traces.small, second.traces.small
+        made = results_of(model_layers(enumerate(small.eqns), numbered.sizes, numbered.batch))
         made |= results_of(eqn for eqn in small.eqns if record_of(eqn).runs_body)
-        part, _ = second.pairs[-1]
         eqns = needed(enumerate(part.eqns), results)
         forward = [each for each in eqns if not is_backward(each[1])]
         inputs = _last_inputs(second, len(completed))
         # A product with a statistic, as in a ridge regression, belongs to the loss.
-        read = results_of(model_layers(forward, second.pairs[-1], second.batch.union(inputs)))
+        read = results_of(model_layers(forward, second.sizes, second.batch.union(inputs)))
         for value, i in zip(completed, inputs, strict=True):
-            makers = completing(self.traces[-2], [value]).eqns
+            makers = completing(self.traces.small, [value]).eqns
             if any(map(is_backward, makers)) or made.isdisjoint(results_of(makers)):
                 continue
             if not read.isdisjoint(dependents(forward, [part.invars[i]])):
@@ -371,7 +373,7 @@ class MicrobatchTraces:
         if first.has_backward and self.in_layers is not None:
             # Both passes have gradients, and each gradient is divided into all layers.
             micro, divide = self.in_layers
-            traces = (micro, *self.traces[1:])
+            traces = self.traces._replace(micro=micro)
             own = replace(self, traces=traces, in_layers=None, divide=divide)
             with suppress(MicrobatchError, NoLayersError):
                 return own._passes(places, completed)
@@ -384,19 +386,20 @@ class MicrobatchTraces:
         """Return the traces of the second pass, without what only the first one computes."""
         numbered = self._numbered((*places, *completed))
         inputs = _last_inputs(numbered, len(completed))
-        pairs = [(reading(part, inputs), reading(whole, inputs)) for part, whole in numbered.pairs]
-        return numbered._replace(pairs=pairs)
+        traces = numbered.traces.map(lambda trace: reading(trace, inputs))
+        return numbered._replace(traces=traces)
 
     def _first_pass(self, completed: tuple[TracedValue, ...]) -> FirstPass:
         """Return the first pass, which computes the values `completed`.
 
         Raises:
-            MicrobatchError: It does not run in microbatches, or computes all that the step does.
+            MicrobatchError: the first pass does not run in microbatches, or would compute all that
+                the step does.
         """
         divided = self.in_layers
         traces = replace(
             self,
-            traces=tuple(completing(trace, completed) for trace in self.traces),
+            traces=self.traces.map(lambda trace: completing(trace, completed)),
             gradient_free=True,
             name=f"the first pass of {self.name}",
             retrace=partial(first_pass_of, self.retrace, completed),
@@ -404,10 +407,10 @@ class MicrobatchTraces:
             is_first_pass=True,
             blocks={},
         )
-        if self.is_first_pass and len(traces.traces[1].eqns) >= len(self.traces[1].eqns):
+        if self.is_first_pass and len(traces.traces.whole.eqns) >= len(self.traces.whole.eqns):
             raise MicrobatchError("a pass before the first one would compute as much as it does")
         step, reads = traces._graph(len(completed))
-        lines = (source_line(self.traces[1].eqns[value.number]) for value in completed)
+        lines = (source_line(self.traces.whole.eqns[value.number]) for value in completed)
         assert step.microbatching is not None
         has_backward = any(_is_of_gradient(eqn) for _, eqn in step.microbatching.body)
         return FirstPass(step, reads, completed, tuple(dict.fromkeys(lines)), has_backward)
@@ -464,7 +467,7 @@ def first_pass_of(
     """Return the first pass of a step in `count` microbatches.
 
     Raises:
-        MicrobatchError: There is none, or it completes other values than `completed`.
+        MicrobatchError: there is none, or it completes other values than `completed`.
     """
     step = retrace(count)
     if step.first_pass is None:
@@ -487,7 +490,7 @@ def _num_costly(jaxpr: Jaxpr) -> int:
 
 def _last_inputs(numbered: _Numbered, count: int) -> range:
     """Return the numbers of the last inputs before the positions of the examples."""
-    end = len(numbered.pairs[0][0].invars) - (numbered.positions is not None)
+    end = len(numbered.traces.micro.invars) - (numbered.positions is not None)
     return range(end - count, end)
 
 

@@ -25,6 +25,7 @@ from autopar.layering.layer_scopes import num_layers
 from autopar.layering.stack_cutting import cut_stacks
 from autopar.microbatch.row_positions import POSITIONS
 from autopar.microbatch.same_step import DifferentStepsError
+from autopar.microbatch.sized_traces import SizedTraces
 from autopar.microbatch.splitting import split_once
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.progress import progress_part
@@ -343,13 +344,13 @@ class _StepTracer:
         part = traces.trace(Fraction(1, count), True, on_shards).jaxpr
         small = traces.trace_of_part(Fraction(scale, count), on_shards).jaxpr
         large = traces.trace(Fraction(scale), True, on_shards).jaxpr
-        part_of = traces.trace(Fraction(1), True, on_shards).jaxpr
+        full = traces.trace(Fraction(1), True, on_shards).jaxpr
         unlabelled, in_layers = traces.trace_of_part(Fraction(1, count), False).jaxpr, None
         if isinstance(options.layers, AutoLayerOption) and unlabelled is not micro:
             divide = partial(gradient_layers, option=options.layers)
             in_layers = DividedTrace(unlabelled, divide)
         splitter = MicrobatchTraces(
-            traces=(micro, whole, part, part_of, small, large),
+            traces=SizedTraces(micro, whole, part, full, small, large),
             paths=traced.arguments.piece_paths,
             batch=traced.batch,
             count=count,
