@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -13,13 +12,10 @@ from autopar.checks import checked
 from autopar.devices import Device, logical_mesh
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
-from autopar.layering.layer_clustering import NoLayersError
-from autopar.layering.layer_options import AutoLayerOption, LayerError, LayerOption
-from autopar.layering.layer_scopes import has_light_layers, num_layers
 from autopar.lowering.planned import PlannedStep
 from autopar.methods import CLUSTER, PipeshardParallel, PlanningMethod
 from autopar.pipeline.pipeline_schedules import has_backward, splits_backward
-from autopar.pipeline.stage_options import AutoStageOption, UniformStageOption
+from autopar.pipeline.stage_options import AutoStageOption
 from autopar.pipeline.submeshes import Submesh
 from autopar.plan import Plan, PlanError
 from autopar.planning.follow import follow_with_first_pass
@@ -27,24 +23,23 @@ from autopar.planning.last_results import start_search
 from autopar.planning.offload_planning import plan_offloading
 from autopar.planning.option_search import search
 from autopar.planning.option_space import OptionSpace, layer_options, micro_batch_counts, schedules
-from autopar.planning.pipeline_planner import PipelinePlanner
+from autopar.planning.pipeline_planning import Hosted, PipelinePlanning
 from autopar.planning.recompute_planning import least_bytes
 from autopar.planning.stage_construction import submesh_shapes
 from autopar.planning.stage_problem import NoStagesError
 from autopar.planning.step_planner import make_planned
 from autopar.progress import progress_part
-from autopar.recompute.offloading import OffloadError, offload, offloadable
+from autopar.recompute.offloading import OffloadError, offload
 from autopar.recompute.rewriting import (
     RecomputeError,
     recompute,
-    results_saved_in_layers,
     with_waits,
 )
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.shared_traces import shared_traces
 from autopar.tracing.step_traces import TraceOptions
-from autopar.tracing.trace import own_microbatches, trace
+from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.description import ClusterError
 from simulator.hardware.heterogeneous import AnyCluster, HeterogeneousCluster, load_cluster
@@ -203,7 +198,7 @@ class _Planning:
                 return self._fastest_pipeline(method, (without,), (state,))
 
     def _fastest_pipeline(
-        self, method: PipeshardParallel, *choices: tuple["Hosted", ...]
+        self, method: PipeshardParallel, *choices: tuple[Hosted, ...]
     ) -> PlannedStep:
         """Return the fastest plan of the first alternatives among which one fits.
 
@@ -224,13 +219,20 @@ class _Planning:
         assert error is not None
         raise error
 
-    def _pipeline(self, method: PipeshardParallel, hosted: "Hosted") -> PlannedStep:
+    def _pipeline(self, method: PipeshardParallel, hosted: Hosted) -> PlannedStep:
         """Return the fastest plan among all combinations of the method's open options."""
         stages = method.stages
         mesh = self.target.mesh
         cluster = self.target.cluster.first_devices(mesh.num_devices)
-        planning = _PipelinePlanning(
-            method, self.fun, self.args, self.batch, self.target, cluster, hosted
+        devices = self.target.devices
+        planning = PipelinePlanning(
+            method,
+            self.fun,
+            self.args,
+            self.batch,
+            cluster,
+            hosted,
+            list(devices.values()) if devices else None,
         )
         leaves = [leaf for i in self.batch for leaf in jax.tree.leaves(self.args[i])]
         rows = [leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())]
@@ -259,19 +261,6 @@ class _Planning:
                     step, plan = search(planning, space, stages, name, start_search())
                 numbers = planning.offloaded_results(plan)
                 return PlannedStep(step, plan.model_copy(update={"offloaded_results": numbers}))
-
-
-@dataclass(frozen=True, slots=True)
-class Hosted:
-    """What a pipeline keeps in host memory.
-
-    Attributes:
-        state: all state that only the update reads.
-        values: all values of forward passes that only the backward pass of the same layer reads.
-    """
-
-    state: bool = False
-    values: bool = False
 
 
 _TRACING = 0.4
@@ -306,119 +295,6 @@ def _whole_step_meshes(
     whole = Submesh(0, cluster.hosts, cluster.devices_per_host)
     shapes = submesh_shapes(whole, stages.submesh_logical_shape_space)
     return list(dict.fromkeys([mesh, *map(logical_mesh, shapes)]))
-
-
-_AUTO_LAYERS = (AutoLayerOption(8), AutoLayerOption(4), AutoLayerOption(2))
-"""Layers of `layer_option="auto"` without decorators, in the order in which they are tried."""
-
-
-@dataclass(frozen=True)
-class _PipelinePlanning:
-    """Traces and planners of a function for one PipeshardParallel: what `search` asks for.
-
-    Attributes:
-        room: bytes that automatic stages may be estimated to need, divided by those of a device.
-    """
-
-    method: PipeshardParallel
-    fun: Callable[..., Any]
-    args: Sequence[Any]
-    batch: Sequence[int]
-    target: Target
-    cluster: AnyCluster
-    hosted: Hosted
-    room: float = 1.0
-
-    def trace(self, num_micro_batches: int, layer_option: LayerOption | None) -> StepGraph:
-        """Return the step in layers, with its accumulated values marked, as it offloads values."""
-        step = self._traced(num_micro_batches, layer_option)
-        if not self.hosted.values:
-            return step
-        return recompute(step, (), results_saved_in_layers(step), in_layers=True)
-
-    def offloaded_results(self, plan: Plan) -> tuple[int, ...]:
-        """Return the numbers of the equations whose results a plan keeps in host memory."""
-        if plan.schedule.is_whole_step or not self.hosted.values:
-            return plan.offloaded_results
-        step = self._traced(plan.num_micro_batches, plan.schedule.layer_option)
-        return results_saved_in_layers(step)
-
-    def _traced(self, num_micro_batches: int, layer_option: LayerOption | None) -> StepGraph:
-        """Return the step in layers, with its state where the plan keeps it."""
-        schedule = self.method.pipeline_schedule
-        forward = schedule != "auto" and not has_backward(schedule)
-        step = trace(
-            self.fun,
-            self.args,
-            self.batch,
-            num_micro_batches,
-            TraceOptions(
-                layers=layer_option, marked=True, forward=forward, exactness=self.method.exactness
-            ),
-        )
-        return self._offloading(step)
-
-    def _offloading(self, step: StepGraph) -> StepGraph:
-        """Return the step with its state where the plan keeps it."""
-        return offload(step, offloadable(step)) if self.hosted.state else step
-
-    def planner(self, step: StepGraph) -> PipelinePlanner:
-        """Return the planner of pipelines for a traced step."""
-        devices = self.target.devices
-        return PipelinePlanner(
-            step,
-            self.cluster,
-            self.method.sharding_of(step),
-            self.method.memory_budget,
-            devices=list(devices.values()) if devices else None,
-            room=self.room,
-        )
-
-    def own_microbatches(self) -> int | None:
-        """Return the number of chunks whose gradients the step accumulates, if it does."""
-        return own_microbatches(self.fun, self.args, self.batch, self.method.exactness)
-
-    def layers_of_step(self, num_micro_batches: int) -> LayerOption | None:
-        """Return None if decorators make layers, else the first option with no light layer."""
-        if num_layers(self.trace(num_micro_batches, None).jaxpr):
-            return None
-        *options, last = self._auto_layers()
-        for option in options:
-            try:
-                step = self.trace(num_micro_batches, option)
-            except (LayerError, NoLayersError):
-                continue
-            if not has_light_layers(step.jaxpr):
-                return option
-        return last
-
-    def _auto_layers(self) -> Sequence[AutoLayerOption]:
-        """Return the options of `_AUTO_LAYERS` for which there are enough devices.
-
-        Uniform stages are as many as the layers, unless their number is given.
-        """
-        stages, chunks = self.method.stages, self.method.chunks
-        if not isinstance(stages, UniformStageOption) or stages.num_stages is not None:
-            return _AUTO_LAYERS
-        num_submeshes = self.target.mesh.num_devices // prod(stages.submesh_physical_shape or (1,))
-        most = num_submeshes * (chunks if isinstance(chunks, int) else 1)
-        return [option for option in _AUTO_LAYERS if option.layer_num <= most] or _AUTO_LAYERS[-1:]
-
-    def plan_whole_step(self, num_micro_batches: int, mesh: LogicalMesh) -> tuple[StepGraph, Plan]:
-        """Return the step and its plan as one program on a mesh."""
-        name = type(self.method).__name__
-        exactness = self.method.exactness
-        step = trace(
-            self.fun, self.args, self.batch, num_micro_batches, TraceOptions(exactness=exactness)
-        )
-        step = self._offloading(with_waits(step))
-        pool = single_pool(self.cluster, name)
-        options = self.method.sharding_of(step)
-        budget = self.method.memory_budget
-        planned = make_planned(
-            step, mesh, pool, options, name, memory_budget=budget, offloads=self.hosted.values
-        )
-        return planned.step, planned.plan
 
 
 def trace_for(

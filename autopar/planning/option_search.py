@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, inf
-from typing import Protocol
 
 from autopar.ir.spec import LogicalMesh
 from autopar.ir.step_graph import MicrobatchError, StepGraph
@@ -30,28 +29,12 @@ from autopar.planning.chunked_stages import even_mesh_counts
 from autopar.planning.last_results import OptionTrial
 from autopar.planning.option_space import Combination, OptionSpace, holds_as_much
 from autopar.planning.pipeline_planner import BOUND_EFFORTS, BoundEffort, PipelinePlanner
+from autopar.planning.pipeline_planning import PipelinePlanning
 from autopar.planning.stage_problem import NoStagesError
 from autopar.progress import log_progress, progress_part
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import InfeasibleError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
-
-
-class StepPlanning(Protocol):
-    """The traces and planners of one function."""
-
-    def trace(self, num_micro_batches: int, layer_option: LayerOption | None) -> StepGraph:
-        """Return the step in layers, with its accumulated values marked."""
-        ...
-
-    def planner(self, step: StepGraph) -> PipelinePlanner:
-        """Return the planner of pipelines for a traced step."""
-        ...
-
-    def plan_whole_step(self, num_micro_batches: int, mesh: LogicalMesh) -> tuple[StepGraph, Plan]:
-        """Return the step and its plan as one program on a mesh."""
-        ...
-
 
 _PLANNING_ERRORS = (
     MicrobatchError,
@@ -68,7 +51,7 @@ _PLANNING_ERRORS = (
 
 
 def search(
-    planning: StepPlanning,
+    planning: PipelinePlanning,
     space: OptionSpace,
     stage_option: StageOption,
     method: str,
@@ -103,7 +86,7 @@ class _Search:
 
     def __init__(
         self,
-        planning: StepPlanning,
+        planning: PipelinePlanning,
         space: OptionSpace,
         stage_option: StageOption,
         method: str,

@@ -12,9 +12,9 @@ from autopar.devices import logical_mesh
 from autopar.pipeline.pipeline_schedules import schedule_names
 from autopar.plan import WHOLE_STEP
 from autopar.planning import method_planning
-from autopar.planning.method_planning import _PipelinePlanning
 from autopar.planning.option_space import CHUNKS, layer_options, micro_batch_counts, schedules
 from autopar.planning.pipeline_planner import PipelinePlanner
+from autopar.planning.pipeline_planning import PipelinePlanning
 from autopar.planning.plan_step import MEMORY_MARGIN
 from autopar.planning.stage_problem import NoStagesError
 from autopar.sharding.plan_shardings import plan_shardings
@@ -248,7 +248,7 @@ def test_no_schedule_is_planned_that_holds_more_than_one_that_does_not_fit(monke
         raise autopar.MemoryBudgetError(1.0, 2.0)
 
     monkeypatch.setattr(PipelinePlanner, "plan", plan)
-    monkeypatch.setattr(_PipelinePlanning, "plan_whole_step", plan_whole_step)
+    monkeypatch.setattr(PipelinePlanning, "plan_whole_step", plan_whole_step)
     with pytest.raises(ValueError, match="no plan for the step fits"):
         planned(num_micro_batches=16, pipeline_schedule="auto")
     twice = [*("1f1b", "1f1b"), *("zero_bubble_h1", "zero_bubble_h1")]  # then with more room
@@ -427,13 +427,13 @@ def test_microbatches_that_are_slower_on_one_mesh_may_be_faster_on_another(monke
         (2, 2): {1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0, 16: 0.5},
     }
 
-    def plan_whole_step(self, count, mesh, plan=_PipelinePlanning.plan_whole_step):
+    def plan_whole_step(self, count, mesh, plan=PipelinePlanning.plan_whole_step):
         step, found = plan(self, count, mesh)
         predicted = {"predicted_seconds": seconds[mesh.shape][count], "memory_limited": True}
         return step, found.model_copy(update=predicted)
 
     monkeypatch.setattr(PipelinePlanner, "bound", bound_without_pipelines)
-    monkeypatch.setattr(_PipelinePlanning, "plan_whole_step", plan_whole_step)
+    monkeypatch.setattr(PipelinePlanning, "plan_whole_step", plan_whole_step)
     plan = planned(num_micro_batches="auto", pipeline_schedule="auto")
     assert (plan.stages[0].mesh.shape, plan.num_micro_batches) == ((2, 2), 16)
     on_four = [t for t in autopar.get_last_search_result() if t.mesh and t.mesh.shape == (4,)]
