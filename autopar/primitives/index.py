@@ -4,7 +4,7 @@ A dim that is indexed one element at a time may be sharded: each device reads or
 of its own shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import Spec
-from autopar.primitives.factors import FactorBuilder, Kind, OpFactors
+from autopar.primitives.factors import Dims, FactorBuilder, Kind, OpFactors
 from autopar.primitives.local_forms import Shapes, own_indices
 from autopar.primitives.registry import Algebra, PrimitiveRecord
 from autopar.primitives.rule_helpers import ShardingRule, shape_of
@@ -38,32 +38,19 @@ def indexed_dims(eqn: JaxprEqn) -> tuple[int, ...]:
 
 def _gather(eqn: JaxprEqn) -> OpFactors:
     """Sum over indexed dims: devices whose shard lacks an element contribute zero."""
-    numbers, slice_sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    operand_shape, indices_shape, out_shape = (
-        shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)
-    )
+    numbers = eqn.params["dimension_numbers"]
+    operand_shape, indices_shape, out_shape = map(shape_of, (*eqn.invars, *eqn.outvars))
     build = FactorBuilder()
-    indices = (*build.dims(indices_shape[:-1]), ())
-    looked_up = iter(indices[:-1])
-    result = [
-        () if dim in numbers.offset_dims else next(looked_up) for dim in range(len(out_shape))
-    ]
-    batching = dict(
-        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    indices = build.dims(indices_shape[:-1])
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    kinds: dict[int, Kind] = {
+        dim: "sum" if dim in numbers.start_index_map else "whole"
+        for dim in numbers.collapsed_slice_dims
+    }
+    operand, result = _windows(
+        build, operand_shape, out_shape, indices, dict(batching), kinds, numbers.offset_dims
     )
-    offsets = iter(sorted(numbers.offset_dims))
-    operand = []
-    for dim, size in enumerate(operand_shape):
-        if dim in batching:
-            operand.append(indices[batching[dim]])
-        elif dim in numbers.collapsed_slice_dims:
-            operand.append(build.new(size, "sum" if dim in numbers.start_index_map else "whole"))
-        else:
-            offset = next(offsets)
-            full = slice_sizes[dim] == size
-            operand.append(build.new(size, "parallel" if full else "whole"))
-            result[offset] = operand[-1] if full else build.new(slice_sizes[dim], "whole")
-    return build.build([tuple(operand), indices], [tuple(result)], decides=True)
+    return build.build([operand, (*indices, ())], [result], decides=True)
 
 
 def _scatter(combine: Kind) -> ShardingRule:
@@ -81,38 +68,63 @@ def _scatter(combine: Kind) -> ShardingRule:
         numbers = eqn.params["dimension_numbers"]
         operand_shape, indices_shape, updates_shape = map(shape_of, eqn.invars)
         build = FactorBuilder()
-        indexed = numbers.scatter_dims_to_operand_dims if prod(indices_shape[:-1]) != 1 else ()
-        batching = dict(
-            zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-        )
-        batched = set(batching.values())
+        batched = numbers.scatter_indices_batching_dims
         indices = tuple(
             build.new(size, "parallel" if dim in batched else combine)
             for dim, size in enumerate(indices_shape[:-1])
         )
-        scattered = iter(indices)
-        updates = [
-            () if dim in numbers.update_window_dims else next(scattered)
-            for dim in range(len(updates_shape))
-        ]
-        windows = iter(sorted(numbers.update_window_dims))
-        operand = []
-        for dim, size in enumerate(operand_shape):
-            if dim in batching:
-                operand.append(indices[batching[dim]])
-            elif dim in numbers.inserted_window_dims:
-                operand.append(build.new(size, "parallel" if dim in indexed else "whole"))
-            else:
-                window = next(windows)
-                full = updates_shape[window] == size
-                operand.append(build.new(size, "parallel" if full else "whole"))
-                updates[window] = operand[-1] if full else build.new(updates_shape[window], "whole")
-        operands = [tuple(operand), (*indices, ()), tuple(updates)]
-        return build.build(
-            operands, [tuple(operand)], decides=True, once=(0,) if combine == "sum" else ()
+        batching = zip(numbers.operand_batching_dims, batched, strict=True)
+        indexed = numbers.scatter_dims_to_operand_dims if prod(indices_shape[:-1]) != 1 else ()
+        kinds: dict[int, Kind] = {
+            dim: "parallel" if dim in indexed else "whole" for dim in numbers.inserted_window_dims
+        }
+        window_dims = numbers.update_window_dims
+        operand, updates = _windows(
+            build, operand_shape, updates_shape, indices, dict(batching), kinds, window_dims
         )
+        operands = [operand, (*indices, ()), updates]
+        return build.build(operands, [operand], decides=True, once=(0,) if combine == "sum" else ())
 
     return rule
+
+
+def _windows(
+    build: FactorBuilder,
+    operand_shape: Sequence[int],
+    windows_shape: Sequence[int],
+    indices: Dims,
+    batching: Mapping[int, int],
+    kinds: Mapping[int, Kind],
+    window_dims: Collection[int],
+) -> tuple[Dims, Dims]:
+    """Return the factors of an indexed array, and of the windows that are read from or added to it.
+
+    A dim that windows cover whole is sharded like theirs. Dims that they cover in part are whole.
+
+    Args:
+        build: collects the factors.
+        operand_shape: the shape of the indexed array.
+        windows_shape: the shape of all windows: the result of a gather, or a scatter's updates.
+        indices: the factors of the dims of the indices, without that of the coordinates.
+        batching: the dim of the indices that each batch dim of the indexed array goes with.
+        kinds: the kind of each dim of the indexed array that windows do not have.
+        window_dims: the dims of `windows_shape` that windows have; the others are of the indices.
+    """
+    of_indices = iter(indices)
+    windows = [() if dim in window_dims else next(of_indices) for dim in range(len(windows_shape))]
+    inner_dims = iter(sorted(window_dims))
+    operand: list[tuple[int, ...]] = []
+    for dim, size in enumerate(operand_shape):
+        if dim in batching:
+            operand.append(indices[batching[dim]])
+        elif dim in kinds:
+            operand.append(build.new(size, kinds[dim]))
+        else:
+            inner = next(inner_dims)
+            is_full = windows_shape[inner] == size
+            operand.append(build.new(size, "parallel" if is_full else "whole"))
+            windows[inner] = operand[-1] if is_full else build.new(windows_shape[inner], "whole")
+    return tuple(operand), tuple(windows)
 
 
 def _local_gather(
