@@ -205,12 +205,16 @@ def devices_of_plan(devices: Devices, plan: Plan) -> list[Device]:
     shape = plan.stages[0].mesh_shape
     if isinstance(devices, Mesh) and is_whole_step and shape != devices.axis_sizes:
         raise ValueError(
-            f"the plan needs a mesh of shape {shape}, got one of shape {devices.axis_sizes}"
+            f"the plan needs a mesh of shape {shape}, got one of shape {devices.axis_sizes}; give"
+            " the number of devices instead, or plan the step for this mesh"
         )
     present = list(devices.devices.flat) if isinstance(devices, Mesh) else _choose(devices, None)[0]
     has_spare = devices is not None and needed < len(present)
     if needed > len(present) or (is_whole_step and has_spare):
-        raise ValueError(f"the plan needs {needed} devices, got {len(present)}")
+        raise ValueError(
+            f"the plan needs {needed} devices, got {len(present)}; give as many, or plan the step"
+            f" for {len(present)}"
+        )
     return present
 
 

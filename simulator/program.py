@@ -164,25 +164,27 @@ class Program:
         if len(self.meshes) != len(self.instructions):
             raise ValueError(
                 f"{len(self.meshes)} meshes but {len(self.instructions)} instruction lists;"
-                " one each"
+                " expected a list for each mesh"
             )
         for instruction in chain.from_iterable(self.instructions):
             if isinstance(instruction, Send | Recv):
                 self._check_transfer(instruction)
         if self.memory and len(self.memory) != len(self.meshes):
             raise ValueError(
-                f"{len(self.meshes)} meshes but memory of {len(self.memory)}; one each, or none"
+                f"{len(self.meshes)} meshes but memory of {len(self.memory)}; expected that of each"
+                " mesh, or none"
             )
         if self.levels and list(map(len, self.levels)) != list(map(len, self.instructions)):
             raise ValueError(
                 f"meshes with {list(map(len, self.instructions))} instructions but"
-                f" {list(map(len, self.levels))} levels of memory; one each, or none"
+                f" {list(map(len, self.levels))} levels of memory; expected a level for each"
+                " instruction, or no levels"
             )
         for task, levels in self.op_levels.items():
             if len(levels) != len(self.bodies.get(task, ())):
                 raise ValueError(
                     f"task {task} has {len(self.bodies.get(task, ()))} ops but {len(levels)} levels"
-                    " of memory; one each"
+                    " of memory; expected a level for each op"
                 )
 
     def _check_transfer(self, transfer: Send | Recv) -> None:

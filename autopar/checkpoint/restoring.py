@@ -103,7 +103,9 @@ def restore_last(
         raise CheckpointError(
             f"{directory} has no checkpoint that can be read: {causes}"
         ) from next(iter(damaged.values()))
-    raise CheckpointError(f"{directory} has no checkpoint")
+    raise CheckpointError(
+        f"{directory} has no checkpoint; expected the directory that a step was saved in"
+    )
 
 
 def _set_aside(

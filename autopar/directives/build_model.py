@@ -150,7 +150,10 @@ def build(
 def _check_pipeline(model: ModelSchedule, backend: Backend) -> None:
     """Raise DirectiveError unless a schedule with pipeline stages can be built."""
     if backend != "auto":
-        raise DirectiveError("cut_pipeline_stage: pipelines are built with backend='auto'")
+        raise DirectiveError(
+            f"cut_pipeline_stage: given backend={backend!r}; expected backend='auto', which alone"
+            " builds pipelines"
+        )
     used = {directive.mesh_axis for directive in (*model.of_kind(Shard), *model.of_kind(Sync))}
     unknown = used.difference(AXIS_NAMES)
     if unknown:

@@ -200,7 +200,10 @@ class PatternMatcher:
         inputs = []
         for var in self.pattern.args:
             if var not in state.bound:
-                raise DirectiveError(f"{self.pattern.args[var]} of the pattern is not used in it")
+                raise DirectiveError(
+                    f"argument {self.pattern.args[var]} of the pattern is not used in it; use it in"
+                    " the pattern, or leave it out"
+                )
             inputs.append(self._input(state.bound[var], aval_of(var).shape, own, through))
         nodes = [node for node in self.graph.nodes if node.name in own]
         if any(var is not result for var in self.graph.outputs_of(nodes)):

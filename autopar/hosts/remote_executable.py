@@ -139,13 +139,22 @@ class RemoteExecutable(Executable):
         """Raise an error unless input `i` can be used as it is."""
         path = self.step.in_paths[i]
         if np.shape(leaf) != wanted.aval.shape:
-            raise ValueError(f"{path} has shape {np.shape(leaf)}, expected {wanted.aval.shape}")
+            raise ValueError(
+                f"{path} has shape {np.shape(leaf)}, expected {wanted.aval.shape}, with which the"
+                " step was compiled"
+            )
         if isinstance(leaf, DistributedArray):
             if not self._is_placed(leaf, wanted):
-                raise ValueError(f"{path} is not where the plan wants it; see shard_args")
+                raise ValueError(
+                    f"{path} is on other devices than the plan says; pass what"
+                    " executable.shard_args(...) returns"
+                )
             leaf.check()
         elif i not in self.step.batch:
-            raise ValueError(f"{path} is not on the workers; see shard_args")
+            raise ValueError(
+                f"{path} is an array of this process, expected one on the workers; pass what"
+                " executable.shard_args(...) returns"
+            )
 
     def _is_placed(self, leaf: Any, wanted: Array) -> bool:
         """Return whether an argument is on the workers at its place."""

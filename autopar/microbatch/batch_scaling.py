@@ -107,8 +107,8 @@ class BatchScalings:
         self.kinds.update((micro.invars[i], BatchScaling("rows")) for i in batch)
         if len(micro.consts) != len(full.consts):
             raise MicrobatchError(
-                "the step has other constants for batches of different size; use"
-                " num_micro_batches=1"
+                "the step has other constants for batches of another size; make them the same, or"
+                " use num_micro_batches=1"
             )
         for var, value, whole in zip(micro.constvars, micro.consts, full.consts, strict=True):
             try:

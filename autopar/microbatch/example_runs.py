@@ -77,8 +77,8 @@ def single_example_error(refused: MicrobatchError | None = None) -> MicrobatchEr
     """
     reason = "" if refused is None else f"{refused}. "
     return MicrobatchError(
-        f"{reason}The step is computed otherwise when a microbatch has a single example: fewer"
-        " microbatches may do"
+        f"{reason}The step is computed otherwise when a microbatch has a single example; use fewer"
+        " microbatches, which have more examples each"
     )
 
 

@@ -107,7 +107,8 @@ class UniformStageOption:
             )
         if stages % num_chunks:
             raise StageError(
-                f"{stages} stages can't be shared by submeshes with {num_chunks} chunks each"
+                f"{stages} stages can't be shared by submeshes with {num_chunks} chunks each; use a"
+                f" multiple of {num_chunks} as num_stages, or another num_chunks"
             )
         num_meshes = stages // num_chunks
         num_devices_each = (
@@ -118,7 +119,8 @@ class UniformStageOption:
         if num_devices_each < 1 or num_devices_each * num_meshes > num_devices:
             raise StageError(
                 f"{num_meshes} submeshes of {max(num_devices_each, 1)} device(s) need"
-                f" {num_meshes * max(num_devices_each, 1)}, there are {num_devices}"
+                f" {num_meshes * max(num_devices_each, 1)}, there are {num_devices}; use fewer"
+                " stages, smaller submeshes or more devices"
             )
         shapes = (
             logical_shapes(num_devices_each)
@@ -189,7 +191,8 @@ class ManualStageOption:
         lengths = [len(values) for values in given]
         if any(length != count for length in lengths):
             raise StageError(
-                f"{count} stages, but {lengths} physical shapes, logical shapes and options"
+                f"{count} stages, but {lengths} physical shapes, logical shapes and options;"
+                " give each stage one of each"
             )
         for physical, logical in zip(
             self.submesh_physical_shapes, self.submesh_logical_shapes, strict=True
@@ -245,12 +248,17 @@ class ManualStageOption:
         if not self.submesh_devices:
             ends = list(accumulate(sizes))
             if ends[-1] > num_devices:
-                raise StageError(f"the stages need {ends[-1]} devices, there are {num_devices}")
+                raise StageError(
+                    f"submesh_physical_shapes {list(self.submesh_physical_shapes)} need"
+                    f" {ends[-1]} devices, there are {num_devices}; use smaller submeshes or"
+                    " more devices"
+                )
             return [tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
         devices = [tuple(stage_devices) for stage_devices in self.submesh_devices]
         if [len(stage_devices) for stage_devices in devices] != sizes:
             raise StageError(
-                f"submesh_devices are {devices}, but the submeshes have {sizes} devices"
+                f"submesh_devices are {devices}, but the submeshes have {sizes} devices; list as"
+                " many devices of each stage as submesh_physical_shapes says"
             )
         every = sorted(device for stage_devices in devices for device in stage_devices)
         if len(set(every)) < len(every) or not 0 <= every[0] <= every[-1] < num_devices:

@@ -113,7 +113,8 @@ class StageProblem:
             )
         if self.layer_kinds is not None and len(self.layer_kinds) != self.num_layers:
             raise ValueError(
-                f"{len(self.layer_kinds)} layer kinds for {self.num_layers} layers; one each"
+                f"{len(self.layer_kinds)} layer kinds for {self.num_layers} layers; expected a kind"
+                " for each layer"
             )
 
     def num_returns(self, in_flight: int) -> int:

@@ -136,7 +136,8 @@ class _Rewriter:
             if number not in unit_of or not found.is_repeatable(unit_of[number]):
                 raise RecomputeError(
                     f"equation {number} can't be computed again in the backward pass of"
-                    f" {found.step.name}, which has {len(found.step.jaxpr.eqns)} equations"
+                    f" {found.step.name}, which has {len(found.step.jaxpr.eqns)} equations; plan"
+                    " the step again"
                 )
         self.repeated = frozenset(unit_of[number] for number in numbers)
         self.on_host: dict[Var, Var] = {}

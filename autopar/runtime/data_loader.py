@@ -186,8 +186,8 @@ class MeshDriverDataLoader(_Loader):
         for aval, path in zip(self._form.avals, self._form.paths, strict=True):
             if is_key(aval.dtype):
                 raise ValueError(
-                    f"the step takes random keys at {path}, which DataLoader can bring, but not"
-                    " this loader"
+                    f"the step takes random keys at {path}, which {type(self).__name__} can't make;"
+                    " use DataLoader, with batches that contain the keys"
                 )
             if aval.shape[:1] != (batch_size,):
                 raise ValueError(

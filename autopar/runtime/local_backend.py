@@ -75,8 +75,8 @@ class Backend(ABC):
         """
         if executable.hosts is not self.hosts:
             raise ValueError(
-                "the step was compiled for other devices than those of the last autopar.init; call"
-                " it first"
+                "the step was compiled for other devices than those of the last autopar.init;"
+                " compile it after that call"
             )
         return executable.present
 

@@ -48,7 +48,8 @@ def measured_collectives(gpu: str, kind: CollectiveKind) -> MeasuredCollectives:
     rows = pd.read_csv(DATA / "collectives.csv")
     rows = rows[(rows.gpu == gpu) & (rows.kind == kind)]
     if rows.empty:
-        raise ValueError(f"no measured {kind} of {gpu!r}")
+        known = ", ".join(collective_kinds(gpu)) or "none"
+        raise ValueError(f"no measured {kind} of {gpu!r}; measured collectives: {known}")
     return MeasuredCollectives.of(kind, rows["size"], rows["bytes"], rows["us"] * 1e-6)
 
 

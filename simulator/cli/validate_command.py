@@ -118,7 +118,10 @@ def _selected_sets(
     """
     if data is not None and isfile(data):
         if names:
-            raise ValueError(f"{names[0]!r}: {data} is a file, whose rows are all compared")
+            raise ValueError(
+                f"{names[0]!r}: names choose among the shipped sets, but all rows of the file"
+                f" {data} are compared; leave the names out"
+            )
         table = read_step_table(data)
         own = list(sets_of_rows(data, table.rows, by))
         for column in table.unread:

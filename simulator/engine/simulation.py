@@ -68,7 +68,7 @@ def simulate(
         if max(devices) >= cluster.num_devices:
             raise ValueError(
                 f"mesh {mesh} has devices {devices}; cluster {cluster.name!r} has devices"
-                f" 0 to {cluster.num_devices - 1}"
+                f" 0 to {cluster.num_devices - 1}; simulate it on a larger cluster"
             )
     check_cost_fingerprint(program, cluster)
     meshes, arrows = play(program, costs, dispatch, backend)

@@ -366,7 +366,8 @@ class Cluster(Description):
         local = self.devices_per_host if devices_per_host is None else devices_per_host
         if local > self.devices_per_host:
             raise ClusterError(
-                f"{self.name!r} has {self.devices_per_host} devices per host, not {local}"
+                f"{self.name!r} has {self.devices_per_host} devices per host, not {local}; use as"
+                " many or fewer, or a cluster with larger hosts"
             )
         nics = max(1, self.nics_per_host * local // self.devices_per_host)
         fields = self.fields() | {"hosts": hosts, "devices_per_host": local, "nics_per_host": nics}

@@ -74,7 +74,7 @@ class HeterogeneousCluster(Description):
         if min(devices) < 0 or max(devices) >= self.num_devices:
             raise ClusterError(
                 f"devices {min(devices)} to {max(devices)} are not all in cluster {self.name!r}: "
-                f"it has {self.num_devices}"
+                f"it has {self.num_devices}, numbered from 0 on"
             )
         starts = self.pool_starts
         numbers = sorted({bisect_right(starts, device) - 1 for device in devices})
@@ -86,7 +86,8 @@ class HeterogeneousCluster(Description):
             )
             raise ClusterError(
                 f"devices {', '.join(map(str, devices))} lie in several pools of cluster "
-                f"{self.name!r}, {pools}, but only devices of one pool can work as one mesh"
+                f"{self.name!r}, {pools}, but only devices of one pool can work as one mesh; give "
+                "each mesh devices of one pool"
             )
         return numbers[0]
 

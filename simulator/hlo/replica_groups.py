@@ -96,7 +96,10 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str, num_devices: int)
             )
         size = int(part or sizes[name])
         if not size or sizes[name] % (int(before or 1) * size):
-            raise ValueError(f"axis {name!r} of size {sizes[name]} has no part ({before}){part}")
+            raise ValueError(
+                f"axis {name!r} of size {sizes[name]} has no part ({before}){part}; the sizes of"
+                " its parts divide its size"
+            )
         stride = strides[name] * sizes[name] // (int(before or 1) * size)
         coordinate = np.arange(count) // stride % size
         position = position * size + coordinate

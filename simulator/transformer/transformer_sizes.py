@@ -153,7 +153,10 @@ class Transformer(Description):
                 "mamba: expected together with a pattern that has M for each Mamba layer"
             )
         if self.full_attention_every is not None and self.window is None:
-            raise ValueError("full_attention_every: expected together with window")
+            raise ValueError(
+                f"full_attention_every: given {self.full_attention_every} without window; expected"
+                " both or neither"
+            )
         if self.latent_attention is not None and self.head_size is None:
             raise ValueError(
                 "latent_attention: expected together with head_size, the part of a head without "

@@ -117,7 +117,7 @@ def test_every_mesh_must_have_instructions_memory_and_levels() -> None:
         ValueError, match=r"meshes with \[1\] instructions but \[2\] levels of memory"
     ):
         Program(((0,),), ((Run(0, "S"),),), levels=((({}, {}), ({}, {})),))
-    with pytest.raises(ValueError, match="task 0S has 0 ops but 1 levels of memory; one each"):
+    with pytest.raises(ValueError, match="task 0S has 0 ops but 1 levels of memory; expected"):
         Program(((0,),), ((Run(0, "S"),),), op_levels={"0S": ({},)})
 
 

@@ -351,7 +351,10 @@ def test_expert_parallelism_without_experts_is_refused() -> None:
         ({"pattern": "MEX*MEM*"}, "unknown character 'X'"),
         ({"pattern": "E*E*E*E*", "experts": None}, "need the section experts"),
         ({"pattern": "M*E*E*E*"}, "mamba: expected together with a pattern that has M"),
-        ({"full_attention_every": 2}, "full_attention_every: expected together with window"),
+        (
+            {"full_attention_every": 2},
+            "full_attention_every: given 2 without window; expected both",
+        ),
         (
             {"latent_attention": {"key_rank": 8, "rotary_size": 8, "value_size": 8}},
             "latent_attention: expected together with head_size",

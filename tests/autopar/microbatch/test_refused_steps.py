@@ -60,7 +60,7 @@ def with_array(loss):
 
 def test_a_single_example_per_microbatch_is_told_to_be_the_reason():
     with pytest.raises(
-        autopar.MicrobatchError, match="has a single example: fewer microbatches may do"
+        autopar.MicrobatchError, match="has a single example; use fewer microbatches"
     ):
         trace(
             step_of(with_array(REPAIRED["normalized weights"])),

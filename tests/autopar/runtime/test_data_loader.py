@@ -327,7 +327,8 @@ def test_arguments_are_checked():
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
     keys = jax.tree.map(lambda spec: replace(spec, aval=key), placements())
     with pytest.raises(
-        ValueError, match=r"the step takes random keys at \['x'\], which DataLoader can bring"
+        ValueError,
+        match=r"the step takes random keys at \['x'\], which \w+ can't make; use DataLoader",
     ):
         MeshDriverDataLoader(8, 80, Recorded(), keys)
     with pytest.raises(TypeError, match="expected PlacementSpecs"):
