@@ -68,7 +68,8 @@ def search(
             step as one program that fewer microbatches rule out.
 
     Raises:
-        ValueError, TimeoutError: the error of the first combination, if there is no plan for any.
+        ValueError, TimeoutError: there is no plan for any combination. The error is that of the
+            first one that does not fit in memory, or else of the first one.
     """
     found = _Search(planning, space, stage_option, method, trials)
     found.run()
@@ -122,10 +123,12 @@ class _Search:
         """Return the step and the plan of the fastest combination.
 
         Raises:
-            ValueError, TimeoutError: the error of the first combination, if none has a plan.
+            ValueError, TimeoutError: no combination has a plan; see `search`.
         """
         if self.best is None:
-            raise self.errors[min(self.errors)]
+            errors = [error for _, error in sorted(self.errors.items())]
+            too_large = (e for e in errors if isinstance(e, MemoryBudgetError | NoStagesError))
+            raise next(too_large, errors[0])
         step, plan, _ = self.best
         return step, plan.model_copy(update={"planning_seconds": self.planning_seconds})
 

@@ -467,6 +467,14 @@ def test_a_combination_without_a_bound_has_its_own_reason(options, reason, monke
     assert all(reason in trial.reason for trial in autopar.get_last_search_result())
 
 
+def test_the_error_is_about_memory_if_more_memory_would_do():
+    """The first combinations have too few microbatches for the schedule."""
+    with pytest.raises(NoStagesError, match="do not fit in memory"):
+        planned(num_micro_batches="auto", pipeline_schedule="dualpipe_v", memory_budget=10.0)
+    first = autopar.get_last_search_result()[0]
+    assert "needs at least twice as many microbatches" in first.reason
+
+
 def test_one_program_is_a_candidate_where_stages_have_fewer_hosts_than_the_cluster():
     cluster = Cluster.load("p3.16xlarge").with_size(hosts=8, devices_per_host=1)
     method = autopar.PipeshardParallel(
