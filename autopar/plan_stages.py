@@ -153,7 +153,8 @@ class Stage(PlanPart):
             self.mesh_shape
         ):
             raise ValueError(
-                f"devices {brief(self.devices)} for a mesh of shape {brief(self.mesh_shape)}"
+                f"devices {brief(self.devices)} for a mesh of shape {brief(self.mesh_shape)};"
+                " expected as many different devices as the mesh has"
             )
         for array in (*self.inputs, *self.outputs, *self.constraints, *self.offloaded):
             axes = [axis for axes in array.spec for axis in axes]
@@ -161,7 +162,8 @@ class Stage(PlanPart):
             if not is_valid or len(array.spec) != len(array.shape):
                 raise ValueError(
                     f"spec {brief(array.spec)} of shape {brief(array.shape)}"
-                    f" on axes {brief(self.axis_names)}"
+                    f" on axes {brief(self.axis_names)}; expected some of these axes for each dim,"
+                    " each at most once"
                 )
         return self
 

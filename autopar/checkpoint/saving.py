@@ -140,7 +140,10 @@ def save_checkpoint(
     check_keep(keep)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(target)}
     if not leaves:
-        raise CheckpointError("the state has no arrays, so there is nothing to save")
+        raise CheckpointError(
+            "the state has no arrays, so there is nothing to save; expected a pytree of arrays, as"
+            " the state that a step returns"
+        )
     with _one_at_a_time, ExitStack() as undo:
         finish_saving()
         directory_lock = lock(directory)

@@ -57,7 +57,10 @@ def check_directive(model: "ModelSchedule", directive: Directive) -> None:
         case CutPipelineStage(path):
             _check_no_duplicate(model, directive, ("path",))
             if not model.module_subgraph(path).nodes:
-                raise DirectiveError(f"{path} has no equations, so that no stage can end after it")
+                raise DirectiveError(
+                    f"{path} has no equations, so that no stage can end after it; cut after a"
+                    " module that computes something"
+                )
         case ForkRng(path):
             _check_no_duplicate(model, directive, ("path",))
             if not random_draws(model.nodes_of(path)):

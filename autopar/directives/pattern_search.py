@@ -158,5 +158,8 @@ def _strict_operations(trace: ModelGraph) -> list[Any]:
 def _checked(pattern: ModelGraph) -> ModelGraph:
     computed = (var for var in pattern.outvars if isinstance(var, Var) and var in pattern.producer)
     if len(pattern.outvars) != 1 or not any(computed):
-        raise DirectiveError("a pattern returns one array that it has computed")
+        raise DirectiveError(
+            "a pattern returns one array that it has computed, but this one returns"
+            f" {len(pattern.outvars)} arrays, or an argument"
+        )
     return pattern

@@ -103,7 +103,8 @@ def layered(
     """
     if option.remat_layer == "auto":
         raise LayerError(
-            "remat_layer='auto' is for the layer_option of PipeshardParallel, which tries both"
+            "remat_layer='auto' is for the layer_option of PipeshardParallel, which tries both;"
+            " give a decorator True or False"
         )
     remat = option.remat_layer
     is_step_divided = _option.get() is option

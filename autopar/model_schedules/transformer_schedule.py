@@ -175,7 +175,8 @@ def cut_stages(sch: ModelSchedule, knobs: Knobs, blocks: str) -> None:
     stages = knobs.pipeline_stages
     if stages > len(paths):
         raise DirectiveError(
-            f"pipeline_stages is {stages}, but the model has {len(paths)} blocks, at {blocks!r}"
+            f"pipeline_stages is {stages}, but the model has {len(paths)} blocks, at {blocks!r};"
+            " use at most a stage for each block"
         )
     for stage in range(1, stages):
         sch[paths[len(paths) * stage // stages - 1]].cut_pipeline_stage()

@@ -185,7 +185,8 @@ def _dualpipe_v(mesh: int, pipeline: Pipeline) -> Iterator[Run]:
     if batches < 2 * meshes:
         raise ScheduleError(
             "schedule 'dualpipe_v' needs at least twice as many microbatches as meshes:"
-            f" {2 * meshes} for {meshes} meshes, not {batches}"
+            f" {2 * meshes} for {meshes} meshes, not {batches}; use more microbatches, or another"
+            " schedule"
         )
     tasks = _Tasks(_v_stages(mesh, pipeline), batches)
     later = meshes - mesh - 1

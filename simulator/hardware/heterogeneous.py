@@ -108,7 +108,8 @@ class HeterogeneousCluster(Description):
         """
         if not 1 <= count <= self.num_devices:
             raise ClusterError(
-                f"{count} devices asked of {self.name!r}, which has {self.num_devices}"
+                f"{count} devices asked of {self.name!r}, which has {self.num_devices}; expected 1"
+                f" to {self.num_devices}"
             )
         parts = [
             pool.first_devices(min(count - start, pool.num_devices))
