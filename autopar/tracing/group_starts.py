@@ -4,49 +4,54 @@
 with which a mixture of experts looks up a bias or a scale of each expert. JAX computes it from the
 sizes of the groups in three steps: where each group starts, which is the sum of the sizes before
 it; how many groups start at each row; and how many have started up to a row, a cumulative sum.
+
+A place among the rows may also be compared with sums of sizes: `jnp.arange(rows) < sizes.sum()` is
+false for the rows of no group, which are the last ones.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.core.primitives import (
-    add_p,
     broadcast_in_dim_p,
-    concatenate_p,
-    convert_element_type_p,
     cumsum_p,
     lt_p,
-    reshape_p,
     scatter_add_p,
     scatter_p,
     select_n_p,
-    slice_p,
-    squeeze_p,
-    sub_p,
 )
 from jax.lax import GatherScatterMode
 
 from autopar.ir.graph import Atom, aval_of
+from autopar.primitives import record_of
 from autopar.tracing.row_facts import GroupSizes, RowFacts
 from autopar.tracing.row_tables import MOST_ELEMENTS, core
 
-_LINEAR = {
-    add_p,
-    broadcast_in_dim_p,
-    concatenate_p,
-    convert_element_type_p,
-    cumsum_p,
-    reshape_p,
-    scatter_p,
-    slice_p,
-    squeeze_p,
-    sub_p,
-}
-"""Primitives that are linear in one operand, or in several, if the other operands are constants."""
+
+class ReachedGroups(NamedTuple):
+    """The result of comparing the places of sorted rows with sums of the sizes of first groups.
+
+    Attributes:
+        sizes: the sizes of all groups.
+        num_groups: the number of groups.
+        dim: the dim of the rows.
+        first: the number of groups whose sizes are added up, the least of all elements.
+        groups_dim: the dim along which each element adds up one group more; None if all add up
+            equally many.
+        reached: the result where the group of a row is none of those that are added up.
+    """
+
+    sizes: GroupSizes
+    num_groups: int
+    dim: int
+    first: int
+    groups_dim: int | None
+    reached: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,6 +66,22 @@ class SumsOfSizes:
 
     sizes: GroupSizes
     summed: np.ndarray
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups."""
+        return self.summed.shape[-1]
+
+    @property
+    def first_groups(self) -> np.ndarray | None:
+        """The number of groups whose sizes each element adds up, if these are the first ones.
+
+        Dims along which all elements are equal have size one.
+        """
+        summed = _core_of_elements(self.summed)
+        count = summed.sum(-1)
+        is_first = np.arange(self.num_groups) < count[..., None]
+        return count if np.array_equal(summed, is_first) else None
 
 
 @dataclass
@@ -92,7 +113,7 @@ class GroupStarts:
                 self.sums[out] = operands[1]
         elif eqn.primitive is scatter_add_p:
             self._note_starting(eqn)
-        elif eqn.primitive in _LINEAR and (found := self._result(eqn, operands)):
+        elif _is_linear(eqn) and (found := self._result(eqn, operands)):
             self.sums[out] = found
 
     def started(self, eqn: JaxprEqn) -> tuple[GroupSizes, int] | None:
@@ -100,10 +121,40 @@ class GroupStarts:
 
         It is None for other equations.
         """
-        counted = eqn.invars[0]
-        if eqn.primitive is not cumsum_p or eqn.params["reverse"] or isinstance(counted, Literal):
+        if eqn.primitive is not cumsum_p or eqn.params["reverse"]:
             return None
-        return self.starting.get(counted)
+        counted = eqn.invars[0]
+        return None if isinstance(counted, Literal) else self.starting.get(counted)
+
+    def reached(self, eqn: JaxprEqn) -> ReachedGroups | None:
+        """Return what an equation says of groups if it compares places of rows with their starts.
+
+        It is None for other equations.
+        """
+        for at in (0, 1):
+            reached = _of_reached(eqn, at)
+            if reached is None:
+                continue
+            places, sums = self.facts.known_of(eqn.invars[at]), self._sums(eqn.invars[1 - at])
+            if sums is None or not isinstance(places, np.ndarray):
+                continue
+            counts, rows = sums.first_groups, aval_of(sums.sizes.keys).size
+            dims = [dim for dim, size in enumerate(core(places).shape) if size > 1]
+            if counts is None or len(dims) != 1 or counts.shape[dims[0] :][:1] > (1,):
+                continue
+            along = [dim for dim, size in enumerate(counts.shape) if size > 1]
+            first = int(counts.flat[0])
+            is_ascending = np.array_equal(counts.ravel(), first + np.arange(counts.size))
+            if (
+                is_ascending
+                and len(along) < 2
+                and np.array_equal(core(places).ravel(), np.arange(rows))
+            ):
+                groups_dim = along[0] if along else None
+                return ReachedGroups(
+                    sums.sizes, sums.num_groups, dims[0], first, groups_dim, reached
+                )
+        return None
 
     def _sums(self, atom: Atom) -> SumsOfSizes | None:
         if isinstance(atom, Literal):
@@ -125,12 +176,20 @@ class GroupStarts:
         """Return the sums that an equation computes from sums and constants; None for others."""
         known = [self.facts.known_of(atom) for atom in eqn.invars]
         sizes = next(iter(operands.values())).sizes
+        if eqn.primitive is broadcast_in_dim_p:
+            return SumsOfSizes(sizes, _spread(eqn, operands[0].summed))
         of_same = all(sums.sizes.group is sizes.group for sums in operands.values())
         others = [each for k, each in enumerate(known) if k not in operands]
         aval = aval_of(eqn.outvars[0])
         if not of_same or not all(isinstance(each, np.ndarray) for each in others):
             return None
         if not _holds(aval.dtype, aval_of(sizes.keys).size):
+            return None
+        num_groups = operands[min(operands)].num_groups
+        if (
+            max(aval.size, *(aval_of(atom).size for atom in eqn.invars)) * num_groups
+            > MOST_ELEMENTS
+        ):
             return None
 
         def apply(*columns: jax.Array) -> jax.Array:
@@ -156,7 +215,7 @@ class GroupStarts:
         sums, (out,) = self._sums(indices), eqn.outvars
         if sums is None or not self.facts.is_zero(start):
             return
-        groups = sums.summed.shape[-1]
+        groups = sums.num_groups
         before = np.tri(groups, k=-1)
         updated = self.facts.known_of(updates)
         if (
@@ -168,6 +227,44 @@ class GroupStarts:
             and _holds(aval_of(out).dtype, groups)
         ):
             self.starting[out] = sums.sizes, groups
+
+
+def _is_linear(eqn: JaxprEqn) -> bool:
+    """Return whether a result is linear in operands if all others are constants."""
+    return eqn.primitive is scatter_p or record_of(eqn).algebra in ("linear", "sum")
+
+
+def _of_reached(eqn: JaxprEqn, at: int) -> bool | None:
+    """Return what a comparison is for places that are no smaller than the other operand.
+
+    It is None for other equations.
+
+    Args:
+        eqn: an equation.
+        at: the number of the operand with the places.
+    """
+    match eqn.primitive.name, at:
+        case ("ge", 0) | ("le", 1):
+            return True
+        case ("lt", 0) | ("gt", 1):
+            return False
+    return None
+
+
+def _spread(eqn: JaxprEqn, summed: np.ndarray) -> np.ndarray:
+    """Return `SumsOfSizes.summed` after a `broadcast_in_dim`; repeats have stride zero."""
+    shape = aval_of(eqn.outvars[0]).shape
+    placed = [1] * len(shape)
+    for dim, size in zip(eqn.params["broadcast_dimensions"], summed.shape, strict=False):
+        placed[dim] = size
+    groups = summed.shape[-1:]
+    return np.broadcast_to(summed.reshape(*placed, *groups), (*shape, *groups))
+
+
+def _core_of_elements(summed: np.ndarray) -> np.ndarray:
+    """Return `SumsOfSizes.summed` with size one along dims of stride zero."""
+    strides = zip(summed.strides[:-1], summed.shape[:-1], strict=True)
+    return summed[tuple(slice(0, 1) if s == 0 and n else slice(None) for s, n in strides)]
 
 
 def _holds(dtype: np.dtype, count: int) -> bool:

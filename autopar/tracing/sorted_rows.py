@@ -22,7 +22,6 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import (
     convert_element_type_p,
-    cumsum_p,
     gather_p,
     reduce_sum_p,
     select_n_p,
@@ -117,9 +116,9 @@ class _Unsorting:
             return self._add_gather(eqn)
         if eqn.primitive is select_n_p:
             return self._add_choice(eqn)
-        if eqn.primitive is cumsum_p:
-            return self._add_groups(eqn)
-        return eqn.primitive in (scatter_p, scatter_add_p) and self._add_scatter(eqn)
+        if eqn.primitive in (scatter_p, scatter_add_p):
+            return self._add_scatter(eqn)
+        return self._add_groups(eqn)
 
     def _emit(self, eqn: JaxprEqn, **changes: Any) -> None:
         changes = {"invars": [self._read(atom) for atom in eqn.invars], **changes}
@@ -261,27 +260,51 @@ class _Unsorting:
         return True
 
     def _add_groups(self, eqn: JaxprEqn) -> bool:
-        """Add one plus the group of each sorted row; return whether an equation computes it.
+        """Add an equation whose result depends on the group of each sorted row alone.
 
-        These are the groups that have started up to the row. All have at a row of no group, which
-        is after the rows of the last one.
+        Rows of no group are after the rows of the last one.
+
+        Returns:
+            Whether it is such an equation: one plus the last group that has started up to a row, or
+            whether groups have started.
         """
-        found = self.starts.started(eqn)
-        if found is None:
+        if len(eqn.outvars) != 1:
             return False
-        sizes, count = found
-        sorts = [sort for sort, keys in self.facts.keys_of_sort.items() if keys is sizes.keys]
-        if not sorts:
-            return False
-        (out,) = eqn.outvars
-        self.facts.rows[out] = SortedDim(sorts[-1], 0)
+        (out,), aval = eqn.outvars, aval_of(eqn.outvars[0])
+        if started := self.starts.started(eqn):
+            (sizes, count), dim = started, 0
 
-        def started(group: Any) -> Any:
+            def fun(group: Any) -> Any:
+                return jnp.minimum(group, count - 1) + 1
+
+        elif reached := self.starts.reached(eqn):
+            sizes, count, dim = reached.sizes, reached.num_groups, reached.dim
+
+            def fun(group: Any) -> Any:
+                of_rows = lax.broadcast_in_dim(group, aval.shape, (dim,))
+                added = reached.first
+                if reached.groups_dim is not None:
+                    added += lax.broadcasted_iota(group.dtype, aval.shape, reached.groups_dim)
+                return (of_rows >= added) == reached.reached
+
+        else:
+            return False
+        sort = self._sort_by(sizes)
+        if sort is None:
+            return False
+
+        def of_groups(group: Any) -> Any:
             is_valid = (group >= 0) & (group < count)
-            return (jnp.where(is_valid, group, count - 1) + 1).astype(aval_of(out).dtype)
+            return fun(jnp.where(is_valid, group, count)).astype(aval.dtype)
 
-        self.first_order[out] = self._compute(eqn, started, sizes.group, aval_of(out))
+        self.facts.rows[out] = SortedDim(sort, dim)
+        self.first_order[out] = self._compute(eqn, of_groups, sizes.group, aval)
         return True
+
+    def _sort_by(self, sizes: GroupSizes) -> int | None:
+        """Return the last sort that is left out and arranges rows by these groups, if any does."""
+        of_keys = self.facts.keys_of_sort.items()
+        return max((sort for sort, keys in of_keys if keys is sizes.keys), default=None)
 
     def _pass_through(self, eqn: JaxprEqn) -> None:
         """Add an equation whose results are its operands."""
@@ -348,13 +371,14 @@ class _Unsorting:
             facts.unmade[eqn.outvars[0]] = after[0]
             return
         facts.note_even(eqn)
-        arranged = [rows for atom in eqn.invars if (rows := facts.rows_of(atom))]
-        if not arranged:
-            self._emit(eqn)
-            return
-        sort = arranged[0].sort
+        sort = next((rows.sort for atom in eqn.invars if (rows := facts.rows_of(atom))), None)
         if eqn.primitive.name == "ragged_dot_general":
-            self._add_product(eqn, sort)
+            sort = self._sort_of_even_rows(eqn) if sort is None else sort
+            if sort is not None:
+                self._add_product(eqn, sort)
+                return
+        if sort is None:
+            self._emit(eqn)
             return
         self._arrange_results(eqn, sort)
         unsorted = {"indices_are_sorted": False} if "indices_are_sorted" in eqn.params else {}
@@ -401,11 +425,12 @@ class _Unsorting:
         facts = self.facts
         dims = dims_of(eqn)
         sizes = facts.sizes.get(eqn.invars[2]) if isinstance(eqn.invars[2], Var) else None
-        lhs, rhs = map(facts.rows_of, eqn.invars[:2])
         if dims is None or dims.batch or sizes is None or sizes.is_stacked:
             raise DependsOnOrderError(sort)
-        other = None if dims.rows_of_rhs is None else SortedDim(sort, dims.rows_of_rhs)
-        is_sorted = lhs == SortedDim(sort, dims.rows) and rhs == other
+        is_sorted = all(
+            self._has_rows(atom, dim, sort)
+            for atom, dim in zip(eqn.invars, (dims.rows, dims.rows_of_rhs), strict=False)
+        )
         if not is_sorted or facts.keys_of_sort[sort] is not sizes.keys:
             raise DependsOnOrderError(sort)
         out = aval_of(eqn.outvars[0]).shape
@@ -421,6 +446,26 @@ class _Unsorting:
                 if d not in dict(dims.contracted)
             ]
             facts.rows[eqn.outvars[0]] = SortedDim(sort, free.index(dims.rows))
+
+    def _has_rows(self, atom: Atom, dim: int | None, sort: int) -> bool:
+        """Return whether a dim has rows in the order of a sort, or equal ones; None is no dim."""
+        rows = self.facts.rows_of(atom)
+        if rows is None:
+            return dim is None or dim in self.facts.even_dims(atom)
+        return dim is not None and rows == SortedDim(sort, dim)
+
+    def _sort_of_even_rows(self, eqn: JaxprEqn) -> int | None:
+        """Return a sort by the groups of a ragged product whose rows are equal to one another.
+
+        It is None for other products.
+        """
+        dims, sizes = (
+            dims_of(eqn),
+            self.facts.sizes.get(eqn.invars[2]) if isinstance(eqn.invars[2], Var) else None,
+        )
+        if dims is None or sizes is None or dims.rows not in self.facts.even_dims(eqn.invars[0]):
+            return None
+        return self._sort_by(sizes)
 
     # -- loops
 

@@ -240,8 +240,9 @@ def groups_of_rows(sizes: Any, rows: int) -> Any:
     [
         lambda sizes, rows: jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows),
         groups_of_rows,
+        lambda sizes, rows: jnp.minimum(ended_groups(sizes, rows), len(sizes) - 1),
     ],
-    ids=["repeat", "cumsum"],
+    ids=["repeat", "cumsum", "comparison"],
 )
 def test_a_scale_of_each_expert_is_looked_up_for_sorted_tokens(router, groups):
     num_experts = NUM_EXPERTS - 2 if router == "fewer experts" else NUM_EXPERTS
@@ -261,16 +262,57 @@ def test_a_scale_of_each_expert_is_looked_up_for_sorted_tokens(router, groups):
     assert_equals_one_device(layer)
 
 
+def ended_groups(sizes: Any, rows: int) -> Any:
+    return (jnp.arange(rows)[:, None] >= jnp.cumsum(sizes)).sum(1)
+
+
+def test_rows_of_no_expert_are_masked_where_they_would_be_sorted():
+    def layer(params, tokens):
+        order, _, chosen = routed(params, tokens)
+        sizes = jnp.bincount(chosen, length=NUM_EXPERTS - 2).astype(jnp.int32)
+        has_expert = jnp.arange(len(order))[:, None] < sizes.sum()
+        rows = jnp.where(has_expert, tokens[order // TOP], 0)
+        rows = lax.ragged_dot(rows, params["in"][:-2], sizes)
+        rows = jnp.where(has_expert, rows, 1)
+        return rows[jnp.argsort(order)].reshape(len(tokens), -1)
+
+    assert "sort" not in primitives(layer)
+    assert_equals_one_device(layer)
+
+
+def test_equal_rows_need_no_order():
+    """A scale of each expert may be looked up by a product of ones."""
+
+    def layer(params, tokens):
+        order, sizes, _ = routed(params, tokens)
+        rows = lax.ragged_dot(tokens[order // TOP], params["in"], sizes)
+        rows *= lax.ragged_dot(jnp.ones((len(rows), 1)), params["out"][:, :1, :1], sizes)
+        return jax.ops.segment_sum(rows, order // TOP, len(tokens))
+
+    assert "sort" not in primitives(layer)
+    assert_equals_one_device(layer)
+
+
 @pytest.mark.parametrize(
     "groups",
     [
         lambda sizes, rows: groups_of_rows(sizes[::-1], rows),
+        lambda sizes, rows: ended_groups(sizes[::-1], rows),
+        lambda sizes, rows: (jnp.arange(rows)[:, None] > jnp.cumsum(sizes)).sum(1),
+        lambda sizes, rows: (jnp.arange(1, rows + 1)[:, None] >= jnp.cumsum(sizes)).sum(1),
         lambda sizes, rows: groups_of_rows(jnp.minimum(sizes, 4), rows),
         lambda sizes, rows: jnp.cumsum(
             jnp.zeros(rows, jnp.int32).at[starts_of(sizes)].add(1, mode="clip")
         ),
     ],
-    ids=["other order", "other sizes", "an empty last group starts in a row of another"],
+    ids=[
+        "other order",
+        "ends in another order",
+        "rows after the ends",
+        "other places",
+        "other sizes",
+        "an empty last group starts in a row of another",
+    ],
 )
 def test_tokens_are_sorted_where_other_groups_than_theirs_are_looked_up(groups):
     def layer(params, tokens):
