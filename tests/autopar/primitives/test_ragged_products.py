@@ -234,20 +234,25 @@ def groups_of_rows(sizes: Any, rows: int) -> Any:
     return jnp.cumsum(started) - 1
 
 
-@pytest.mark.parametrize("router", ["top_k", "approx_max_k", "fewer experts"])
-@pytest.mark.parametrize(
-    "groups",
-    [
-        lambda sizes, rows: jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows),
-        groups_of_rows,
-        lambda sizes, rows: jnp.minimum(ended_groups(sizes, rows), len(sizes) - 1),
-    ],
-    ids=["repeat", "cumsum", "comparison"],
-)
-def test_a_scale_of_each_expert_is_looked_up_for_sorted_tokens(router, groups):
-    num_experts = NUM_EXPERTS - 2 if router == "fewer experts" else NUM_EXPERTS
-    find = lax.approx_max_k if router == "approx_max_k" else lax.top_k
+def repeated(sizes: Any, rows: int) -> Any:
+    return jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows)
 
+
+def ended_groups(sizes: Any, rows: int) -> Any:
+    return (jnp.arange(rows)[:, None] >= jnp.cumsum(sizes)).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("find", "num_experts", "groups"),
+    [
+        (lax.top_k, NUM_EXPERTS, repeated),
+        (lax.top_k, NUM_EXPERTS - 2, repeated),
+        (lax.approx_max_k, NUM_EXPERTS, groups_of_rows),
+        (lax.top_k, NUM_EXPERTS, ended_groups),
+    ],
+    ids=["repeat", "tokens of no expert", "cumsum", "comparison"],
+)
+def test_a_scale_of_each_expert_is_looked_up_for_sorted_tokens(find, num_experts, groups):
     def layer(params, tokens):
         weights, chosen = find(tokens @ params["router"], TOP)
         order = jnp.argsort(chosen.reshape(-1))
@@ -260,10 +265,6 @@ def test_a_scale_of_each_expert_is_looked_up_for_sorted_tokens(router, groups):
 
     assert "sort" not in primitives(layer)
     assert_equals_one_device(layer)
-
-
-def ended_groups(sizes: Any, rows: int) -> Any:
-    return (jnp.arange(rows)[:, None] >= jnp.cumsum(sizes)).sum(1)
 
 
 def test_rows_of_no_expert_are_masked_where_they_would_be_sorted():
