@@ -31,7 +31,7 @@ from autopar.microbatch.inner_bodies import why_body_differs
 from autopar.primitives import op_factors
 from autopar.primitives.index import indexed_dims, is_scatter
 from autopar.primitives.library_markers import raises_error
-from autopar.primitives.linearity import adds, algebra_of, data_operands, is_exact, is_linear
+from autopar.primitives.linearity import algebra_of, data_operands, is_exact, is_linear
 
 ONE_GRADIENT = (
     "If the step accumulates gradients over parts of the batch, write one gradient of the whole"
@@ -264,8 +264,8 @@ def power_of(eqn: JaxprEqn, operands: Sequence[BatchScaling], where: Where) -> i
 
 def _scatters_rows(eqn: JaxprEqn, operands: Sequence[BatchScaling]) -> bool:
     """Return whether rows of examples are added into an array without a batch dim."""
-    scatters = is_scatter(eqn) and adds(eqn)
-    return scatters and operands[2].form == "rows" and operands[0].form != "rows"
+    adds_rows = is_scatter(eqn) and algebra_of(eqn) == "sum"
+    return adds_rows and operands[2].form == "rows" and operands[0].form != "rows"
 
 
 def result_scalings(

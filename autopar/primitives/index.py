@@ -182,7 +182,7 @@ RECORDS = {
         algebra="linear",
         data=slice(1),
     ),
-    "scatter": _scatter_record("whole"),
+    "scatter": _scatter_record("whole", "selection"),
     "scatter-add": _scatter_record("sum", "sum"),
     "scatter-max": _scatter_record("max"),
     "scatter-min": _scatter_record("min"),
