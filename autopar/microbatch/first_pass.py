@@ -13,15 +13,14 @@ results are those of the whole batch.
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from typing import override
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.array_sizes import value_bytes
-from autopar.ir.equation_groups import Unit, dependents, has_backward, pure, units
+from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, Where, aval_of, needed, possible_weights, variables
 from autopar.ir.keys import is_key
@@ -34,7 +33,7 @@ from autopar.microbatch.body_boundary import find_boundary
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.own_statistics import exact_rules
 from autopar.microbatch.pass_options import PassOptions
-from autopar.microbatch.prepared_inputs import PreparableValues, examples_first, values_at
+from autopar.microbatch.prepared_inputs import PreparableValues, computing, values_at
 from autopar.microbatch.sized_traces import SizedTraces
 from autopar.primitives import record_of
 
@@ -143,7 +142,7 @@ def finished_with(
         batch: inputs of `second` whose first dim is the batch.
         found: the scalings of the values of `second`.
     """
-    computed = results_of(completing(traces.small, completed).eqns)
+    computed = results_of(computing(traces.small, completed).eqns)
     eqns = list(enumerate(second.eqns))
     layers = results_of(eqn for eqn in second.eqns if record_of(eqn).is_costly)
     own = dependents(eqns, (layers - computed) | {second.invars[i] for i in inputs})
@@ -181,7 +180,7 @@ class _CompletableValues(PreparableValues):
         )
         chosen, only_first = (list(statistics), set()) if statistics else self._after(roots)
         chosen += (var for var in self.rounded_with(chosen) if var not in only_first)
-        places = [self._as_input(var) for var in chosen]
+        places = [self.as_input(var) for var in chosen]
         return tuple(place for place in places if place) if all(places) else ()
 
     def places_before_layers(self, values: Set[Var], later: Set[Var]) -> tuple[TracedValue, ...]:
@@ -198,7 +197,7 @@ class _CompletableValues(PreparableValues):
                     is_small = not has_backward(unit) and value_bytes(var) <= self._batch_bytes
                     if is_small or self._statistics(var) == [var]:
                         chosen.add(var)
-        places = (self._as_input(var) for var in self.place if var in chosen)
+        places = (self.as_input(var) for var in self.place if var in chosen)
         return tuple(place for place in places if place)
 
     @property
@@ -215,28 +214,19 @@ class _CompletableValues(PreparableValues):
         return [var] if kind.form in ("linear", "function") else []
 
     @override
-    def fits(self, var: Var) -> bool:
-        return self._as_input(var) is not None
-
-    def _as_input(self, var: Var) -> TracedValue | None:
-        """Return the place of a value that can be an input; None for other values."""
-        place = self.place.get(var)
-        if place is None or super().fits(var):
+    def as_input(self, var: Var) -> TracedValue | None:
+        """Return the place of a value as an input, which may have several blocks of rows."""
+        place, dims = super().as_input(var), self.growing_dims(var)
+        if place is not None or dims is None:
             return place
-        shapes = self._shapes(var)
-        if is_key(aval_of(var).dtype) or len(set(map(len, shapes))) > 1:
-            return None
-        dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
-        if len(dims) != 1:
-            return None
         (dim,) = dims
-        rows = [
-            min(aval_of(trace.invars[i]).shape[0] for i in self.examples) for trace in self.traces
-        ]
-        blocks = {shape[dim] / n for shape, n in zip(shapes, rows, strict=True)}
+        blocks = {
+            shape[dim] / min(rows)
+            for shape, rows in zip(self._shapes(var), self.num_rows, strict=True)
+        }
         if len(blocks) > 1 or not (count := min(blocks)).is_integer():
             return None
-        return place._replace(blocks=int(count), dim=dim)
+        return self.place[var]._replace(blocks=int(count), dim=dim)
 
     def _roots(self, values: Iterable[Var]) -> list[Unit]:
         """Return the first units with inseparable results, or with rows for a part of the batch.
@@ -323,27 +313,6 @@ def reading(jaxpr: Jaxpr, inputs: Collection[int] = ()) -> Jaxpr:
             atom = copy
         outvars.append(atom)
     return jaxpr.replace(eqns=eqns, outvars=outvars)
-
-
-def completing(trace: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
-    """Return what computes values as they are inputs of the second pass, without effects.
-
-    Args:
-        trace: the trace of a step.
-        places: the places of the values in it.
-    """
-    values = values_at(trace, places)
-    eqns = [eqn for _, eqn in needed(pure(enumerate(trace.eqns)), values)]
-    results: list[Var] = []
-    for place, value in zip(places, values, strict=True):
-        results.append(value)
-        if place.blocks > 1 or place.dim:
-            moved = partial(examples_first, place)
-            shape = jax.eval_shape(moved, aval_of(value)).shape
-            results[-1] = Var(aval_of(value).update(shape=shape))
-            source = trace.eqns[place.number].source_info
-            eqns += equations(moved, [value], results[-1], source)
-    return trace.replace(eqns=eqns, outvars=results, effects=frozenset())
 
 
 def check_no_model(

@@ -10,7 +10,7 @@ it is, so the results stay those of the whole batch.
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +49,32 @@ def preparation(whole: Jaxpr, places: Sequence[TracedValue]) -> Preparation:
         whole: flat jaxpr of the step for the whole batch.
         places: the values.
     """
-    values = values_at(whole, places)
-    eqns = [eqn for _, eqn in needed(pure(enumerate(whole.eqns)), values)]
-    read = set(variables(atom for eqn in eqns for atom in eqn.invars))
-    jaxpr = whole.replace(eqns=eqns, outvars=values, effects=frozenset())
+    jaxpr = computing(whole, places)
+    read = set(variables(atom for eqn in jaxpr.eqns for atom in eqn.invars))
     lines = dict.fromkeys(source_line(whole.eqns[place.number]) for place in places)
     reads = tuple(i for i, var in enumerate(whole.invars) if var in read)
     return Preparation(jaxpr, tuple(places), tuple(lines), reads)
+
+
+def computing(trace: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
+    """Return what computes values as they are inputs of the microbatches, without effects.
+
+    Args:
+        trace: the trace of a step.
+        places: the places of the values in it.
+    """
+    values = values_at(trace, places)
+    eqns = [eqn for _, eqn in needed(pure(enumerate(trace.eqns)), values)]
+    results: list[Var] = []
+    for place, value in zip(places, values, strict=True):
+        results.append(value)
+        if place.blocks > 1 or place.dim:
+            moved = partial(examples_first, place)
+            shape = jax.eval_shape(moved, aval_of(value)).shape
+            results[-1] = Var(aval_of(value).update(shape=shape))
+            source = trace.eqns[place.number].source_info
+            eqns += equations(moved, [value], results[-1], source)
+    return trace.replace(eqns=eqns, outvars=results, effects=frozenset())
 
 
 def with_prepared(jaxpr: Jaxpr, places: Sequence[TracedValue]) -> Jaxpr:
@@ -153,7 +172,7 @@ class PreparableValues:
 
     def places(self, values: Iterable[Var]) -> tuple[TracedValue, ...]:
         """Return the places of values in all traces."""
-        return tuple(self.place[var] for var in values)
+        return tuple(self.as_input(var) or self.place[var] for var in values)
 
     def inseparable(self) -> list[Var]:
         """Return the values that are not separable, where what can't be prepared reads them."""
@@ -282,18 +301,35 @@ class PreparableValues:
         return var in self._candidates and self.fits(var)
 
     def fits(self, var: Var) -> bool:
-        """Return whether a value has a row per example, or one shape for any batch, and no keys."""
+        """Return whether a value can be an input; see `as_input`."""
+        return self.as_input(var) is not None
+
+    def as_input(self, var: Var) -> TracedValue | None:
+        """Return the place of a value as an input; None for what can't be one.
+
+        It has a row per example in one of its dims, or one shape for any batch, and no keys.
+        """
+        dims = self.growing_dims(var)
+        if dims is None:
+            return None
+        if not dims:
+            return self.place[var]
+        (dim,) = dims
+        fits = [{shape[dim]} for shape in self._shapes(var)] == self.num_rows
+        return self.place[var]._replace(dim=dim) if fits else None
+
+    def growing_dims(self, var: Var) -> list[int] | None:
+        """Return the dim that grows with the batch, if any; None for what can't be an input."""
         shapes = self._shapes(var)
-        if not shapes or is_key(aval_of(var).dtype):
-            return False
-        if len(set(shapes)) == 1:
-            return True
-        batches = [
-            {aval_of(trace.invars[i]).shape[0] for i in self.examples} for trace in self.traces
-        ]
-        return len({shape[1:] for shape in shapes}) == 1 and all(
-            shape and rows == {shape[0]} for shape, rows in zip(shapes, batches, strict=True)
-        )
+        if not shapes or is_key(aval_of(var).dtype) or len(set(map(len, shapes))) > 1:
+            return None
+        dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+        return dims if len(dims) < 2 else None
+
+    @cached_property
+    def num_rows(self) -> list[set[int]]:
+        """The numbers of rows of the batch in each trace, which differ among its arrays."""
+        return [{aval_of(trace.invars[i]).shape[0] for i in self.examples} for trace in self.traces]
 
     def _has_several_rows(self, var: Var) -> bool:
         """Return whether a value has neighbouring rows of each example in its first dim, no keys.
@@ -328,7 +364,7 @@ class PreparableValues:
 
 
 def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
-    """Return the cheap values that depend neither on the model nor on a gradient.
+    """Return the cheap values that depend neither on the model nor on a gradient of examples.
 
     Every array of floating-point numbers that is not of the batch may be the model's. Products of
     matrices and loops over what is in the batch are no preparation. Nor are random bits that a
@@ -343,8 +379,10 @@ def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
     of_batch = dependents(numbered, (jaxpr.invars[i] for i in examples))
     sources = possible_weights(jaxpr, examples)
     for unit in groups:
-        is_costly = not of_batch.isdisjoint(unit.reads) and any(map(_is_costly, _eqns(unit)))
-        if is_costly or has_backward(unit) or any(map(_draws_together, _eqns(unit))):
+        eqns = _eqns(unit)
+        reads_batch = not of_batch.isdisjoint(unit.reads)
+        is_excluded = has_backward(unit) or any(map(_is_costly, eqns))
+        if (reads_batch and is_excluded) or any(map(_draws_together, eqns)):
             sources += unit.makes
     excluded = dependents(numbered, sources)
     return {var for unit in groups if excluded.isdisjoint(unit.makes) for var in unit.makes}

@@ -27,7 +27,6 @@ from autopar.microbatch.example_blocks import Blocks
 from autopar.microbatch.first_pass import (
     COMPLETED,
     check_no_model,
-    completing,
     finished_with,
     latest_completed,
     model_layers,
@@ -38,6 +37,7 @@ from autopar.microbatch.first_pass import (
 from autopar.microbatch.pass_options import PassOptions
 from autopar.microbatch.prepared_inputs import (
     PREPARED,
+    computing,
     more_prepared,
     preparation,
     prepared_rows,
@@ -359,7 +359,7 @@ class MicrobatchTraces:
         # A product with a statistic, as in a ridge regression, belongs to the loss.
         read = results_of(model_layers(forward, second.sizes, second.batch.union(inputs)))
         for value, i in zip(completed, inputs, strict=True):
-            makers = completing(self.traces.small, [value]).eqns
+            makers = computing(self.traces.small, [value]).eqns
             if any(map(is_backward, makers)) or made.isdisjoint(results_of(makers)):
                 continue
             if not read.isdisjoint(dependents(forward, [part.invars[i]])):
@@ -399,11 +399,11 @@ class MicrobatchTraces:
         divided = self.in_layers
         traces = replace(
             self,
-            traces=self.traces.map(lambda trace: completing(trace, completed)),
+            traces=self.traces.map(lambda trace: computing(trace, completed)),
             gradient_free=True,
             name=f"the first pass of {self.name}",
             retrace=partial(first_pass_of, self.retrace, completed),
-            in_layers=divided and divided._replace(trace=completing(divided.trace, completed)),
+            in_layers=divided and divided._replace(trace=computing(divided.trace, completed)),
             is_first_pass=True,
             blocks={},
         )

@@ -321,15 +321,10 @@ def run_on_pairs(loss_of_scores):
     return parallel(PARAMS["in"], PAIRS), jax.jit(step)(PARAMS["in"], PAIRS)
 
 
-@pytest.mark.parametrize("loss_of_scores", [preferences, by_array])
+@pytest.mark.parametrize("loss_of_scores", [preferences, by_array, without_first])
 def test_arrays_of_examples_may_be_joined_and_cut_again(loss_of_scores):
     result, expected = run_on_pairs(loss_of_scores)
     assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_cut_without_the_first_example_is_refused():
-    with pytest.raises(autopar.MicrobatchError, match=r"test_example_blocks.py"):
-        run_on_pairs(without_first)
 
 
 def test_every_second_example_takes_no_first_pass():

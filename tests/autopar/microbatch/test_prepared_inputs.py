@@ -126,6 +126,26 @@ def standardized_in_groups(params, batch, key):
     return (advantages.reshape(-1) * of_examples).mean() + (center**2).mean()
 
 
+def counted_for_each_member_of_an_ensemble(params, batch, key):
+    """Poisson numbers as in online bagging, whose second dim has the examples."""
+    counts = jax.random.poisson(key, 1.0, (3, num_examples(batch)))
+    members = jnp.stack(
+        [losses(c * logits_of(params, batch["x"]), batch["label"]) for c in (1, 2, 3)]
+    )
+    return ((counts * members).sum(1) / jnp.maximum(counts.sum(1), 1)).mean()
+
+
+def weighted_by_a_constant_array(params, batch, key):
+    weights = np.arange(num_examples(batch), dtype=np.float32)
+    return (weights * losses(logits_of(params, batch["x"]), batch["label"])).mean()
+
+
+def integrated_over_the_examples(params, batch, key):
+    """A backward pass pads an array of equal numbers, which depends on no example."""
+    of_examples = losses(logits_of(params, batch["x"]), batch["label"])
+    return jnp.trapezoid(of_examples, dx=1 / num_examples(batch))
+
+
 LOSSES = (
     mixed_with_the_next,
     cut_and_mixed_with_a_permutation,
@@ -137,6 +157,9 @@ LOSSES = (
     summed_up_one_by_one,
     logarithm_of_a_weighted_mean,
     standardized_in_groups,
+    counted_for_each_member_of_an_ensemble,
+    weighted_by_a_constant_array,
+    integrated_over_the_examples,
 )
 
 
@@ -175,6 +198,18 @@ def test_several_of_them_equal_one_device(method):
 @pytest.mark.slow
 def test_each_of_them_equals_one_device_in_a_pipeline(loss):
     run(step_of(loss), PIPELINE)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        counted_for_each_member_of_an_ensemble,
+        weighted_by_a_constant_array,
+        integrated_over_the_examples,
+    ],
+)
+def test_examples_in_another_dim_and_numbers_of_a_backward_pass_are_prepared(loss):
+    assert run(step_of(loss), METHODS["shards"]).plan.num_passes == 1
 
 
 def test_several_rows_of_each_example_are_looked_up_before_the_first_microbatch():
