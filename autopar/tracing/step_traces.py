@@ -15,6 +15,7 @@ from autopar.ir.array_cuts import Cut, CutTree
 from autopar.ir.flatten import constrained_lines, flatten
 from autopar.ir.graph import error_line
 from autopar.ir.step_graph import EXACT, Exactness, MicrobatchError
+from autopar.layering.forward_derivatives import without_forward_derivative
 from autopar.layering.gradient_scans import cut_gradient_scans
 from autopar.layering.layer_options import AutoLayerOption, LayerOption
 from autopar.layering.layered_functions import Assignments, layered, layering
@@ -229,6 +230,7 @@ class StepTraces:
         jaxpr = flatten(
             jaxpr, keeps_remat=options.keeps_remat, keeps_constraints=options.keeps_constraints
         )
+        jaxpr = without_forward_derivative(jaxpr)
         if isinstance(options.layers, AutoLayerOption):
             jaxpr = without_loss_checkpoint(jaxpr)
         jaxpr = without_sorted_rows(jaxpr)

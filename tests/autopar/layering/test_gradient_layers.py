@@ -219,6 +219,29 @@ def test_layers_that_jax_has_differentiated_are_not_recomputed():
         step(PARAMS, BATCH)
 
 
+def test_a_gradient_with_its_product_with_the_hessian_runs_in_stages():
+    def step(params, batch):
+        def loss(params):
+            logits = MODEL.apply(params, batch["x"], train=False)
+            labels = batch["label"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        ones = jax.tree.map(jnp.ones_like, params)
+        grads, products = jax.jvp(jax.grad(loss), (params,), (ones,))
+
+        def updated(weight, grad, product):
+            return weight - 0.1 * grad / (1 + jnp.abs(product))
+
+        return jax.tree.map(updated, params, grads, products)
+
+    parallel = autopar.parallelize(step, method=pipeline(), donate_argnums=())
+    assert_allclose(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
+    microbatching = parallel.get_last_executable().step.microbatching
+    products = [eqn for _, eqn in microbatching.body if eqn.primitive is dot_general_p]
+    passes = {(layer, is_backward) for layer in (0, 1) for is_backward in (False, True)}
+    assert set(map(layer_of, products)) == passes
+
+
 def test_a_step_with_too_few_products_is_refused_with_their_lines():
     def step(weight, x):
         return weight - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weight)

@@ -1,0 +1,34 @@
+"""Gradients inside of a forward derivative, as in Hessian-vector products.
+
+`jax.jvp(jax.grad(loss), ...)` returns a gradient and its derivative. JAX names both passes of the
+gradient as a part of a differentiated function, `jvp(jvp(...))` and `jvp(transpose(jvp(...)))`. So
+it names the gradients that a model takes in its forward pass, whose backward pass is outside. Where
+a step has no backward pass outside, the gradients inside are its own.
+"""
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from autopar.ir.graph import is_backward, is_outer_backward
+
+
+def without_forward_derivative(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a flat jaxpr whose gradients are named as if nothing differentiated them.
+
+    Steps without gradients, or with one that nothing differentiates, stay as they are.
+    """
+    backward = list(filter(is_backward, jaxpr.eqns))
+    if not backward or any(map(is_outer_backward, backward)):
+        return jaxpr
+    return without_forward_derivative(jaxpr.replace(eqns=list(map(_inside, jaxpr.eqns))))
+
+
+def _inside(eqn: JaxprEqn) -> JaxprEqn:
+    """Return an equation of a differentiated gradient without the name of the differentiation."""
+    stack = eqn.source_info.name_stack
+    elements = list(stack.stack)
+    names = [element.name for element in elements]
+    if names.count("jvp") < 2:
+        return eqn
+    del elements[names.index("jvp")]
+    stack = type(stack)(tuple(elements))
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
