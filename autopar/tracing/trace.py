@@ -1,6 +1,7 @@
 """Tracing of a Python training step to a `StepGraph`, at the batch sizes of its microbatches."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial
@@ -23,6 +24,7 @@ from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layer_options import AutoLayerOption
 from autopar.layering.layer_scopes import num_layers
 from autopar.layering.stack_cutting import cut_stacks
+from autopar.microbatch.body_boundary import has_gradient
 from autopar.microbatch.row_positions import POSITIONS
 from autopar.microbatch.same_step import DifferentStepsError
 from autopar.microbatch.sized_traces import SizedTraces
@@ -296,7 +298,7 @@ class _StepTracer:
         if any(self.traces.avals[i].shape[0] == count for i in self.traces.batch):
             return self._split_like(2, traced, count)
         try:
-            return self._split_like(1, traced, count)
+            split = self._split_like(1, traced, count)
         except MicrobatchError as refused:
             try:
                 return self._split_like(2, traced, count)
@@ -306,6 +308,12 @@ class _StepTracer:
                 is_told = isinstance(other, MicrobatchError) and kinds == [True, False]
                 reason = other if is_told else refused
                 raise MicrobatchError(f"{reason}{self._unlike_rows()}") from None
+        if not _takes_gradient(split) and has_gradient(traced.jaxpr):
+            # Dims of size one, as of a single chunk of examples, may hide how gradients scale.
+            with suppress(MicrobatchError, TypeError, ValueError):
+                larger = self._split_like(2, traced, count)
+                return larger if _takes_gradient(larger) else split
+        return split
 
     def _why_not_split(self, traced: TracedStep, count: int) -> str:
         """Return why a step does not run in microbatches, for an error; "" if it does."""
@@ -374,8 +382,9 @@ def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:
     if aval.shape[0] % count:
         raise MicrobatchError(
             f"batch input {path} has shape {aval.shape}: its first dim can't be cut into {count}"
-            " microbatches; pad the batch, choose a divisor as num_micro_batches, or map the"
-            " argument to the dim of its examples, as in batch_argnums={1: 1}"
+            " microbatches; pad the batch, choose a divisor as num_micro_batches, map the argument"
+            " to the dim of its examples, as in batch_argnums={1: 1}, or pass arrays without"
+            " examples, such as keys, in an argument of their own"
         )
 
 

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import autopar
+from autopar.ir.graph import is_backward
 from autopar.testing import assert_allclose
 from tests.tiers import slow
 
@@ -132,6 +133,24 @@ def test_a_loop_over_examples_equals_one_device(loss, method):
     step = step_of(loss)
     parallel = autopar.parallelize(step, method=method, donate_argnums=())
     assert_allclose(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
+
+
+def model_in_chunks(params, hidden, batch):
+    def of_example(pair):
+        x, label = pair
+        return cross_entropy(params, jnp.tanh(x @ params["first"]), label)
+
+    return lax.map(of_example, (batch["x"], batch["label"]), batch_size=4).sum()
+
+
+def test_a_microbatch_of_one_chunk_takes_its_gradients():
+    """A dim of one chunk does not tell whether the chunks or their rows are the examples."""
+    step = step_of(model_in_chunks)
+    method = autopar.ShardParallel((2,), num_micro_batches=4)
+    parallel = autopar.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH), rtol=1e-4, atol=1e-5)
+    microbatching = parallel.get_last_executable().step.microbatching
+    assert any(is_backward(eqn) for _, eqn in microbatching.body)
 
 
 def test_a_pipeline_with_a_loop_over_examples_equals_one_device():
