@@ -294,8 +294,8 @@ class StepTraces:
                 f" microbatch of {rows * scale}: {error_line(error)} raises"
                 f" {type(error).__name__}: {str(error).partition('\n')[0]}\n"
                 "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a"
-                f" reshape) instead of a number{self._other_batches(rows)}, or use"
-                " num_micro_batches=1."
+                " reshape) instead of a number, pass arrays without examples in another argument"
+                f" than the batch{self._other_batches(rows)}, or use num_micro_batches=1."
             ) from error
 
     def _other_batches(self, rows: int) -> str:
@@ -306,16 +306,18 @@ class StepTraces:
         """
         numbers = [path_name(key[:1]) for key in self.in_keys]
         examples = {numbers[i] for i in self.batch}
-        others = dict.fromkeys(
-            number
+        fits = {
+            (number, aval.shape[:1] == (rows,))
             for number, aval in zip(numbers, self.avals, strict=True)
-            if number not in examples and aval.shape[:1] == (rows,)
-        )
+        }
+        others = sorted(number for number, has_rows in fits if has_rows and number not in examples)
         if not others:
             return ""
+        is_mixed = any((number, False) in fits for number in others)
+        apart = "; if these are examples, pass them in an argument of their own" if is_mixed else ""
         return (
             f", or name all arguments with examples in batch_argnums: {', '.join(others)} has"
-            f" arrays of {rows} rows, too"
+            f" arrays of {rows} rows, too{apart}"
         )
 
     def jaxpr_of_batch(self) -> tuple[Jaxpr, list[Any], Any]:

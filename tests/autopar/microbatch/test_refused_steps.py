@@ -21,9 +21,6 @@ from tests.autopar.microbatch.batch_losses import (
 )
 
 REFUSED = {
-    "positions as constants": lambda p, b: (
-        per_example(p, b) * np.arange(len(b["x"]), dtype=np.float32)
-    ).mean(),
     "a part by the size of the batch": lambda p, b: (
         mean_loss(p, b) * jnp.split(p["w"][:, 0], [1, 1 + len(b["x"]) // 4])[1].sum()
     ),
@@ -95,6 +92,22 @@ def test_arguments_that_may_be_batches_are_named_if_a_microbatch_cannot_be_trace
     parallel = autopar.parallelize(step, method=method, batch_argnums=1)
     with pytest.raises(autopar.MicrobatchError, match=r"in batch_argnums: 2 has arrays of 4 rows"):
         parallel(np.ones((5, 3), np.float32), np.ones((4, 5)), np.ones((4, 3)))
+
+
+def test_a_state_of_examples_beside_weights_is_told_to_be_an_argument_of_its_own():
+    def step(state, x):
+        def loss(weights):
+            hidden = jnp.tanh(x @ weights + state["hidden"])
+            return (hidden**2).mean(), hidden
+
+        grads, hidden = jax.grad(loss, has_aux=True)(state["weights"])
+        return {"weights": state["weights"] - grads, "hidden": hidden}
+
+    method = autopar.ShardParallel(1, num_micro_batches=2)
+    parallel = autopar.parallelize(step, method=method, batch_argnums=1)
+    state = {"weights": np.ones((5, 3), np.float32), "hidden": np.ones((4, 3), np.float32)}
+    with pytest.raises(autopar.MicrobatchError, match="pass them in an argument of their own"):
+        parallel(state, np.ones((4, 5), np.float32))
 
 
 @pytest.mark.parametrize("loss", REFUSED.values(), ids=REFUSED.keys())
