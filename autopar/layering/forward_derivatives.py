@@ -6,6 +6,8 @@ it names the gradients that a model takes in its forward pass, whose backward pa
 a step has no backward pass outside, the gradients inside are its own.
 """
 
+from operator import is_
+
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from autopar.ir.graph import is_backward, is_outer_backward
@@ -16,10 +18,12 @@ def without_forward_derivative(jaxpr: Jaxpr) -> Jaxpr:
 
     Steps without gradients, or with one that nothing differentiates, stay as they are.
     """
-    backward = list(filter(is_backward, jaxpr.eqns))
-    if not backward or any(map(is_outer_backward, backward)):
-        return jaxpr
-    return without_forward_derivative(jaxpr.replace(eqns=list(map(_inside, jaxpr.eqns))))
+    while not any(map(is_outer_backward, jaxpr.eqns)) and any(map(is_backward, jaxpr.eqns)):
+        eqns = list(map(_inside, jaxpr.eqns))
+        if all(map(is_, eqns, jaxpr.eqns)):
+            break
+        jaxpr = jaxpr.replace(eqns=eqns)
+    return jaxpr
 
 
 def _inside(eqn: JaxprEqn) -> JaxprEqn:

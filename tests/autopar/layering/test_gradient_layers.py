@@ -242,6 +242,16 @@ def test_a_gradient_with_its_product_with_the_hessian_runs_in_stages():
     assert set(map(layer_of, products)) == passes
 
 
+def test_a_scope_may_be_named_like_a_differentiation():
+    def step(weight, x):
+        with jax.named_scope("jvp(energy)"):
+            return weight - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weight)
+
+    args = jnp.ones(4), jnp.ones((8, 4))
+    parallel = autopar.parallelize(step, method=autopar.ShardParallel((8,)))
+    assert_allclose(parallel(*args), jax.jit(step)(*args))
+
+
 def test_a_step_with_too_few_products_is_refused_with_their_lines():
     def step(weight, x):
         return weight - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weight)
