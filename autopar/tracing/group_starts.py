@@ -30,7 +30,7 @@ from jax.lax import GatherScatterMode
 from autopar.ir.graph import Atom, aval_of
 from autopar.primitives import record_of
 from autopar.tracing.row_facts import GroupSizes, RowFacts
-from autopar.tracing.row_tables import MOST_ELEMENTS, core
+from autopar.tracing.row_tables import MOST_ELEMENTS, core, spread
 
 
 class ReachedGroups(NamedTuple):
@@ -78,7 +78,7 @@ class SumsOfSizes:
 
         Dims along which all elements are equal have size one.
         """
-        summed = _core_of_elements(self.summed)
+        summed = core(self.summed)
         count = summed.sum(-1)
         is_first = np.arange(self.num_groups) < count[..., None]
         return count if np.array_equal(summed, is_first) else None
@@ -177,7 +177,10 @@ class GroupStarts:
         known = [self.facts.known_of(atom) for atom in eqn.invars]
         sizes = next(iter(operands.values())).sizes
         if eqn.primitive is broadcast_in_dim_p:
-            return SumsOfSizes(sizes, _spread(eqn, operands[0].summed))
+            shape, dims = aval_of(eqn.outvars[0]).shape, eqn.params["broadcast_dimensions"]
+            groups = operands[0].num_groups
+            summed = spread(operands[0].summed, (*shape, groups), [*dims, len(shape)])
+            return SumsOfSizes(sizes, summed)
         of_same = all(sums.sizes.group is sizes.group for sums in operands.values())
         others = [each for k, each in enumerate(known) if k not in operands]
         aval = aval_of(eqn.outvars[0])
@@ -185,11 +188,8 @@ class GroupStarts:
             return None
         if not _holds(aval.dtype, aval_of(sizes.keys).size):
             return None
-        num_groups = operands[min(operands)].num_groups
-        if (
-            max(aval.size, *(aval_of(atom).size for atom in eqn.invars)) * num_groups
-            > MOST_ELEMENTS
-        ):
+        largest = max(aval.size, *(aval_of(atom).size for atom in eqn.invars))
+        if largest * operands[min(operands)].num_groups > MOST_ELEMENTS:
             return None
 
         def apply(*columns: jax.Array) -> jax.Array:
@@ -249,22 +249,6 @@ def _of_reached(eqn: JaxprEqn, at: int) -> bool | None:
         case ("lt", 0) | ("gt", 1):
             return False
     return None
-
-
-def _spread(eqn: JaxprEqn, summed: np.ndarray) -> np.ndarray:
-    """Return `SumsOfSizes.summed` after a `broadcast_in_dim`; repeats have stride zero."""
-    shape = aval_of(eqn.outvars[0]).shape
-    placed = [1] * len(shape)
-    for dim, size in zip(eqn.params["broadcast_dimensions"], summed.shape, strict=False):
-        placed[dim] = size
-    groups = summed.shape[-1:]
-    return np.broadcast_to(summed.reshape(*placed, *groups), (*shape, *groups))
-
-
-def _core_of_elements(summed: np.ndarray) -> np.ndarray:
-    """Return `SumsOfSizes.summed` with size one along dims of stride zero."""
-    strides = zip(summed.strides[:-1], summed.shape[:-1], strict=True)
-    return summed[tuple(slice(0, 1) if s == 0 and n else slice(None) for s, n in strides)]
 
 
 def _holds(dtype: np.dtype, count: int) -> bool:

@@ -181,7 +181,7 @@ def _elementwise(
 def _broadcast(known: Known | None, shape: tuple[int, ...], dims: Sequence[int]) -> Known | None:
     """Return what is known after `broadcast_in_dim`; the dims of rows stay together."""
     if isinstance(known, np.ndarray):
-        return _spread(known, shape, dims)
+        return spread(known, shape, dims)
     assert known is not None
     first = int(dims[known.first])
     table = replace(known, first=first)
@@ -194,10 +194,11 @@ def _broadcast(known: Known | None, shape: tuple[int, ...], dims: Sequence[int])
         return None
     count = len(known.rows)
     placed = [dim + 1 if dim < first else dim + 1 - count for dim in known.others(dims)]
-    return replace(table, values=_spread(known.values, rest, [0, *placed]))
+    return replace(table, values=spread(known.values, rest, [0, *placed]))
 
 
-def _spread(values: np.ndarray, shape: tuple[int, ...], dims: Sequence[int]) -> np.ndarray:
+def spread(values: np.ndarray, shape: tuple[int, ...], dims: Sequence[int]) -> np.ndarray:
+    """Return a constant with its dims at `dims` of another shape; others have stride zero."""
     placed = [1] * len(shape)
     for dim, size in zip(dims, values.shape, strict=True):
         placed[dim] = size
