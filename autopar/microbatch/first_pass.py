@@ -288,9 +288,9 @@ class _CompletableValues(PreparableValues):
 
 
 def _is_joinable(kind: BatchScaling | NotSeparable) -> bool:
-    """Return whether a value of the batch is put together from those of the microbatches.
+    """Return whether the values of all microbatches can be joined to the value of the batch.
 
-    Rows for a part of the batch are not.
+    Rows for a part of the batch can't be.
     """
     return isinstance(kind, BatchScaling) and not isinstance(kind.blocks, Fraction)
 

@@ -68,8 +68,8 @@ def search(
             step as one program that fewer microbatches rule out.
 
     Raises:
-        ValueError, TimeoutError: there is no plan for any combination. The error is that of the
-            first one that does not fit in memory, or else of the first one.
+        ValueError, TimeoutError: no combination has a plan. It is the error of the first one that
+            does not fit in memory, or of the first one if all fail otherwise.
     """
     found = _Search(planning, space, stage_option, method, trials)
     found.run()

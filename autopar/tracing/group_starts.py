@@ -30,7 +30,7 @@ from jax.lax import GatherScatterMode
 from autopar.ir.graph import Atom, aval_of
 from autopar.primitives import record_of
 from autopar.tracing.row_facts import GroupSizes, RowFacts
-from autopar.tracing.row_tables import MOST_ELEMENTS, core, spread
+from autopar.tracing.row_tables import MOST_ELEMENTS, core, holds, spread
 
 
 class ReachedGroups(NamedTuple):
@@ -140,7 +140,7 @@ class GroupStarts:
                 continue
             counts, rows = sums.first_groups, aval_of(sums.sizes.keys).size
             dims = [dim for dim, size in enumerate(core(places).shape) if size > 1]
-            if counts is None or len(dims) != 1 or counts.shape[dims[0] :][:1] > (1,):
+            if counts is None or len(dims) != 1 or (counts.ndim and counts.shape[dims[0]] > 1):
                 continue
             along = [dim for dim, size in enumerate(counts.shape) if size > 1]
             first = int(counts.flat[0])
@@ -159,7 +159,7 @@ class GroupStarts:
     def _sums(self, atom: Atom) -> SumsOfSizes | None:
         if isinstance(atom, Literal):
             return None
-        sizes = self.facts.sizes.get(atom)
+        sizes = self.facts.sizes_of(atom)
         if atom not in self.sums and sizes and not sizes.is_stacked:
             (groups,) = aval_of(atom).shape
             if groups**2 <= MOST_ELEMENTS:
@@ -186,7 +186,7 @@ class GroupStarts:
         aval = aval_of(eqn.outvars[0])
         if not of_same or not all(isinstance(each, np.ndarray) for each in others):
             return None
-        if not _holds(aval.dtype, aval_of(sizes.keys).size):
+        if not _holds_integers(eqn.outvars[0], aval_of(sizes.keys).size):
             return None
         largest = max(aval.size, *(aval_of(atom).size for atom in eqn.invars))
         if largest * operands[min(operands)].num_groups > MOST_ELEMENTS:
@@ -224,7 +224,7 @@ class GroupStarts:
             and (core(updated) == 1).all()
             and np.array_equal(sums.summed, before[:, None])
             and eqn.params["mode"] is GatherScatterMode.FILL_OR_DROP  # an empty last group
-            and _holds(aval_of(out).dtype, groups)
+            and _holds_integers(out, groups)
         ):
             self.starting[out] = sums.sizes, groups
 
@@ -251,6 +251,7 @@ def _of_reached(eqn: JaxprEqn, at: int) -> bool | None:
     return None
 
 
-def _holds(dtype: np.dtype, count: int) -> bool:
-    """Return whether a type is of integers, and has all from 0 to `count`."""
-    return jnp.issubdtype(dtype, jnp.integer) and count <= jnp.iinfo(dtype).max
+def _holds_integers(atom: Atom, count: int) -> bool:
+    """Return whether an array has integers of a type that goes from 0 to `count` at least."""
+    dtype = aval_of(atom).dtype
+    return jnp.issubdtype(dtype, jnp.integer) and holds(dtype, count)

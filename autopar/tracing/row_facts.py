@@ -87,6 +87,10 @@ class RowFacts:
         """Return what is known of the elements of a value."""
         return self.known.get(atom) if isinstance(atom, Var) else known_literal(atom)
 
+    def sizes_of(self, atom: Atom) -> GroupSizes | None:
+        """Return what is known of the sizes of groups in a value; None if it has none."""
+        return self.sizes.get(atom) if isinstance(atom, Var) else None
+
     def rows_of(self, atom: Atom) -> SortedDim | None:
         """Return the sorted dim of a value; None if no sort arranged it."""
         return self.rows.get(atom) if isinstance(atom, Var) else None
@@ -188,14 +192,18 @@ def _numbers(dtype: Any, maker: JaxprEqn | None) -> np.ndarray:
 
     Equal intervals are represented by the numbers at their ends.
     """
-    if maker is not None and maker.primitive is top_k_p:
-        return np.arange(aval_of(maker.invars[0]).shape[maker.params["axis"]]).astype(dtype)
-    if maker is not None and maker.primitive is approx_top_k_p:
-        dim = maker.params["reduction_dimension"]
+    dim = None if maker is None else _dim_of_indices(maker)
+    if maker is not None and dim is not None:
         return np.arange(aval_of(maker.invars[0]).shape[dim]).astype(dtype)
-    if maker is not None and maker.primitive in (argmax_p, argmin_p):
-        (axis,) = maker.params["axes"]
-        return np.arange(aval_of(maker.invars[0]).shape[axis]).astype(dtype)
     limits = jnp.iinfo(dtype)
     small = np.arange(max(limits.min, -2048), min(limits.max, 2048))
     return np.unique(np.array([limits.min, *small, limits.max])).astype(dtype)
+
+
+def _dim_of_indices(maker: JaxprEqn) -> int | None:
+    """Return the dim of its operand that a result of an equation has indices of, if any."""
+    if maker.primitive is top_k_p:
+        return maker.params["axis"]
+    if maker.primitive is approx_top_k_p:
+        return maker.params["reduction_dimension"]
+    return maker.params["axes"][0] if maker.primitive in (argmax_p, argmin_p) else None

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
@@ -225,3 +226,10 @@ def core(values: np.ndarray) -> np.ndarray:
     """Return a constant with its repeated elements once: dims of stride zero have size one."""
     strides = zip(values.strides, values.shape, strict=True)
     return values[tuple(slice(0, 1) if s == 0 and n else slice(None) for s, n in strides)]
+
+
+def holds(dtype: Any, count: int) -> bool:
+    """Return whether a type has all numbers from 0 to `count`."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return count <= jnp.iinfo(dtype).max
+    return jnp.issubdtype(dtype, jnp.floating) and count <= 2 ** (jnp.finfo(dtype).nmant + 1)

@@ -48,6 +48,7 @@ from autopar.tracing.row_tables import (
     Origin,
     RowTable,
     core,
+    holds,
     is_uniform,
     known_result,
 )
@@ -343,7 +344,7 @@ class _Unsorting:
         elif eqn.primitive is convert_element_type_p and isinstance(eqn.invars[0], Var):
             sizes = facts.sizes.get(eqn.invars[0])
             dtypes = [aval_of(atom).dtype for atom in (*eqn.invars, *eqn.outvars)]
-            if sizes and all(_holds(dtype, aval_of(sizes.keys).size) for dtype in dtypes):
+            if sizes and all(holds(dtype, aval_of(sizes.keys).size) for dtype in dtypes):
                 facts.sizes[eqn.outvars[0]] = sizes
 
     def _note_sizes(self, eqn: JaxprEqn, table: RowTable, indices: Atom | None = None) -> None:
@@ -424,7 +425,7 @@ class _Unsorting:
         """Add a ragged product as one that takes the group of each row."""
         facts = self.facts
         dims = dims_of(eqn)
-        sizes = facts.sizes.get(eqn.invars[2]) if isinstance(eqn.invars[2], Var) else None
+        sizes = facts.sizes_of(eqn.invars[2])
         if dims is None or dims.batch or sizes is None or sizes.is_stacked:
             raise DependsOnOrderError(sort)
         is_sorted = all(
@@ -459,10 +460,7 @@ class _Unsorting:
 
         It is None for other products.
         """
-        dims, sizes = (
-            dims_of(eqn),
-            self.facts.sizes.get(eqn.invars[2]) if isinstance(eqn.invars[2], Var) else None,
-        )
+        dims, sizes = dims_of(eqn), self.facts.sizes_of(eqn.invars[2])
         if dims is None or sizes is None or dims.rows not in self.facts.even_dims(eqn.invars[0]):
             return None
         return self._sort_by(sizes)
@@ -509,13 +507,6 @@ class _Unsorting:
             group = Var(ShapedArray(shape, aval.dtype))
             self._emit(eqn, invars=[sizes.group, token], outvars=[group])
             facts.sizes[out] = GroupSizes(sizes.keys, group, stacks)
-
-
-def _holds(dtype: Any, count: int) -> bool:
-    """Return whether a type has all numbers from 0 to `count`."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return count <= jnp.iinfo(dtype).max
-    return jnp.issubdtype(dtype, jnp.floating) and count <= 2 ** (jnp.finfo(dtype).nmant + 1)
 
 
 def _are_groups(eqn: JaxprEqn, table: RowTable, num_groups: int) -> bool:
