@@ -49,6 +49,13 @@ class Dataflow:
         """The values that have a batch dim."""
         return self.batch_dims.keys()
 
+    def is_combined(self, atom: Atom) -> bool:
+        """Return whether the compiler combines collectives on a value with others.
+
+        It combines collectives on weights and on their gradients.
+        """
+        return atom not in self.batch_dims and atom not in self.batch_statistics
+
 
 @memoized_on_step
 def analyze(step: StepGraph) -> Dataflow:

@@ -1,6 +1,6 @@
 """The options of an equation that the user's restrictions and deferred gradients allow."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from autopar.sharding.candidates import (
 from autopar.sharding.dataflow import Dataflow
 from autopar.sharding.deferred_sync import fits, leads, partial_completions, synchronizations
 from autopar.sharding.distinct_options import each_once
+from autopar.sharding.equation_contents import Content, result_sizes
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.pins import ShardingError
@@ -46,9 +47,11 @@ class EquationCandidates:
         costs: MeshCosts,
         options: ShardingOptions,
         deferred: tuple[str, ...],
+        contents: Sequence[Content | None],
     ) -> None:
         self.mesh = costs.mesh
         self.deferred = deferred
+        self._contents = contents
         self._flow = flow
         self._limits = options
         self._body = (
@@ -64,14 +67,7 @@ class EquationCandidates:
         self, number: int, eqn: JaxprEqn, factors: OpFactors, leader: int, specs: Specs
     ) -> Candidates | None:
         """Return a candidate per spec of the followed operand; None if one is impossible."""
-        key = (
-            factors,
-            leader,
-            specs,
-            _sizes(eqn),
-            self._flow.batch_factors[number],
-            self._is_deferred(number),
-        )
+        key = self._contents[number], self._is_deferred(number), leader, specs
         if key not in self._memo:
             assignments = followed(factors, leader, specs, self.mesh)
             candidates = None
@@ -90,7 +86,7 @@ class EquationCandidates:
         marked = self._flow.batch_factors[number]
         if eqn.primitive.name == SHARD_MAP:  # depends on more than its factors
             return Candidates.of(factors, self._options(number, eqn, factors, marked))
-        key = (factors, _sizes(eqn), marked, self._is_deferred(number))
+        key = self._contents[number], self._is_deferred(number)
         candidates = self._memo.get(key)
         if candidates is None:
             candidates = self._memo[key] = Candidates.of(
@@ -160,7 +156,7 @@ class EquationCandidates:
                 completions(
                     factors,
                     manual_regions.assignment(eqn, self.mesh),
-                    _sizes(eqn),
+                    result_sizes(eqn),
                     False,
                     self.mesh,
                 )
@@ -194,11 +190,6 @@ class EquationCandidates:
     ) -> tuple[Option, ...]:
         if self._is_deferred(number):
             return partial_completions(
-                factors, assignment, _sizes(eqn), scatter, self.mesh, self.deferred
+                factors, assignment, result_sizes(eqn), scatter, self.mesh, self.deferred
             )
-        return completions(factors, assignment, _sizes(eqn), scatter, self.mesh)
-
-
-def _sizes(eqn: JaxprEqn) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Return the shape and the bytes per element of each result."""
-    return tuple((tuple(aval_of(var).shape), aval_of(var).dtype.itemsize) for var in eqn.outvars)
+        return completions(factors, assignment, result_sizes(eqn), scatter, self.mesh)

@@ -1,5 +1,6 @@
 """Seconds of an equation on a mesh: its kernels, its collectives, resharding of its operands."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,14 @@ from autopar.ir.array_sizes import array_bytes
 from autopar.ir.graph import Atom, aval_of
 from autopar.ir.spec import Spec, Specs, local_shape
 from autopar.ir.step_graph import StepGraph
-from autopar.primitives import kernel_name, kernel_of, record_of
+from autopar.primitives import kernel_of, record_of
 from autopar.primitives.factors import OpFactors
 from autopar.primitives.shard_map import SHARD_MAP
 from autopar.sharding import manual_regions
 from autopar.sharding.candidates import Candidates, Option
 from autopar.sharding.dataflow import Dataflow
 from autopar.sharding.distinct_options import each_once
-from autopar.sharding.loop_sums import summed_iterations
+from autopar.sharding.equation_contents import Content, loop_sums
 from autopar.sharding.mesh_costs import MeshCosts, Step, is_local
 from autopar.sharding.reshard_hoisting import moved_bytes
 from autopar.xla_fusion import Moved, Traffic, takes_two_kernels
@@ -34,14 +35,18 @@ class EquationSeconds:
         producers: the equation that computes each value.
     """
 
-    def __init__(self, step: StepGraph, flow: Dataflow, traffic: Traffic, costs: MeshCosts) -> None:
+    def __init__(
+        self,
+        step: StepGraph,
+        flow: Dataflow,
+        traffic: Traffic,
+        contents: Sequence[Content | None],
+        costs: MeshCosts,
+    ) -> None:
         self.repeats = repeats_in_step(step)
-        self._sums = (
-            summed_iterations(step.jaxpr.eqns, step.jaxpr.outvars)
-            if costs.completes_behind_loops
-            else {}
-        )
+        self._sums = loop_sums(step, costs.completes_behind_loops)
         self.producers = {var: eqn for eqn in step.jaxpr.eqns for var in eqn.outvars}
+        self._contents = contents
         self._num_micro_batches = step.num_micro_batches
         self._eqns = step.jaxpr.eqns
         self._flow = flow
@@ -49,42 +54,34 @@ class EquationSeconds:
         self._costs = costs
         self._mesh = costs.mesh
         self._launch = costs.model.kernel(Kernel("", "memory", 0.0, 0.0))  # of an empty kernel
-        self._memo: dict[Any, np.ndarray] = costs.memo.setdefault("costs", {})
+        self._memo: dict[Any, np.ndarray | None] = costs.memo.setdefault("costs", {})
         self._resharding: dict[Any, tuple[np.ndarray, np.ndarray]] = costs.memo.setdefault(
             "resharding", {}
         )
 
     def computing(
         self, number: int, eqn: JaxprEqn, factors: OpFactors, candidates: Candidates
-    ) -> np.ndarray:
+    ) -> np.ndarray | None:
         """Return the seconds of the kernel and of completing partial results under each option.
 
-        The shape is (2, options). The traffic of the kernel is what it adds when it is fused.
+        The shape is (2, options); None if all are zero, as for most equations of a fused kernel.
+        The traffic of the kernel is what it adds when it is fused.
         """
         if eqn.primitive in control_flow.MARKERS:
             return self._marker(number, eqn, candidates)
         if eqn.primitive.name == SHARD_MAP:
             return np.array([manual_regions.seconds(eqn, self._costs)]).T * self.repeats[number]
-        moved = self._traffic.moved[number]
-        avals = tuple(atom.aval for atom in (*eqn.invars, *eqn.outvars))
-        params = str(eqn.params) if factors.decides else ""
-        key = (
-            kernel_name(eqn),
-            params,
-            factors,
-            avals,
-            moved,
-            candidates,
-            self.is_combined(eqn.outvars[0]),
-            self._sums.get(eqn.outvars[0]),
-        )
+        key = self._contents[number], candidates
         if key not in self._memo:
-            self._memo[key] = np.array(
+            moved = self._traffic.moved[number]
+            seconds = np.array(
                 each_once(
                     lambda option: self._option(eqn, factors, option, moved), candidates.options
                 )
             ).T
-        return self._memo[key] * self.repeats[number]
+            self._memo[key] = seconds if seconds.any() else None
+        seconds = self._memo[key]
+        return None if seconds is None else seconds * self.repeats[number]
 
     def accumulating(self, atom: Var, var: Var, specs: Specs) -> np.ndarray:
         """Return the seconds of accumulating microbatches, shape (2, options).
@@ -190,16 +187,9 @@ class EquationSeconds:
 
         return np.array([each_once(partial(seconds, present), required) for present in specs])
 
-    def is_combined(self, atom: Atom) -> bool:
-        """Return whether the compiler combines collectives on a value with others.
-
-        It combines collectives on weights and on their gradients.
-        """
-        return atom not in self._flow.per_example and atom not in self._flow.batch_statistics
-
     def _costs_of(self, atom: Atom) -> MeshCosts:
         """Return the costs of collectives on a value."""
-        return self._costs.combined if self.is_combined(atom) else self._costs
+        return self._costs.combined if self._flow.is_combined(atom) else self._costs
 
     def _marker(self, number: int, eqn: JaxprEqn, candidates: Candidates) -> np.ndarray:
         """Return the seconds of a marker, shape (2, options).

@@ -27,6 +27,7 @@ from autopar.progress import count_progress
 from autopar.sharding.candidates import Candidates
 from autopar.sharding.dataflow import analyze
 from autopar.sharding.equation_candidates import EquationCandidates
+from autopar.sharding.equation_contents import equation_contents
 from autopar.sharding.equation_seconds import EquationSeconds
 from autopar.sharding.followed_operands import followed_operands
 from autopar.sharding.heuristic import input_placed
@@ -89,8 +90,11 @@ class _ProblemBuilder:
             hides_latency=costs.hides_latency,
         )
         self.pins = Pins(options.pins, step, self.mesh)
-        self.candidates = EquationCandidates(step, self.flow, costs, options, deferred)
-        self.seconds = EquationSeconds(step, self.flow, memory_traffic, costs)
+        contents = equation_contents(step, costs.row_padding, costs.completes_behind_loops)
+        self.candidates = EquationCandidates(
+            step, self.flow, costs, options, deferred, contents.options
+        )
+        self.seconds = EquationSeconds(step, self.flow, memory_traffic, contents.seconds, costs)
         self._followed = followed_operands(step)
         self._loops = control_flow.repeats(step.jaxpr.eqns)
         self.deferred = deferred
@@ -220,7 +224,7 @@ class _ProblemBuilder:
         seconds = self.seconds.computing(number, eqn, factors, candidates)
         self._add_seconds(number, first.decision, seconds)
         results = [Placement(first.decision, specs) for specs in candidates.results]
-        is_combined = self.seconds.is_combined(eqn.outvars[0]) and self._loops[number] == 1
+        is_combined = self.flow.is_combined(eqn.outvars[0]) and self._loops[number] == 1
         for kind, before in sorted(candidates.partial_bytes.items()):
             self.decisions.partial.append(
                 PartialResult(number, first.decision, kind, before, is_combined)
@@ -269,14 +273,16 @@ class _ProblemBuilder:
         self.decisions.parts.append(np.zeros((2, len(specs))))
         return Placement(len(self.decisions.costs) - 1, specs)
 
-    def _add_seconds(self, number: int, decision: int, parts: np.ndarray) -> None:
-        """Add the seconds of an equation to a decision.
+    def _add_seconds(self, number: int, decision: int, parts: np.ndarray | None) -> None:
+        """Add the seconds of an equation to a decision, if it has any.
 
         Args:
             number: number of the equation.
             decision: the decision.
             parts: seconds of its kernels and of completing its results, shape (2, options).
         """
+        if parts is None:
+            return
         self.decisions.costs[decision] += parts[0] + parts[1]
         self.decisions.parts[decision] += parts
         self.decisions.shares.append((number, (decision,), parts))
