@@ -73,6 +73,12 @@ def source_line(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack) or "the step"
 
 
+def is_called_by(eqn: JaxprEqn, function: str) -> bool:
+    """Return whether a function of this name makes `eqn`, itself or by others that it calls."""
+    frames = eqn.source_info.traceback.frames if eqn.source_info.traceback else ()
+    return any(frame.function_name == function for frame in frames)
+
+
 def listed(lines: Sequence[str]) -> str:
     """Return the first of some lines of code, and how many more there are."""
     more = f" and {len(lines) - _MOST_LINES} more lines" if len(lines) > _MOST_LINES else ""

@@ -13,6 +13,7 @@ from jax.extend.core.primitives import (
     iota_p,
     random_bits_p,
     random_split_p,
+    sort_p,
 )
 from jax.lax import tile_p
 
@@ -124,13 +125,25 @@ class AcrossExamples(NotSeparable):
     )
 
 
+class SortedExamples(AcrossExamples):
+    """A sort arranges rows of different examples."""
+
+    remedy = (
+        "Sort the rows of each example alone, as by jax.vmap, or use num_micro_batches=1, which"
+        " runs in a pipeline, too. Tokens may be sorted by their experts for jax.lax.ragged_dot if"
+        " its group sizes are jnp.bincount(experts, length=num_experts), and only lookups by index"
+        " arrange the rows and put them back"
+    )
+
+
 class PositionOfExamples(NotSeparable):
     """A value depends on the size of the batch or on the positions of its examples."""
 
     remedy = (
         "A loss over pairs of examples, such as a contrastive one, needs all of them: use"
         " num_micro_batches=1, which runs in a pipeline, too. Otherwise compute the value in each"
-        " example, or pass it as a part of the batch"
+        " example, or pass it as a part of the batch. Gradients for each example are those of"
+        " jax.vmap(jax.grad(loss), (None, 0)), not of jax.jacrev"
     )
 
 
@@ -386,7 +399,8 @@ def _of_rows(
     found = {examples_factor(factors, op_factors(whole), dim, blocks) for dim in batch}
     examples = found.pop()
     if found or examples is None:
-        raise AcrossExamples(f"{where} pairs examples with one another")
+        reason = SortedExamples if eqn.primitive is sort_p else AcrossExamples
+        raise reason(f"{where} pairs examples with one another")
     if reason := why_body_differs(eqn, whole):
         raise NotSeparable(f"{where} {reason}")
     results = [examples.dim_of(result) for result in factors.results]

@@ -17,6 +17,7 @@ from functools import partial
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from autopar.ir.control_flow import loop_test_p
 from autopar.ir.equation_groups import (
     Unit,
     dependents,
@@ -39,7 +40,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling import BatchScalings
-from autopar.microbatch.batch_scaling_rules import BatchScaling
+from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
 from autopar.microbatch.created_rows import created_by, folds_position
 from autopar.microbatch.deferred_division import equations
 from autopar.microbatch.example_blocks import blocks_apart, blocks_merged
@@ -203,12 +204,26 @@ class _BodyRules:
             return False
         if self.scalings is None:
             return True
+        if self._searches(unit):
+            return False
         kinds = [self.scalings.kinds[var] for var in (*unit.reads, *unit.makes)]
         separable = all(isinstance(kind, BatchScaling) for kind in kinds)
         if self.first_pass:
             return separable
         with_rows = any(isinstance(kind, BatchScaling) and kind.form == "rows" for kind in kinds)
         return with_rows or separable
+
+    def _searches(self, unit: Unit) -> bool:
+        """Return whether a unit repeats a computation until the whole batch meets a condition.
+
+        A line search along the gradient is one. It runs once, on the accumulated gradients.
+        """
+        assert self.scalings is not None
+        return (
+            any(eqn.primitive is loop_test_p for _, eqn in unit.eqns)
+            and not self.gradients.isdisjoint(unit.reads)
+            and any(isinstance(self.scalings.kinds[var], NotSeparable) for var in unit.makes)
+        )
 
     def allows(self, unit: Unit, read: Sequence[Var]) -> bool:
         """Return whether a unit outside of the backward pass may be in the body.

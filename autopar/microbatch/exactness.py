@@ -8,9 +8,14 @@ module reports which of the three a traced step needs. `created_rows`, `own_stat
 
 from collections.abc import Iterator
 
-from autopar.ir.graph import is_backward, listed, source_line
+from jax.extend.core import JaxprEqn
+
+from autopar.ir.array_sizes import value_bytes
+from autopar.ir.equation_groups import dependents, units
+from autopar.ir.graph import is_backward, listed, possible_weights, source_line
 from autopar.ir.step_graph import Exactness, FirstPass, StepGraph
 from autopar.microbatch.created_rows import folds_position
+from autopar.primitives import record_of
 
 
 def exactness_of(step: StepGraph) -> Exactness:
@@ -29,8 +34,9 @@ def exactness_of(step: StepGraph) -> Exactness:
 def exactness_warnings(step: StepGraph) -> list[str]:
     """Return a warning for each difference between microbatches and the whole batch.
 
-    Additional work has a warning, too: what is computed before the step, another pass over the
-    model, and gradients that are not computed in microbatches at all.
+    Additional work or memory has a warning, too: what is computed before the step, another pass
+    over the model, layers that run for the whole batch after its microbatches, and gradients that
+    are not computed in microbatches at all.
     """
     exactness = exactness_of(step)
     warnings = []
@@ -38,6 +44,15 @@ def exactness_warnings(step: StepGraph) -> list[str]:
         warnings.append(
             "the microbatches compute no gradients, because all of them depend on more than one"
             f" microbatch: they are computed for the whole batch at once, at {lines[0]}"
+        )
+    elif layers := _layers_of_whole_batch(step):
+        num_bytes = sum(value_bytes(var) for eqn in layers for var in eqn.outvars)
+        named = listed([*dict.fromkeys(map(source_line, layers))])
+        warnings.append(
+            "layers of the model run for the whole batch at once after its microbatches, because"
+            f" they read what these complete, such as new weights: {named}; their results have"
+            f" {num_bytes:,} bytes. A step of its own that evaluates new weights can have"
+            " microbatches, too"
         )
     if step.preparation is not None:
         warnings.append(
@@ -80,6 +95,28 @@ def _gradients_of_whole_batch(step: StepGraph) -> list[str]:
     if found is None or any(is_backward(eqn) for _, eqn in found.body):
         return []
     return [source_line(eqn) for _, eqn in found.tail if is_backward(eqn)]
+
+
+def _layers_of_whole_batch(step: StepGraph) -> list[JaxprEqn]:
+    """Return the products of weights and examples that are computed after all microbatches.
+
+    A loss of updated weights has some, and so has a line search.
+    """
+    found = step.microbatching
+    if found is None or found.count == 1:
+        return []
+    totals = [var for _, eqn in found.marks for var in eqn.outvars]
+    rows = {var for var, how in zip(totals, found.combine, strict=True) if how == "rows"}
+    of_batch = dependents(found.tail, rows)
+    sources = {*totals, *possible_weights(step.jaxpr, step.batch)} - rows
+    weights = dependents(found.tail, sources) - of_batch
+    return [
+        eqn
+        for unit in units(found.tail)
+        if not (of_batch.isdisjoint(unit.reads) or weights.isdisjoint(unit.reads))
+        for _, eqn in unit.eqns
+        if record_of(eqn).is_contraction
+    ]
 
 
 def _own_loops(step: StepGraph) -> list[str]:

@@ -168,7 +168,7 @@ class PreparableValues:
             for n, eqn in enumerate(traces.small.eqns)
             for r, var in enumerate(eqn.outvars)
         }
-        self._candidates = _of_inputs_alone(traces.small, self.examples)
+        self._candidates = _of_inputs_alone(traces.small, self.examples, self._takes_rows)
 
     def places(self, values: Iterable[Var]) -> tuple[TracedValue, ...]:
         """Return the places of values in all traces."""
@@ -331,6 +331,16 @@ class PreparableValues:
         """The numbers of rows of the batch in each trace, which differ among its arrays."""
         return [{aval_of(trace.invars[i]).shape[0] for i in self.examples} for trace in self.traces]
 
+    def _takes_rows(self, unit: Unit) -> bool:
+        """Return whether a unit takes as many rows of a state as there are examples.
+
+        A state has such rows if it is a queue of keys, or of former examples.
+        """
+        others = {var for i, var in enumerate(self.invars) if i not in self.examples}
+        is_argument = others.issuperset(unit.reads[:1])
+        is_part = all(record_of(eqn).reads_part for eqn in _eqns(unit))
+        return is_argument and is_part and all(map(self.growing_dims, unit.makes))
+
     def _has_several_rows(self, var: Var) -> bool:
         """Return whether a value has neighbouring rows of each example in its first dim, no keys.
 
@@ -363,16 +373,20 @@ class PreparableValues:
         return [aval_of(_value(trace, place)).shape for trace in self.traces] if place else []
 
 
-def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
+def _of_inputs_alone(
+    jaxpr: Jaxpr, examples: Collection[int], takes_rows: Callable[[Unit], bool]
+) -> Set[Var]:
     """Return the cheap values that depend neither on the model nor on a gradient of examples.
 
-    Every array of floating-point numbers that is not of the batch may be the model's. Products of
-    matrices and loops over what is in the batch are no preparation. Nor are random bits that a
-    generator draws for all examples together: the masks of all dropouts would be inputs.
+    Every array of floating-point numbers that is not of the batch may be the model's, unless the
+    step takes as many rows of it as there are examples. Products of matrices and loops over what is
+    in the batch are no preparation. Nor are random bits that a generator draws for all examples
+    together: the masks of all dropouts would be inputs.
 
     Args:
         jaxpr: flat jaxpr of a step.
         examples: inputs whose first dim is the batch, without the positions of the examples.
+        takes_rows: whether a unit takes as many rows of a state as there are examples.
     """
     numbered = list(enumerate(jaxpr.eqns))
     groups = units(numbered)
@@ -385,6 +399,13 @@ def _of_inputs_alone(jaxpr: Jaxpr, examples: Collection[int]) -> Set[Var]:
         if (reads_batch and is_excluded) or any(map(_draws_together, eqns)):
             sources += unit.makes
     excluded = dependents(numbered, sources)
+    others = (
+        each
+        for unit in groups
+        if not (takes_rows(unit) and (excluded | of_batch).isdisjoint(unit.reads[1:]))
+        for each in unit.eqns
+    )
+    excluded = dependents(others, sources)
     return {var for unit in groups if excluded.isdisjoint(unit.makes) for var in unit.makes}
 
 

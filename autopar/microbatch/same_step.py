@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.extend.core.primitives import reduce_sum_p
 
-from autopar.ir.graph import Source, aval_of, source_line, sources, sources_of
+from autopar.ir.graph import Source, aval_of, is_called_by, source_line, sources, sources_of
 from autopar.ir.step_graph import MicrobatchError
 from autopar.microbatch.batch_scaling_rules import ONE_GRADIENT
 from autopar.microbatch.created_rows import created_by
@@ -103,6 +103,13 @@ def _only_reshapes(eqn: JaxprEqn) -> bool:
 def _different(what: str, eqn: JaxprEqn | None = None) -> DifferentStepsError:
     """Return the error for a step that depends on the size of the batch."""
     where = f" at {source_line(eqn)}" if eqn else ""
+    if eqn is not None and is_called_by(eqn, "associative_scan"):
+        return DifferentStepsError(
+            f"an associative scan over the batch{where} takes more steps for more examples, which"
+            " can't run in microbatches. The gradients of jax.lax.cumlogsumexp, cumprod, cummax and"
+            " cummin have one: write them by jnp.cumsum, as jnp.log(jnp.cumsum(jnp.exp(x))), or use"
+            " num_micro_batches=1"
+        )
     return DifferentStepsError(
         f"the step does different things for batches of different size{where}: {what}; that can't"
         " run in microbatches. Make it compute the same for batches of any size, or use"

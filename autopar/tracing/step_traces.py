@@ -280,6 +280,8 @@ class StepTraces:
     def trace_of_part(self, scale: Fraction, whole_arrays: bool) -> TracedStep:
         """Return the step for a part of the batch in microbatches; see `_trace`.
 
+        A part of twice the batch shows how a microbatch of a single example scales.
+
         Raises:
             MicrobatchError: The step can be traced for the whole batch, but not for this part.
         """
@@ -289,13 +291,16 @@ class StepTraces:
             # Raises an error that has nothing to do with the size of microbatches.
             self.trace(Fraction(1), True, False)
             rows = self.avals[min(self.batch)].shape[0]
+            part, fewer = "microbatch", "num_micro_batches=1"
+            if scale >= 1:
+                part, fewer = "batch", "fewer microbatches, with several examples each"
             raise MicrobatchError(
                 f"{self.name} can be traced for the whole batch of {rows} examples, but not for a"
-                f" microbatch of {rows * scale}: {error_line(error)} raises"
+                f" {part} of {rows * scale}: {error_line(error)} raises"
                 f" {type(error).__name__}: {str(error).partition('\n')[0]}\n"
                 "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a"
                 " reshape) instead of a number, pass arrays without examples in another argument"
-                f" than the batch{self._other_batches(rows)}, or use num_micro_batches=1."
+                f" than the batch{self._other_batches(rows)}, or use {fewer}."
             ) from error
 
     def _other_batches(self, rows: int) -> str:

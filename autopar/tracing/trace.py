@@ -351,7 +351,7 @@ class _StepTracer:
         whole = traces.trace(Fraction(1), True, False).jaxpr
         part = traces.trace(Fraction(1, count), True, on_shards).jaxpr
         small = traces.trace_of_part(Fraction(scale, count), on_shards).jaxpr
-        large = traces.trace(Fraction(scale), True, on_shards).jaxpr
+        large = traces.trace_of_part(Fraction(scale), on_shards).jaxpr
         full = traces.trace(Fraction(1), True, on_shards).jaxpr
         unlabelled, in_layers = traces.trace_of_part(Fraction(1, count), False).jaxpr, None
         if isinstance(options.layers, AutoLayerOption) and unlabelled is not micro:

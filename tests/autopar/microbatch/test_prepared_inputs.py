@@ -12,7 +12,7 @@ from autopar.ir.preparation import TracedValue
 from autopar.microbatch.prepared_inputs import prepared_rows
 from autopar.testing import assert_allclose
 from autopar.tracing.trace import trace
-from tests.tiers import slow
+from tests.tiers import fast, slow
 
 RNG = np.random.default_rng(0)
 ROWS, CLASSES = 16, 8
@@ -226,6 +226,30 @@ def test_several_rows_of_each_example_are_looked_up_before_the_first_microbatch(
     assert plan.num_passes == 1
     expected = jax.jit(step)(PARAMS, batch, KEY)
     assert_allclose(planned(PARAMS, batch, KEY), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", fast(METHODS, ["pipeline"]))
+def test_as_many_rows_of_a_queue_as_there_are_examples_are_taken_for_the_whole_batch(method):
+    """The state has a queue of former logits, as in MoCo."""
+
+    def step(state, batch, _):
+        params, queue, start = state
+        former = jax.lax.dynamic_slice(queue, (start, 0), (num_examples(batch), CLASSES))
+
+        def loss(params):
+            logits = logits_of(params, batch["x"])
+            return ((logits - former) ** 2).mean(), logits
+
+        (value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        queue = jax.lax.dynamic_update_slice(queue, logits, (start, 0))
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), queue, start + 5), value
+
+    queue = RNG.standard_normal((4 * ROWS, CLASSES)).astype(np.float32)
+    args = (PARAMS, queue, jnp.int32(3)), BATCH, KEY
+    parallel = autopar.parallelize(
+        step, method=METHODS[method], batch_argnums=(1,), donate_argnums=()
+    )
+    assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-6)
 
 
 def test_a_value_has_rows_if_its_shape_grows_with_the_batch():

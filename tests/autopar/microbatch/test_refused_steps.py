@@ -11,8 +11,10 @@ from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from tests.autopar.microbatch.batch_losses import (
     BATCH,
+    DEEP,
     PARAMS,
     REPAIRED,
+    deep,
     mean_loss,
     outputs,
     per_example,
@@ -187,6 +189,52 @@ def test_a_model_that_knows_the_size_of_the_batch_is_refused_in_words_of_microba
     words = r"not for a microbatch of 4: .*\.py:\d+ raises TypeError: .*\n.*x\.shape\[0\]"
     with pytest.raises(autopar.MicrobatchError, match=words):
         trace(step, (PARAMS, BATCH), (1,), num_micro_batches=2)
+
+
+def test_a_model_of_no_more_examples_needs_several_of_them_in_a_microbatch():
+    def step(params, batch):
+        rows = len(batch["x"])
+        assert rows <= 8, "too many"
+        return autopar.grad(lambda p: (batch["x"].reshape(rows, 6) @ p["w"]).mean())(params)
+
+    words = r"not for a batch of 16: .* raises AssertionError: too many\n.* or use fewer microb"
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        trace(step, (PARAMS, BATCH), (1,), num_micro_batches=8)
+
+
+def test_gradients_by_an_associative_scan_over_the_batch_are_told_to_use_a_sum():
+    """Cox's partial likelihood of examples that are sorted by their times."""
+
+    def loss(params, batch):
+        risks = outputs(params, batch).sum(1)
+        return (jax.lax.cumlogsumexp(risks) - risks).mean()
+
+    words = r"associative scan over the batch at .*test_refused_steps.py:\d+ .* jnp.cumsum"
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        trace(step_of(loss), (PARAMS, BATCH), (1,), num_micro_batches=2)
+
+
+def test_groups_of_sorted_tokens_are_told_to_be_counted():
+    def loss(params, batch):
+        tokens = deep(params, batch["x"])
+        experts = tokens[:, :2].argmax(1)
+        order = jnp.argsort(experts)
+        ends = jnp.searchsorted(experts[order], jnp.arange(2), side="right")
+        sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
+        rows = jax.lax.ragged_dot(tokens[order], jnp.stack(params["w"]), sizes)
+        return deep(params, rows[jnp.argsort(order)]).mean()
+
+    with pytest.raises(autopar.MicrobatchError, match=r"group sizes are jnp.bincount"):
+        trace(step_of(loss), (DEEP, BATCH), (1,), num_micro_batches=2)
+
+
+def test_a_jacobian_of_the_losses_is_told_to_be_gradients_of_each_example():
+    def step(params, batch):
+        jacobian = jax.jacrev(lambda params: deep(params, deep(params, batch["x"])).sum(1))(params)
+        return jax.tree.map(lambda rows: rows.mean(0), jacobian)
+
+    with pytest.raises(autopar.MicrobatchError, match=r"those of jax.vmap\(jax.grad\(loss\)"):
+        trace(step, (DEEP, BATCH), (1,), num_micro_batches=2)
 
 
 def test_a_batch_is_named_by_its_own_shape_where_microbatches_do_not_divide():
