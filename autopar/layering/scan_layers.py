@@ -162,7 +162,8 @@ def seeds_of(jaxpr: Jaxpr, cuts: Mapping[int, Cut]) -> dict[Var, Cut]:
 
 LAYERS_IN_LOOPS = (
     "layers in a loop are found if the loop is jax.lax.scan(body, x, weights) over an argument that"
-    " is differentiated, stacked with one entry per layer"
+    " is differentiated, stacked with one entry per layer; write a loop over examples, as of"
+    " jax.lax.map, by jax.vmap"
 )
 """What a loop must be for its iterations to be layers, for errors."""
 

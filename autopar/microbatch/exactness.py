@@ -6,7 +6,7 @@ module reports which of the three a traced step needs. `created_rows`, `own_stat
 `batch_scaling` implement them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax.extend.core import JaxprEqn
 
@@ -60,12 +60,7 @@ def exactness_warnings(step: StepGraph) -> list[str]:
             + listed(step.preparation.lines)
         )
     if step.first_pass is not None:
-        passes = list(_first_passes(step))
-        lines = dict.fromkeys(line for each in passes for line in each.lines)
-        warnings.append(
-            f"{len(passes) + 1} passes over the microbatches compute the model, because a later one"
-            f" needs what an earlier one completes for the whole batch: {listed([*lines])}"
-        )
+        warnings.append(_passes_warning(list(_first_passes(step))))
     if exactness.rng == "fold_in":
         warnings.append(
             "rng='fold_in': each microbatch draws random bits from a key of its own, so they are"
@@ -87,6 +82,24 @@ def exactness_warnings(step: StepGraph) -> list[str]:
             " microbatches if further iterations do not change a finished example"
         )
     return warnings
+
+
+def _passes_warning(passes: Sequence[FirstPass]) -> str:
+    """Return the warning about the passes over the microbatches before the last one."""
+    lines = listed([*dict.fromkeys(line for each in passes for line in each.lines)])
+    num_passes = 1 + sum(map(_computes_layers, passes))
+    if num_passes == 1:
+        return f"a pass before the model's completes values of the whole batch: {lines}"
+    return (
+        f"{num_passes} passes over the microbatches compute the model, because a later one needs"
+        f" what an earlier one completes for the whole batch: {lines}"
+    )
+
+
+def _computes_layers(first: FirstPass) -> bool:
+    """Return whether the microbatches of a pass have products, as layers of a model do."""
+    found = first.step.microbatching
+    return found is not None and any(record_of(eqn).is_contraction for _, eqn in found.body)
 
 
 def _gradients_of_whole_batch(step: StepGraph) -> list[str]:

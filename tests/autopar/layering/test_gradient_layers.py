@@ -290,6 +290,22 @@ def test_a_loop_in_one_layer_is_named_in_a_warning():
     assert_allclose(planned(weights, BATCH), jax.jit(step)(weights, BATCH), rtol=1e-5, atol=1e-6)
 
 
+def test_a_loop_over_examples_is_told_to_be_vmapped():
+    def step(weights, batch):
+        def loss(weights):
+            def of_example(x):
+                return (jnp.tanh(x @ weights[0]) @ weights[1]).sum()
+
+            return jax.lax.map(of_example, batch["x"]).mean()
+
+        return jax.grad(loss)(weights)
+
+    weights = np.ones((2, WIDTH, WIDTH), np.float32) / WIDTH
+    planned = autopar.parallelize(step, method=pipeline(), donate_argnums=())
+    with pytest.raises(NoLayersError, match=r"loop over examples, as of jax.lax.map, by jax.vmap"):
+        planned.get_executable(weights, BATCH)
+
+
 @pytest.mark.parametrize("value_and_grad", [jax.value_and_grad, autopar.value_and_grad])
 def test_stages_without_a_product_equal_one_device_and_are_named_in_a_warning(value_and_grad):
     def step(weights, batch):

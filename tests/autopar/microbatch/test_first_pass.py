@@ -181,6 +181,19 @@ def test_a_number_of_the_loss_may_be_the_number_of_examples(number):
     assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=1e-4, atol=1e-5)
 
 
+def test_a_pass_that_mixes_examples_before_the_model_is_told_to_be_without_it():
+    """Targets are mixed by products of the examples, which no microbatch can compute."""
+
+    def loss(params, batch):
+        mixed = jax.nn.softmax(batch["text"] @ batch["text"].T) @ batch["text"]
+        return ((encoded(params["image"], batch["image"]) - mixed[:, :8]) ** 2).mean()
+
+    plan = assert_equals_one_device(step_of(loss), METHODS["shards"]).plan
+    assert plan.num_passes == 2
+    (warning,) = [text for text in plan.warnings if "pass" in text]
+    assert "a pass before the model's completes values" in warning
+
+
 def test_random_bits_are_the_same_in_both_passes():
     def step(params, batch, key):
         def loss(params):
