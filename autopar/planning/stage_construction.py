@@ -7,7 +7,7 @@ stage are composed of intra-operator solves of its layers.
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import product
 from math import inf, isfinite, isinf
 
@@ -242,6 +242,8 @@ def least_seconds(
         problem = replace(problem, submeshes=(Submesh(0, pool.hosts, pool.devices_per_host),))
     share = problem.num_micro_batches / num_micro_batches
     in_flight = in_flight_of(schedule, num_micro_batches)
+    if not has_bubbles:  # only memory depends on it
+        in_flight = _least_in_flight(problem, in_flight)
     estimator = _StageEstimator(costs, cluster, option, in_flight, None, whole_shape)
     crossing_bytes = [share * num_bytes for num_bytes in costs.ranges.crossing_bytes]
 
@@ -261,6 +263,20 @@ def least_seconds(
         )
     )
     return least.seconds / parts
+
+
+def _least_in_flight(problem: StageProblem, in_flight: InFlight) -> InFlight:
+    """Return the least microbatches in flight by position, whatever the number of stages.
+
+    With the same memory for any number of stages, one search finds the bound.
+    """
+    totals = range(problem.min_stages, problem.max_stages + 1)
+
+    @cache
+    def least(later: int) -> int:
+        return min(in_flight(later, total) for total in totals if total > later)
+
+    return lambda later, _: least(later)
 
 
 _PASSES = 3

@@ -77,9 +77,8 @@ def _memory_profiles(problem: StageProblem) -> list[tuple[tuple[int, ...], set[i
     Returns:
         Pairs of a profile and the totals that it holds for.
     """
-    max_stages = min(problem.num_layers, sum(pool.num_devices for pool in problem.pools))
     profiles: list[tuple[tuple[int, ...], set[int]]] = []
-    for num_stages in range(max_stages, problem.min_stages - 1, -1):
+    for num_stages in range(problem.max_stages, problem.min_stages - 1, -1):
         profile = tuple(problem.in_flight(later, num_stages) for later in range(num_stages))
         for longer, totals in profiles:
             if longer[:num_stages] == profile:

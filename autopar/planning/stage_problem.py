@@ -117,6 +117,11 @@ class StageProblem:
                 " for each layer"
             )
 
+    @property
+    def max_stages(self) -> int:
+        """The largest number of stages: each has at least a layer and a device."""
+        return min(self.num_layers, sum(pool.num_devices for pool in self.pools))
+
     def num_returns(self, in_flight: int) -> int:
         """Return how often a stage with `in_flight` microbatches waits for them to come back."""
         return -(-self.num_micro_batches // in_flight) - 1 if self.backward else 0

@@ -1,13 +1,15 @@
 """Copies of resharded values: which a use may need, and from when to when they are live."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import lru_cache, partial
 from typing import NamedTuple
 
+import numpy as np
 from jax.extend.core import Var
 
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, variables
-from autopar.ir.spec import LogicalMesh, Spec
+from autopar.ir.spec import LogicalMesh, Spec, Specs
 from autopar.ir.step_graph import StepGraph
 from autopar.primitives import record_of
 from autopar.sharding.mesh_costs import copied_bytes, is_local
@@ -32,6 +34,32 @@ class PossibleCopy(NamedTuple):
     last: int
     is_made: Callable[[Spec, Spec], bool]
 
+    def made(self, specs: Specs, required: Specs) -> np.ndarray:
+        """Return whether there is a copy for each pair of specs, shape (specs, required)."""
+        return _made(self.is_made, specs, required)
+
+
+@lru_cache(maxsize=1 << 14)
+def _made(is_made: Callable[[Spec, Spec], bool], specs: Specs, required: Specs) -> np.ndarray:
+    return np.array([[is_made(present, needed) for needed in required] for present in specs])
+
+
+def _always(_present: Spec, _required: Spec) -> bool:
+    return True
+
+
+def _is_resharded(present: Spec, required: Spec) -> bool:
+    return present != required
+
+
+def _is_gathered(present: Spec, required: Spec) -> bool:
+    """Return whether parts come from other devices; a fused kernel reads a local part in place."""
+    return not is_local(present, required)
+
+
+def _is_transposed(present: Spec, required: Spec, mesh: LogicalMesh) -> bool:
+    return copied_bytes(1.0, present, required, mesh) > 0
+
 
 class ReshardedCopies:
     """The copies that the uses of a step may need.
@@ -42,7 +70,7 @@ class ReshardedCopies:
     """
 
     def __init__(self, step: StepGraph, decisions: Decisions, mesh: LogicalMesh) -> None:
-        self._step, self._mesh = step, mesh
+        self._step = step
         self.divisible: Mapping[Atom, Sequence[Use]] = {**divisible_values(step, decisions)}
         # for results whose resharding is hoisted, the operand that is resharded instead
         self._moved_for: Mapping[Atom, Atom] = {
@@ -55,6 +83,7 @@ class ReshardedCopies:
         self._made: Mapping[Atom, int] = {
             var: number for number, eqn in enumerate(step.jaxpr.eqns) for var in eqn.outvars
         }
+        self._is_transposed = partial(_is_transposed, mesh=mesh)
         self.of_uses = [(use, tuple(self._of(use))) for use in decisions.uses]
 
     def _of(self, use: Use) -> Iterator[PossibleCopy]:
@@ -75,13 +104,12 @@ class ReshardedCopies:
             first = 0
         elif atom in self.divisible and not is_relaid_here:
             first = self._made[atom]
-        is_fused = record_of(eqn).fusion in ("elementwise", "reduction", "input")
-
-        def is_made(present: Spec, required: Spec) -> bool:
-            # A fused kernel reads its part of a local value in place.
-            is_read_in_place = is_fused and is_local(present, required)
-            return is_relaid_here or (present != required and not is_read_in_place)
-
+        if is_relaid_here:
+            is_made = _always
+        elif record_of(eqn).fusion in ("elementwise", "reduction", "input"):
+            is_made = _is_gathered
+        else:
+            is_made = _is_resharded
         yield PossibleCopy(self._moved_for.get(atom, atom), first, last, is_made)
 
     def _of_output(self, output: int) -> Iterator[PossibleCopy]:
@@ -92,19 +120,10 @@ class ReshardedCopies:
         step. Where something reads the old value later, XLA has to keep that, too.
         """
         atom, end = self._step.jaxpr.outvars[output], len(self._step.jaxpr.eqns) - 1
-        yield PossibleCopy(
-            atom,
-            self._made.get(atom, 0),
-            end,
-            lambda present, required: copied_bytes(1.0, present, required, self._mesh) > 0,
-        )
+        yield PossibleCopy(atom, self._made.get(atom, 0), end, self._is_transposed)
         if output in self._read_late:
             source = self._step.jaxpr.invars[self._step.carried[output]]
-            yield PossibleCopy(
-                source,
-                *self._readings[source],
-                lambda present, required: not is_local(present, required),
-            )
+            yield PossibleCopy(source, *self._readings[source], _is_gathered)
 
 
 def divisible_values(step: StepGraph, decisions: Decisions) -> Mapping[Var, Sequence[Use]]:

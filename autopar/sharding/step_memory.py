@@ -179,13 +179,8 @@ class StepMemory:
                 if not copy.first <= point <= copy.last:
                     continue
                 sizes = local_bytes(copy.atom, use.required, self.mesh)
-                moved = np.array(
-                    [
-                        [copy.is_made(present, required) for required in use.required]
-                        for present in use.value.specs
-                    ]
-                )
-                key, copied = ((i, j), moved * sizes) if i < j else ((j, i), (moved * sizes).T)
+                copied = copy.made(use.value.specs, use.required) * sizes
+                key, copied = ((i, j), copied) if i < j else ((j, i), copied.T)
                 pairs[key] = pairs.get(key, 0) + copied
         return CapacityConstraint(uses, budget, pairs)
 
