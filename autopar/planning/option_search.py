@@ -8,6 +8,7 @@ share the costs of its layers. Where both schedule and stages are open, the step
 candidate as well, on each logical mesh that a single stage could have.
 """
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -217,6 +218,7 @@ class _Search:
                 step = self.planning.trace(count, option)
                 self._planners[count, option] = self.planning.planner(step)
         except _PLANNING_ERRORS as error:
+            _clear_frames(error)
             self._planners[count, option] = error
 
     def _count_to_trace(self, entry: Combination) -> int:
@@ -309,6 +311,7 @@ class _Search:
                 else:
                     step, plans = self._pipelines(entry)
         except _PLANNING_ERRORS as error:
+            _clear_frames(error)
             self.errors[entry.number] = error
             self._record(OptionTrial(count, schedule, None, str(error), mesh=mesh))
             planner = self._planners.get((count, entry.option))
@@ -349,6 +352,17 @@ class _Search:
         self.trials.append(trial)
         if self.space.has_choice:
             log_progress(str(trial), len(self.trials), self.space.num_combinations)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the local variables that an error keeps alive: a whole selection problem, for example.
+
+    They are those of its traceback, and of the errors during whose handling it was raised.
+    """
+    earlier: BaseException | None = error
+    while earlier is not None:
+        traceback.clear_frames(earlier.__traceback__)
+        earlier = earlier.__context__
 
 
 _NEAR = 1.05

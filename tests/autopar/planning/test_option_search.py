@@ -1,6 +1,7 @@
 """Options that are "auto" are replaced by the fastest combination of values."""
 
 import re
+import weakref
 from itertools import pairwise
 
 import jax
@@ -235,6 +236,26 @@ def test_the_leanest_combination_comes_first_if_others_do_not_fit(monkeypatch):
     planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
     counts = [trial.num_micro_batches for trial in autopar.get_last_search_result()]
     assert counts == [1, 16, 2, 4, 8]
+
+
+def test_a_combination_that_does_not_fit_leaves_nothing_in_memory(monkeypatch):
+    """Its error is kept for the reasons of the search."""
+    left: list[weakref.ref] = []
+
+    def plan(self, *args, plan=PipelinePlanner.plan):
+        if self.step.num_micro_batches == 1:
+            problem = set()
+            left.append(weakref.ref(problem))
+            try:
+                raise autopar.InfeasibleError("")
+            except autopar.InfeasibleError as error:
+                raise autopar.MemoryBudgetError(1.0, 2.0) from error
+        return plan(self, *args)
+
+    monkeypatch.setattr(PipelinePlanner, "plan", plan)
+    monkeypatch.setattr(PipelinePlanner, "bound", lambda self, a, b, count, *_: 1e-9 * count)
+    planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
+    assert [problem() for problem in left] == [None]
 
 
 def test_no_schedule_is_planned_that_holds_more_than_one_that_does_not_fit(monkeypatch):
