@@ -43,8 +43,9 @@ def describe_spec(spec: Spec) -> str:
 
 def nearest(name: str, names: Collection[str]) -> str:
     """Return up to three of the names that resemble `name`, for an error."""
+    names = [other for other in names if other]
     containing = [other for other in names if name in other]
-    return " or ".join((containing or get_close_matches(name, names, 3, 0.3) or list(names))[:3])
+    return " or ".join((containing or get_close_matches(name, names, 3, 0.3) or names)[:3])
 
 
 def _dims_text(factors: OpFactors, factor: int, is_batch: bool) -> str:

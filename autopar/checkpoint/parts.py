@@ -22,7 +22,7 @@ from autopar.checkpoint.manifest import (
     SavedArray,
     SavedPiece,
 )
-from autopar.lowering.cross_mesh_resharding import Tile
+from autopar.lowering.cross_mesh_resharding import Tile, slices_within
 
 if TYPE_CHECKING:
     from orbax.checkpoint import Checkpointer
@@ -245,7 +245,7 @@ def _filled(
         common = _common(piece.tile, tile)
         if common is not None:
             source = pieces[piece.part, piece.name]
-            values[_within(common, tile)] = source[_within(common, piece.tile)]
+            values[slices_within(common, tile)] = source[slices_within(common, piece.tile)]
     return values
 
 
@@ -253,13 +253,6 @@ def _common(one: Tile, other: Tile) -> Tile | None:
     """Return the intersection of two tiles, or None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
-
-
-def _within(inner: Tile, outer: Tile) -> tuple[slice, ...]:
-    return tuple(
-        slice(start - first, stop - first)
-        for (start, stop), (first, _) in zip(inner, outer, strict=True)
-    )
 
 
 def _groups[T](items: Iterable[T], nbytes: Callable[[T], int]) -> list[list[T]]:

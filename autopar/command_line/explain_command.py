@@ -1,7 +1,6 @@
 """The subcommand `explain`: why a value has its sharding."""
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import isnan
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.analysis.descriptions import nearest
 from autopar.command_line.planning_progress import planning_progress
 from autopar.command_line.usage import MIN_WIDTH, PlanFile, StepPlace, load_plan
 from autopar.command_line.user_step import load_step
@@ -74,10 +74,9 @@ def explain(
     selected = [row for row in rows if _matches(row, path)]
     if not selected:
         names = list(dict.fromkeys(row["name"] for row in rows))
-        close = get_close_matches(path, names, 3, 0.3) or names[:3]
         raise typer.BadParameter(
             f"{path!r}: the step has no such value; expected an input, a part of the model or an"
-            f" equation, such as {', '.join(close)}"
+            f" equation, such as {nearest(path, names)}"
         )
     if as_json:
         print_json(selected)

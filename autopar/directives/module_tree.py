@@ -1,6 +1,5 @@
 """Module tree of a model: paths, classes and parameters."""
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,6 +9,7 @@ import jax
 from flax import linen as nn
 
 from autopar._plugins import assume_cudnn
+from autopar.analysis.descriptions import nearest
 from autopar.directives.definitions import Directive, DirectiveError, describe
 from autopar.directives.model_graph import ModelGraph, depth, within
 
@@ -120,7 +120,8 @@ class ModuleTree:
         ]
         if not matched:
             raise DirectiveError(
-                f"no module {pattern!r} in the model; {nearest(path, self.by_path)}"
+                f"no module {pattern!r} in the model; near it:"
+                f" {nearest(path, self.by_path) or 'none'}"
             )
         return matched
 
@@ -134,7 +135,7 @@ class ModuleTree:
         if name not in params:
             raise DirectiveError(
                 f"no parameter {name!r} in {path or 'the model'}, which has"
-                f" {', '.join(params) or 'none'}; {nearest(name, params)}"
+                f" {', '.join(params) or 'none'}; near it: {nearest(name, params) or 'none'}"
             )
         return params[name]
 
@@ -163,13 +164,6 @@ class ModuleTree:
                 if directive.path == path
             ]
         return "\n".join(lines)
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return the candidates most like `name`, as a hint for an error text."""
-    candidates = [candidate for candidate in candidates if candidate]
-    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.3) or candidates[:3]
-    return f"near it: {', '.join(close) or 'nothing'}"
 
 
 def _parents(scope: str) -> list[str]:

@@ -83,7 +83,7 @@ def _operand_specs(
                 for dim_factors, axes in zip(factors.results[number], spec, strict=True)
                 if dim_factors
             }
-            assignment = tuple(axes_by_factor.get(f, ()) for f in range(len(factors.sizes)))
+            assignment = factors.assignment(axes_by_factor)
             if factors.result_spec(number, assignment) == spec and factors.allows(assignment, mesh):
                 return [factors.operand_spec(k, assignment) for k in range(len(eqn.invars))]
     return [operand.dims for operand in layouts.operands]

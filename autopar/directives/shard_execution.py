@@ -27,6 +27,7 @@ from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of, read
 from autopar.ir.spec import LogicalMesh, Spec, axes_of, local_shape
 from autopar.manual.rng import fold_rng_over_axis
+from autopar.manual.varying_types import vary
 from autopar.primitives import bind_shards
 
 _NO_MESH = AbstractMesh((), ())
@@ -95,8 +96,7 @@ def _vary(value: Any, layout: ValueLayout) -> Any:
 
     JAX requires the operands of an equation to vary along the same axes.
     """
-    missing = tuple(sorted(layout.varying - jax.typeof(value).manual_axis_type.varying))
-    return lax.pcast(value, missing, to="varying") if missing else value
+    return vary(sorted(layout.varying), value)
 
 
 def draw_shards(eqn: JaxprEqn, spec: Spec, operands: Sequence[Any], mesh: LogicalMesh) -> list[Any]:

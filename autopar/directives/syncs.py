@@ -13,6 +13,7 @@ from autopar.directives.definitions import DirectiveError, Sync
 from autopar.directives.shard_execution import slice_shard
 from autopar.directives.value_layouts import ValueLayout
 from autopar.ir.spec import LogicalMesh, Spec
+from autopar.manual.varying_types import varying_axes
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _RESHARD = re.compile(r"([RS]+)->([RS]+)")
@@ -172,7 +173,7 @@ def _whole_shape(shape: tuple[int, ...], gathered: int | None, ways: int) -> tup
 
 
 def _check_whole(sync: Sync, result: Any, allowed: frozenset[str]) -> None:
-    if not jax.typeof(result).manual_axis_type.varying <= allowed:
+    if not varying_axes(result) <= allowed:
         raise DirectiveError(
             f"{sync.op}, the sync function of {sync.path!r}, returns values that still differ"
             f" between the devices of {sync.mesh_axis!r}"
@@ -181,7 +182,7 @@ def _check_whole(sync: Sync, result: Any, allowed: frozenset[str]) -> None:
 
 def _with_gradient(value: Any, sync: Sync, function: Callable[..., Any]) -> Any:
     """Return `value`, whose gradient is `function` of each device's part of the gradient."""
-    allowed = jax.typeof(value).manual_axis_type.varying
+    allowed = varying_axes(value)
 
     @jax.custom_vjp
     def identity(value: Any) -> Any:

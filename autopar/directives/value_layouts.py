@@ -239,7 +239,7 @@ def _assignment(
                 "is a partial sum, and another operand is split over the same axis",
                 layout.partial,
             )
-    assignment = tuple(axes_by_factor.get(f, ()) for f in range(len(factors.sizes)))
+    assignment = factors.assignment(axes_by_factor)
     if not factors.allows(assignment, mesh):
         sizes = {factors.sizes[f]: axes for f, axes in axes_by_factor.items()}
         raise LayoutError(

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 
 from autopar.hosts.errors import HostsError
 from autopar.ir.array_handle import ArrayHandle
+from autopar.ir.graph import constant
 from autopar.ir.joined_array import JoinedArray
-from autopar.ir.keys import is_key
 from autopar.lowering.job import Array
 
 if TYPE_CHECKING:
@@ -145,11 +145,7 @@ class DistributedArray(ArrayHandle):
 
 def plain(leaf: Any) -> np.ndarray:
     """Return an array, or the data of random keys, as a numpy array to send to workers."""
-    if isinstance(leaf, DistributedArray):
-        return leaf.numbers()
-    if isinstance(leaf, jax.Array) and is_key(leaf.dtype):
-        return np.asarray(jax.random.key_data(leaf))
-    return np.asarray(leaf)
+    return leaf.numbers() if isinstance(leaf, DistributedArray) else constant(leaf)
 
 
 def prefetch(tree: Any) -> None:

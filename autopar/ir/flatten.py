@@ -55,7 +55,9 @@ from autopar.ir.graph import (
     is_backward,
     is_differentiated,
     is_forward,
-    needed,
+    literal_key,
+    needed_eqns,
+    renamed,
     source_line,
     variables,
 )
@@ -84,7 +86,7 @@ def flatten(
     builder = _FlatJaxprBuilder(loops, keeps_remat, keeps_constraints)
     invars = [Var(v.aval) for v in jaxpr.invars]
     outvars = builder.inline(jaxpr, invars)
-    eqns = [eqn for _, eqn in needed(enumerate(builder.eqns), outvars)]
+    eqns = needed_eqns(builder.eqns, outvars)
     if not keeps_remat:
         eqns = _with_late_factors(eqns)
     return Jaxpr(
@@ -334,8 +336,7 @@ class _FlatJaxprBuilder:
         outvars = self._append(
             eqn.replace(invars=list(operands), outvars=operands, primitive=barrier, params={})
         )
-        after = dict(zip(operands, outvars, strict=True))
-        return [after.get(atom, atom) if isinstance(atom, Var) else atom for atom in invars]
+        return renamed(invars, dict(zip(operands, outvars, strict=True)))
 
     # -- control flow
 
@@ -495,10 +496,7 @@ def value_number(eqn: JaxprEqn) -> Any:
     """
     if eqn.effects:
         return None
-    # By its bytes: -0.0 is not 0.0.
-    atoms = tuple(
-        (np.asarray(a.val).tobytes(), a.aval) if isinstance(a, Literal) else a for a in eqn.invars
-    )
+    atoms = tuple(literal_key(a) if isinstance(a, Literal) else a for a in eqn.invars)
     context = (
         eqn.ctx.compute_type,
         eqn.ctx.threefry_partitionable,

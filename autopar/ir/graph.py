@@ -4,7 +4,7 @@ import hashlib
 import re
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isnan
@@ -60,6 +60,13 @@ def needed(
         if not is_region_needed:
             return [numbered[position] for position in sorted(kept)]
         pending = unused
+
+
+def needed_eqns(
+    eqns: Iterable[JaxprEqn], outvars: Iterable[Atom], given: Collection[Var] = ()
+) -> list[JaxprEqn]:
+    """Return `needed` of equations without numbers."""
+    return [eqn for _, eqn in needed(enumerate(eqns), outvars, given)]
 
 
 def source_line(eqn: JaxprEqn) -> str:
@@ -198,6 +205,11 @@ def comparable(param: Any) -> Any:
     NaN is what lookups return for indices out of range.
     """
     return "NaN" if isinstance(param, float) and isnan(param) else param
+
+
+def literal_key(literal: Literal) -> Hashable:
+    """Return a key that is equal for literals of the same type and bytes: -0.0 is not 0.0."""
+    return np.asarray(literal.val).tobytes(), literal.aval
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:

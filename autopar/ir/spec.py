@@ -95,7 +95,7 @@ class LogicalMesh:
         for first, *others in groups:
             for other in others:
                 positions = zip(
-                    self.axis_names, self._position(first), self._position(other), strict=True
+                    self.axis_names, self.position(first), self.position(other), strict=True
                 )
                 axes.update(axis for axis, left, right in positions if left != right)
         return self.axes_text(axes)
@@ -104,7 +104,7 @@ class LogicalMesh:
         """Return axes as text in the order of the mesh, as in `Collective.axis`: `x,y`."""
         return ",".join(axis for axis in self.axis_names if axis in axes)
 
-    def _position(self, device: int) -> list[int]:
+    def position(self, device: int) -> list[int]:
         """Return the position of a device along each axis."""
         position = []
         for size in reversed(self.shape):
@@ -133,15 +133,20 @@ def axes_of(spec: Spec) -> frozenset[str]:
     return frozenset(axis for axes in spec for axis in axes)
 
 
+def spec_with_axes(axes: Sequence[str], dims: Sequence[int | None], rank: int) -> Spec:
+    """Return the spec in which each of `axes` shards the dim of the same position in `dims`."""
+    return tuple(
+        tuple(axis for axis, dim in zip(axes, dims, strict=True) if dim == sharded)
+        for sharded in range(rank)
+    )
+
+
 def all_specs(shape: Sequence[int], mesh: LogicalMesh) -> list[Spec]:
     """Return all specs that divide `shape` evenly, the replicated one first."""
     axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
     specs = []
     for sharded_dims in product((None, *range(len(shape))), repeat=len(axes)):
-        spec = tuple(
-            tuple(axis for axis, sharded in zip(axes, sharded_dims, strict=True) if sharded == dim)
-            for dim in range(len(shape))
-        )
+        spec = spec_with_axes(axes, sharded_dims, len(shape))
         if divides(shape, spec, mesh):
             specs.append(spec)
     return specs

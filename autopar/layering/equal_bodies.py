@@ -7,11 +7,10 @@ transposes of a jaxpr by its identity.
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import remat_p
 
-from autopar.ir.graph import Atom
+from autopar.ir.graph import Atom, literal_key
 from autopar.ir.scope_renaming import is_scope, renaming_scope
 
 
@@ -76,8 +75,8 @@ class _CheckpointedBody:
         numbers: dict[Var, int] = {}
 
         def name(atom: Atom) -> Hashable:
-            if isinstance(atom, Literal):  # by its bytes: -0.0 is not 0.0
-                return np.asarray(atom.val).tobytes(), atom.aval
+            if isinstance(atom, Literal):
+                return literal_key(atom)
             return numbers.setdefault(atom, len(numbers)), atom.aval
 
         return (

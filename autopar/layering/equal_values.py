@@ -6,13 +6,12 @@ They identify the scan of a forward pass that the backward pass runs again for `
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import scan_p
 
 from autopar.ir.flatten import flatten, value_number
-from autopar.ir.graph import Atom
+from autopar.ir.graph import Atom, literal_key
 from autopar.layering.piece_writer import scan_operands
 
 
@@ -54,7 +53,7 @@ class EqualValues:
         """Return a key that is the same for values that are known to be equal."""
         atom = self.first(atom)
         if isinstance(atom, Literal):
-            return np.asarray(atom.val).tobytes(), atom.aval
+            return literal_key(atom)
         return atom
 
     def first(self, atom: Atom) -> Atom:

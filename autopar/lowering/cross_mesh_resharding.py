@@ -22,6 +22,14 @@ type Tile = tuple[tuple[int, int], ...]
 """First index and the index after the last one, for each array dim."""
 
 
+def slices_within(inner: Tile, outer: Tile) -> tuple[slice, ...]:
+    """Return the slices that cut tile `inner` out of the array that is tile `outer`."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(inner, outer, strict=True)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A tile that one device sends to another.

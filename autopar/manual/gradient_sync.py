@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from autopar.manual.named_collectives import AxisName
+from autopar.manual.varying_types import vary, varying_axes
 
 
 def value_and_grad(
@@ -49,7 +50,7 @@ def value_and_grad(
         _check_types_are_tracked(names)
         result = fun(*args)
         loss, aux = result if has_aux else (result, None)
-        missing = _varying(loss) - set(names)
+        missing = varying_axes(loss) - set(names)
         if missing:
             raise ValueError(
                 f"the loss differs along the mesh axis {', '.join(sorted(missing))}, but is to be"
@@ -57,7 +58,7 @@ def value_and_grad(
                 " function (a forward all_reduce is missing), or name the axis if the batch is"
                 " split over it"
             )
-        differs = tuple(name for name in names if name in _varying(loss))
+        differs = tuple(name for name in names if name in varying_axes(loss))
         loss = jax.lax.pmean(loss, differs) if differs else loss
         return (loss, aux) if has_aux else loss
 
@@ -65,7 +66,7 @@ def value_and_grad(
         # The transpose of this cast is the all_reduce of the gradient. Without it, JAX inserts a
         # cast, and so an all_reduce, at every use of a parameter.
         chosen = {argnums} if isinstance(argnums, int) else set(argnums)
-        cast = partial(jax.tree.map, partial(_vary, names))
+        cast = partial(jax.tree.map, partial(vary, names))
         return jax.value_and_grad(
             lambda *args: mean_loss(*(cast(x) if i in chosen else x for i, x in enumerate(args))),
             argnums,
@@ -75,22 +76,8 @@ def value_and_grad(
     return call
 
 
-def _vary(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Return `x` typed as varying along `names`."""
-    missing = tuple(name for name in names if name not in _varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _varying(x: Any) -> frozenset[str]:
-    """Return the mesh axes along which `x` may vary.
-
-    The attributes have no public name; seen in JAX 0.11.2.
-    """
-    return jax.typeof(x).mat.varying
-
-
 def _check_types_are_tracked(names: tuple[str, ...]) -> None:
-    if names and not _varying(jax.lax.axis_index(names)):
+    if names and not varying_axes(jax.lax.axis_index(names)):
         raise ValueError(
             "value_and_grad needs jax.shard_map with check_vma=True, its default; given"
             " check_vma=False"

@@ -5,11 +5,20 @@ has examples of every microbatch. Where a step combines neighbouring examples, a
 preference loss, runs of neighbouring examples take the place of single examples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from math import gcd
 from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr
+
+from autopar.ir.graph import aval_of
+
+
+def num_examples(jaxpr: Jaxpr, batch: Collection[int]) -> int:
+    """Return the number of examples in the inputs `batch`, which may have several rows for each."""
+    return gcd(*(aval_of(jaxpr.invars[i]).shape[0] for i in batch))
 
 
 def cut_rows[Array: (jax.Array, np.ndarray)](whole: Array, count: int, chunks: int) -> Array:

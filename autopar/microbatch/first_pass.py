@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.equation_groups import Unit, dependents, has_backward, units
 from autopar.ir.evaluate import Numbered
-from autopar.ir.graph import Atom, Where, aval_of, needed, possible_weights, variables
+from autopar.ir.graph import Atom, Where, aval_of, needed_eqns, possible_weights, variables
 from autopar.ir.keys import is_key
 from autopar.ir.preparation import TracedValue
 from autopar.ir.step_graph import MicrobatchError
@@ -303,7 +303,7 @@ def reading(jaxpr: Jaxpr, inputs: Collection[int] = ()) -> Jaxpr:
         inputs: the inputs that a first pass completes. Copies of them are returned, because they
             are where the equations read them.
     """
-    eqns = [eqn for _, eqn in needed(enumerate(jaxpr.eqns), jaxpr.outvars)]
+    eqns = needed_eqns(jaxpr.eqns, jaxpr.outvars)
     completed = {jaxpr.invars[i] for i in inputs}
     outvars: list[Atom] = []
     for atom in jaxpr.outvars:

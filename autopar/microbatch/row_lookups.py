@@ -27,9 +27,10 @@ from jax.extend.core.primitives import (
 
 from autopar.ir.control_flow import SHIFTS
 from autopar.ir.equation_groups import dependents
-from autopar.ir.graph import Atom, aval_of, needed
+from autopar.ir.graph import Atom, aval_of, needed_eqns
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives.index import is_scatter
+from autopar.primitives.index_dims import IndexDims
 
 
 def with_own_rows(jaxpr: Jaxpr, batch: Collection[int]) -> Jaxpr:
@@ -45,8 +46,7 @@ def with_own_rows(jaxpr: Jaxpr, batch: Collection[int]) -> Jaxpr:
         lookups.add(eqn)
     if not lookups.num_changed:
         return jaxpr
-    kept = needed(enumerate(lookups.eqns), jaxpr.outvars)
-    return jaxpr.replace(eqns=[eqn for _, eqn in kept])
+    return jaxpr.replace(eqns=needed_eqns(lookups.eqns, jaxpr.outvars))
 
 
 @dataclass
@@ -148,17 +148,17 @@ class _Lookups:
         operand, indices = aval_of(eqn.invars[0]).shape, eqn.invars[1]
         *places, width = aval_of(indices).shape
         columns = self.columns.get(indices, [indices]) if isinstance(indices, Var) else [indices]
-        numbers = _Numbers.of(eqn)
+        dims = IndexDims.of(eqn)
         batched: dict[int, int] = {}
         for column, name in zip(columns, _column_numbers(columns), strict=True):
             at = self._dim(column)
-            dim = numbers.indexed[name] if name is not None else None
+            dim = dims.indexed[name] if name is not None else None
             if (
                 at is not None
                 and dim is not None
                 and at < len(places)
-                and dim in numbers.dropped
-                and at not in (*numbers.batched.values(), *batched.values())
+                and dim in dims.dropped
+                and at not in (*dims.batched.values(), *batched.values())
                 and operand[dim] == places[at]
             ):
                 batched[dim] = at
@@ -169,14 +169,18 @@ class _Lookups:
         kept = [
             column
             for column, name in zip(columns, _column_numbers(columns), strict=True)
-            if name is None or numbers.indexed[name] not in batched
+            if name is None or dims.indexed[name] not in batched
         ]
         others = self._concatenated(eqn, kept, (*places, width - len(batched)))
         invars = [eqn.invars[0], others, *eqn.invars[2:]]
-        changed = numbers.with_batch_dims(batched, eqn.params["dimension_numbers"])
-        self.eqns.append(
-            eqn.replace(invars=invars, params={**eqn.params, "dimension_numbers": changed})
+        changed = IndexDims(
+            dims.windows,
+            tuple(dim for dim in dims.dropped if dim not in batched),
+            tuple(dim for dim in dims.indexed if dim not in batched),
+            {**dims.batched, **batched},
         )
+        params = {**eqn.params, "dimension_numbers": changed.numbers(eqn)}
+        self.eqns.append(eqn.replace(invars=invars, params=params))
 
     def _concatenated(self, eqn: JaxprEqn, columns: list[Atom], shape: tuple[int, ...]) -> Atom:
         """Return the index vectors that consist of `columns`, and append what computes them."""
@@ -190,53 +194,6 @@ class _Lookups:
 
         self.eqns += equations(concatenated, columns, indices, eqn.source_info)
         return indices
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """The dims of a gather or scatter.
-
-    Attributes:
-        indexed: the dim of the operand that each number of an index vector indexes.
-        dropped: the dims of the operand that are indexed one element at a time.
-        batched: for each batch dim of the operand, that of the indices.
-    """
-
-    indexed: tuple[int, ...]
-    dropped: tuple[int, ...]
-    batched: dict[int, int]
-
-    @classmethod
-    def of(cls, eqn: JaxprEqn) -> "_Numbers":
-        numbers = eqn.params["dimension_numbers"]
-        if eqn.primitive is gather_p:
-            indexed, dropped = numbers.start_index_map, numbers.collapsed_slice_dims
-            batch_dims = numbers.start_indices_batching_dims
-        else:
-            indexed, dropped = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
-            batch_dims = numbers.scatter_indices_batching_dims
-        batched = dict(zip(numbers.operand_batching_dims, batch_dims, strict=True))
-        return cls(tuple(indexed), tuple(dropped), batched)
-
-    def with_batch_dims(self, added: dict[int, int], numbers: Any) -> Any:
-        """Return JAX's dimension numbers with further batch dims instead of indexed ones."""
-        indexed = tuple(dim for dim in self.indexed if dim not in added)
-        dropped = tuple(dim for dim in self.dropped if dim not in added)
-        batched = sorted((self.batched | added).items())
-        of_operand, of_indices = tuple(dim for dim, _ in batched), tuple(at for _, at in batched)
-        if hasattr(numbers, "start_index_map"):
-            return numbers._replace(
-                start_index_map=indexed,
-                collapsed_slice_dims=dropped,
-                operand_batching_dims=of_operand,
-                start_indices_batching_dims=of_indices,
-            )
-        return numbers._replace(
-            scatter_dims_to_operand_dims=indexed,
-            inserted_window_dims=dropped,
-            operand_batching_dims=of_operand,
-            scatter_indices_batching_dims=of_indices,
-        )
 
 
 def _column_numbers(columns: Sequence[Atom]) -> list[int | None]:

@@ -8,7 +8,6 @@ stages like any other input with a batch dim. The runtime supplies them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import gcd
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from autopar.ir import control_flow
 from autopar.ir.equation_groups import dependents
 from autopar.ir.graph import Atom, aval_of, variables
+from autopar.microbatch.batch_rows import num_examples
 from autopar.microbatch.batch_scaling_rules import (
     BatchScaling,
     MinorExamples,
@@ -248,7 +248,7 @@ def _with_positions(
         count: the number of microbatches like that of the trace in the batch.
         folds: as in `add_positions`.
     """
-    rows = gcd(*(aval_of(jaxpr.invars[i]).shape[0] for i in batch))
+    rows = num_examples(jaxpr, batch)
     positions = Var(ShapedArray((rows,), jnp.dtype(jnp.int32)))
     loops = {
         token

@@ -9,7 +9,6 @@ Steps that are not separable raise MicrobatchError.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import gcd
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jax.extend.core.primitives import div_p
 from autopar.ir.evaluate import Numbered
 from autopar.ir.graph import Atom, aval_of, renamed, rewired, source_line
 from autopar.ir.step_graph import Combine, MicrobatchError, Microbatching
+from autopar.microbatch.batch_rows import num_examples
 from autopar.microbatch.batch_scaling import BatchScalings
 from autopar.microbatch.batch_scaling_constants import power_of_constant, with_constants_of
 from autopar.microbatch.batch_scaling_rules import BatchScaling, NotSeparable
@@ -125,7 +125,7 @@ def split_once(
     if not parts.marks:
         raise _no_batch()
     same: tuple[Combine, ...] = ("same",) * sum(len(eqn.outvars) for _, eqn in parts.marks)
-    examples = gcd(*(aval_of(jaxpr.invars[i]).shape[0] for i in batch))
+    examples = num_examples(jaxpr, batch)
     return jaxpr, Microbatching(1, *parts, same, chunks=examples)
 
 

@@ -7,7 +7,7 @@ leave partial results, which an all_reduce or reduce_scatter completes. Shardy d
 operations in the same way.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -93,8 +93,12 @@ class OpFactors:
             if not factors or self.kinds[factors[0]] == "whole":
                 return None
             chosen[factors[0]] = axes
-        assignment = tuple(chosen.get(f, ()) for f in range(len(self.sizes)))
+        assignment = self.assignment(chosen)
         return assignment if self.allows(assignment, mesh) else None
+
+    def assignment(self, axes: Mapping[int, tuple[str, ...]]) -> Assignment:
+        """Return the assignment of these mesh axes to factors; other factors have none."""
+        return tuple(axes.get(factor, ()) for factor in range(len(self.sizes)))
 
     def operand_spec(self, operand: int, assignment: Assignment) -> Spec:
         """Return the spec that an operand must have under an assignment."""
@@ -141,7 +145,7 @@ def assignment_of(
     for dims, spec in zip(factors.results, results, strict=False):
         if spec is not None:
             add(dims, spec, of_operands)
-    return tuple(chosen.get(f, ()) for f in range(len(factors.sizes)))
+    return factors.assignment(chosen)
 
 
 def _spec(dims: Dims, assignment: Assignment) -> Spec:

@@ -4,7 +4,7 @@ A dim that is indexed one element at a time may be sharded: each device reads or
 of its own shard.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -16,7 +16,8 @@ from autopar.ir.evaluate import bind
 from autopar.ir.graph import aval_of
 from autopar.ir.spec import Spec
 from autopar.primitives.factors import Dims, FactorBuilder, Kind, OpFactors
-from autopar.primitives.local_forms import Shapes, own_indices
+from autopar.primitives.index_dims import IndexDims
+from autopar.primitives.local_forms import Shapes
 from autopar.primitives.registry import Algebra, PrimitiveRecord
 from autopar.primitives.rule_helpers import ShardingRule, shape_of
 
@@ -28,28 +29,20 @@ def is_scatter(eqn: JaxprEqn) -> bool:
 
 def indexed_dims(eqn: JaxprEqn) -> tuple[int, ...]:
     """Return the dims of the first operand that a gather or scatter indexes; () for others."""
-    numbers = eqn.params.get("dimension_numbers")
-    if isinstance(numbers, lax.GatherDimensionNumbers):
-        return tuple(numbers.start_index_map)
-    if isinstance(numbers, lax.ScatterDimensionNumbers):
-        return tuple(numbers.scatter_dims_to_operand_dims)
-    return ()
+    is_gather = isinstance(eqn.params.get("dimension_numbers"), lax.GatherDimensionNumbers)
+    return IndexDims.of(eqn).indexed if is_gather or is_scatter(eqn) else ()
 
 
 def _gather(eqn: JaxprEqn) -> OpFactors:
     """Sum over indexed dims: devices whose shard lacks an element contribute zero."""
-    numbers = eqn.params["dimension_numbers"]
+    dims = IndexDims.of(eqn)
     operand_shape, indices_shape, out_shape = map(shape_of, (*eqn.invars, *eqn.outvars))
     build = FactorBuilder()
     indices = build.dims(indices_shape[:-1])
-    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     kinds: dict[int, Kind] = {
-        dim: "sum" if dim in numbers.start_index_map else "whole"
-        for dim in numbers.collapsed_slice_dims
+        dim: "sum" if dim in dims.indexed else "whole" for dim in dims.dropped
     }
-    operand, result = _windows(
-        build, operand_shape, out_shape, indices, dict(batching), kinds, numbers.offset_dims
-    )
+    operand, result = _windows(build, operand_shape, out_shape, indices, dims, kinds)
     return build.build([operand, (*indices, ())], [result], decides=True)
 
 
@@ -65,23 +58,18 @@ def _scatter(combine: Kind) -> ShardingRule:
     """
 
     def rule(eqn: JaxprEqn) -> OpFactors:
-        numbers = eqn.params["dimension_numbers"]
+        dims = IndexDims.of(eqn)
         operand_shape, indices_shape, updates_shape = map(shape_of, eqn.invars)
         build = FactorBuilder()
-        batched = numbers.scatter_indices_batching_dims
         indices = tuple(
-            build.new(size, "parallel" if dim in batched else combine)
+            build.new(size, "parallel" if dim in dims.batched.values() else combine)
             for dim, size in enumerate(indices_shape[:-1])
         )
-        batching = zip(numbers.operand_batching_dims, batched, strict=True)
-        indexed = numbers.scatter_dims_to_operand_dims if prod(indices_shape[:-1]) != 1 else ()
+        indexed = dims.indexed if prod(indices_shape[:-1]) != 1 else ()
         kinds: dict[int, Kind] = {
-            dim: "parallel" if dim in indexed else "whole" for dim in numbers.inserted_window_dims
+            dim: "parallel" if dim in indexed else "whole" for dim in dims.dropped
         }
-        window_dims = numbers.update_window_dims
-        operand, updates = _windows(
-            build, operand_shape, updates_shape, indices, dict(batching), kinds, window_dims
-        )
+        operand, updates = _windows(build, operand_shape, updates_shape, indices, dims, kinds)
         operands = [operand, (*indices, ()), updates]
         return build.build(operands, [operand], decides=True, once=(0,) if combine == "sum" else ())
 
@@ -93,9 +81,8 @@ def _windows(
     operand_shape: Sequence[int],
     windows_shape: Sequence[int],
     indices: Dims,
-    batching: Mapping[int, int],
+    dims: IndexDims,
     kinds: Mapping[int, Kind],
-    window_dims: Collection[int],
 ) -> tuple[Dims, Dims]:
     """Return the factors of an indexed array, and of the windows that are read from or added to it.
 
@@ -106,17 +93,16 @@ def _windows(
         operand_shape: the shape of the indexed array.
         windows_shape: the shape of all windows: the result of a gather, or a scatter's updates.
         indices: the factors of the dims of the indices, without that of the coordinates.
-        batching: the dim of the indices that each batch dim of the indexed array goes with.
+        dims: the dims of the equation.
         kinds: the kind of each dim of the indexed array that windows do not have.
-        window_dims: the dims of `windows_shape` that windows have; the others are of the indices.
     """
     of_indices = iter(indices)
-    windows = [() if dim in window_dims else next(of_indices) for dim in range(len(windows_shape))]
-    inner_dims = iter(sorted(window_dims))
+    windows = [() if dim in dims.windows else next(of_indices) for dim in range(len(windows_shape))]
+    inner_dims = iter(sorted(dims.windows))
     operand: list[tuple[int, ...]] = []
     for dim, size in enumerate(operand_shape):
-        if dim in batching:
-            operand.append(indices[batching[dim]])
+        if dim in dims.batched:
+            operand.append(indices[dims.batched[dim]])
         elif dim in kinds:
             operand.append(build.new(size, kinds[dim]))
         else:
@@ -131,7 +117,7 @@ def _local_gather(
     eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any
 ) -> list[Any]:
     """Read the elements of this device's shard; return zeros for the others."""
-    numbers, full_shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
+    dims, full_shape = IndexDims.of(eqn), aval_of(eqn.invars[0]).shape
     operand, indices = shards
     sizes = [
         local if axes and size == full else size
@@ -139,11 +125,10 @@ def _local_gather(
             eqn.params["slice_sizes"], full_shape, operand.shape, specs[0], strict=True
         )
     ]
-    sizes = [1 if dim in numbers.operand_batching_dims else size for dim, size in enumerate(sizes)]
-    dims = [d for d in numbers.start_index_map if d in numbers.collapsed_slice_dims]
-    indices, own = own_indices(numbers.start_index_map, dims, eqn, specs[0], operand, indices)
+    sizes = [1 if dim in dims.batched else size for dim, size in enumerate(sizes)]
+    indices, own = _own_indices(eqn, specs[0], operand, indices)
     (result,) = bind(eqn, (operand, indices), slice_sizes=tuple(sizes))
-    batch = [dim for dim in range(result.ndim) if dim not in numbers.offset_dims]
+    batch = [dim for dim in range(result.ndim) if dim not in dims.windows]
     return [
         jnp.where(lax.broadcast_in_dim(own, result.shape, batch), result, jnp.zeros_like(result))
     ]
@@ -153,14 +138,28 @@ def _local_scatter(
     eqn: JaxprEqn, specs: Sequence[Spec], _out: Any, shapes: Shapes, shards: Any
 ) -> list[Any]:
     """Write the updates of this device's shard; drop the others."""
-    numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = shards
-    dims = [d for d in numbers.scatter_dims_to_operand_dims if d in numbers.inserted_window_dims]
-    indices, own = own_indices(
-        numbers.scatter_dims_to_operand_dims, dims, eqn, specs[0], operand, indices
-    )
+    indices, own = _own_indices(eqn, specs[0], operand, indices)
     indices = jnp.where(own[..., None], indices, max(operand.shape, default=0))
     return bind(eqn, (operand, indices, updates), mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+
+def _own_indices(eqn: JaxprEqn, spec: Spec, operand: Any, indices: Any) -> tuple[Any, Any]:
+    """Return indices relative to this device's shard, and a mask of those inside it.
+
+    Only numbers that index a sharded dim, one element at a time, are changed.
+    """
+    dims = IndexDims.of(eqn)
+    own = jnp.ones(indices.shape[:-1], bool)
+    for column, dim in enumerate(dims.indexed):
+        if dim in dims.dropped and spec[dim]:
+            index, size = indices[..., column], operand.shape[dim]
+            if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
+                index = jnp.clip(index, 0, aval_of(eqn.invars[0]).shape[dim] - 1)
+            index = index - lax.axis_index(spec[dim]).astype(index.dtype) * size
+            inside = (index >= 0) & (index < size)
+            indices, own = indices.at[..., column].set(jnp.where(inside, index, 0)), own & inside
+    return indices, own
 
 
 def _scatter_record(combine: Kind, algebra: Algebra | None = None) -> PrimitiveRecord:

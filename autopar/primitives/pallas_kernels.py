@@ -7,7 +7,7 @@ shards hold. The other axes are whole: those that the kernel asks for its positi
 which steps add to the same block or pass scratch memory on, and those with any other index map.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_
 
 from autopar.ir.array_sizes import array_bytes, hlo_dtype
 from autopar.ir.evaluate import bind
-from autopar.ir.graph import aval_of, variables
+from autopar.ir.graph import all_eqns, aval_of, variables
 from autopar.ir.spec import Spec
 from autopar.primitives.equation_work import Shapes
 from autopar.primitives.factors import Dims, FactorBuilder, OpFactors
@@ -178,7 +178,7 @@ def _positional(eqn: JaxprEqn, axis: int) -> bool:
     return axis in seen and any(
         inner.primitive.name in ("program_id", "num_programs")
         and inner.params["axis"] == seen.index(axis)
-        for inner in _equations(eqn.params["jaxpr"])
+        for inner in all_eqns(eqn.params["jaxpr"])
     )
 
 
@@ -189,14 +189,6 @@ def _passes_scratch(eqn: JaxprEqn, axis: int) -> bool:
     if not mapping.scratch_avals or axis in mapping.vmapped_dims:
         return False
     return semantics is None or "parallel" not in str(semantics[axis]).lower()
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the equations of a jaxpr and of those in its parameters."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
 
 
 def _local(
@@ -299,7 +291,7 @@ def _grid_kernel(
     if not moved:
         blocks = zip(mapping.block_mappings, arrays, strict=True)
         moved = float(sum(_bytes_of_blocks(block, shape, grid) for block, shape in blocks))
-    contracts = any(record_of(inner).is_contraction for inner in _equations(body))
+    contracts = any(record_of(inner).is_contraction for inner in all_eqns(body))
     return Kernel(name_of(params), "gemm" if contracts else "memory", flops, moved, dtype)
 
 
@@ -342,7 +334,7 @@ def _iterations(loop: JaxprEqn) -> float:
     parts = [
         prod(_reference_shape(eqn.invars[0])) / max(prod(aval_of(eqn.outvars[0]).shape), 1)
         for jaxpr in jaxprs_in_params(loop.params)
-        for eqn in _equations(jaxpr)
+        for eqn in all_eqns(jaxpr)
         if eqn.invars and eqn.outvars and _is_reference(eqn.invars[0])
     ]
     return max(parts, default=1.0)

@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 from autopar.primitives.factors import FactorBuilder, OpFactors
 from autopar.primitives.pointwise import pointwise
 from autopar.primitives.registry import PrimitiveRecord
-from autopar.primitives.rule_helpers import leading, shape_of
+from autopar.primitives.rule_helpers import leading, leading_of_both, shape_of
 
 
 def _per_key(eqn: JaxprEqn) -> OpFactors:
@@ -24,11 +24,6 @@ def _of_keys(eqn: JaxprEqn) -> OpFactors:
     return leading(eqn, len(shape_of(eqn.invars[0])))
 
 
-def _wrapping(eqn: JaxprEqn) -> OpFactors:
-    """Convert between keys and the integers that they consist of."""
-    return leading(eqn, min(len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))))
-
-
 RECORDS = {
     "random_bits": PrimitiveRecord(factors=_per_key, is_recomputed=False),
     "random_clone": PrimitiveRecord(factors=pointwise),
@@ -36,7 +31,8 @@ RECORDS = {
     "random_gamma": PrimitiveRecord(factors=_of_keys, is_recomputed=False, runs_on_shards=True),
     "random_seed": PrimitiveRecord(factors=pointwise),
     "random_split": PrimitiveRecord(factors=_per_key),
-    "random_unwrap": PrimitiveRecord(factors=_wrapping),
-    "random_wrap": PrimitiveRecord(factors=_wrapping),
+    # The last dim of the numbers holds those that a key consists of.
+    "random_unwrap": PrimitiveRecord(factors=leading_of_both),
+    "random_wrap": PrimitiveRecord(factors=leading_of_both),
     "threefry2x32": PrimitiveRecord(factors=pointwise, is_recomputed=False),
 }

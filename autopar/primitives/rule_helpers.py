@@ -32,6 +32,11 @@ def leading(eqn: JaxprEqn, count: int) -> OpFactors:
     return build.build([dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars])
 
 
+def leading_of_both(eqn: JaxprEqn) -> OpFactors:
+    """Share the dims that operand and result both have; the last ones of the longer are whole."""
+    return leading(eqn, min(len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))))
+
+
 def whole_along(eqn: JaxprEqn, axes: Collection[int]) -> OpFactors:
     """Keep `axes` whole in operands and results, where their sizes may differ; share other dims.
 

@@ -13,7 +13,7 @@ from autopar.ir.spec import Spec
 from autopar.primitives.factors import FactorBuilder, OpFactors
 from autopar.primitives.local_forms import Shapes, with_shape
 from autopar.primitives.registry import PrimitiveRecord
-from autopar.primitives.rule_helpers import along, leading, shape_of, whole_along
+from autopar.primitives.rule_helpers import along, leading, leading_of_both, shape_of, whole_along
 
 
 def _broadcast_in_dim(eqn: JaxprEqn) -> OpFactors:
@@ -85,11 +85,6 @@ def _pad(eqn: JaxprEqn) -> OpFactors:
     return whole_along(
         eqn, [dim for dim, amounts in enumerate(eqn.params["padding_config"]) if any(amounts)]
     )
-
-
-def _bitcast(eqn: JaxprEqn) -> OpFactors:
-    """Keep the last dim of the narrower type whole: it holds the pieces of one element."""
-    return leading(eqn, min(len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))))
 
 
 def _reshape(eqn: JaxprEqn) -> OpFactors:
@@ -183,7 +178,8 @@ def _local_tile(eqn: JaxprEqn, _in: Any, _out: Any, shapes: Shapes, shards: Any)
 
 
 RECORDS = {
-    "bitcast_convert_type": PrimitiveRecord(factors=_bitcast),
+    # The last dim of the narrower type holds the pieces of one element.
+    "bitcast_convert_type": PrimitiveRecord(factors=leading_of_both),
     "broadcast_in_dim": PrimitiveRecord(
         factors=_broadcast_in_dim,
         local=with_shape("shape"),

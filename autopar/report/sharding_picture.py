@@ -137,19 +137,11 @@ def _grid(spec: Spec, drawn: Sequence[int], part_by_dim: dict[int, int], mesh: L
     rows, columns = (1, 1, *(mesh.ways(spec[dim]) for dim in drawn))[-2:]
     devices: dict[tuple[int, ...], list[int]] = {}
     for device in range(mesh.num_devices):
-        coordinates = _coordinates(device, mesh)
+        coordinates = dict(zip(mesh.axis_names, mesh.position(device), strict=True))
         part = [_part(axes, coordinates, mesh) for axes in spec]
         if all(part[dim] == i for dim, i in part_by_dim.items()):
             devices.setdefault((0, 0, *(part[dim] for dim in drawn))[-2:], []).append(device)
     return [[_ranges(devices[row, column]) for column in range(columns)] for row in range(rows)]
-
-
-def _coordinates(device: int, mesh: LogicalMesh) -> dict[str, int]:
-    """Return the position of a device along each mesh axis."""
-    coordinates = {}
-    for axis in reversed(mesh.axis_names):
-        device, coordinates[axis] = divmod(device, mesh.sizes[axis])
-    return coordinates
 
 
 def _part(axes: Sequence[str], coordinates: dict[str, int], mesh: LogicalMesh) -> int:

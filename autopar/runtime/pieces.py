@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from autopar.devices import Device
-from autopar.lowering.cross_mesh_resharding import Tile
+from autopar.lowering.cross_mesh_resharding import Tile, slices_within
 
 
 def cutting(
@@ -25,13 +25,7 @@ def cutting(
     """
     if all(tile == present for tile in wanted):
         return lambda shard: [shard] * len(wanted)
-    slices = [
-        tuple(
-            slice(start - first, stop - first)
-            for (start, stop), (first, _) in zip(tile, present, strict=True)
-        )
-        for tile in wanted
-    ]
+    slices = [slices_within(tile, present) for tile in wanted]
     cut = jax.jit(lambda shard: [shard[index] for index in slices])
     return cut.lower(_on(device, present, dtype)).compile()
 

@@ -10,7 +10,15 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import gather_p
 
-from autopar.ir.spec import LogicalMesh, Spec, Specs, divides, local_shape
+from autopar.ir.spec import (
+    LogicalMesh,
+    Spec,
+    Specs,
+    axes_of,
+    divides,
+    local_shape,
+    spec_with_axes,
+)
 from autopar.primitives.factors import Assignment, OpFactors
 from autopar.sharding.distinct_options import each_once
 from autopar.sharding.mesh_costs import Step
@@ -116,26 +124,43 @@ def completions(
     scatter = scatter and len(results) == 1 and not {"max", "min"} & set(factors.kinds)
     options = []
     for dims in product((None, *range(len(shape))) if scatter else (None,), repeat=len(partial)):
-        spec = tuple(
-            (*axes, *(axis for axis, onto in zip(partial, dims, strict=True) if onto == dim))
-            for dim, axes in enumerate(specs[0])
-        )
+        onto = spec_with_axes(partial, dims, len(shape))
+        spec = tuple(old + new for old, new in zip(specs[0], onto, strict=True))
         if not divides(shape, spec, mesh):
             continue
         steps: list[Step] = []
         copied = 0.0
         for r, (size, width) in enumerate(results):
-            local: float = prod(local_shape(size, specs[r], mesh)) * width
-            for dim in (*range(len(shape)), None):
-                axes = tuple(axis for axis, onto in zip(partial, dims, strict=True) if onto == dim)
-                if axes and dim is not None:
-                    steps.append(("reduce_scatter", local, axes))
-                    copied += 2 * local if dim > 0 else 0.0
-                    local /= mesh.ways(axes)
-                elif axes:
-                    steps.append(("all_reduce", local, axes))
+            num_bytes = prod(local_shape(size, specs[r], mesh)) * width
+            more_steps, more_copied = completing_steps(num_bytes, partial, onto, mesh)
+            steps += more_steps
+            copied += more_copied
         options.append(Option(assignment, (spec, *specs[1:]), tuple(steps), copied))
     return tuple(options)
+
+
+def completing_steps(
+    num_bytes: float, partial: Sequence[str], onto: Spec, mesh: LogicalMesh
+) -> tuple[list[Step], float]:
+    """Return the collectives that complete a partial result, and the bytes that they copy.
+
+    Args:
+        num_bytes: the bytes of the result on one device.
+        partial: the mesh axes along which it is partial.
+        onto: for each dim the axes of a reduce_scatter onto it; an all_reduce has the others.
+        mesh: the logical mesh.
+    """
+    steps: list[Step] = []
+    copied = 0.0
+    for dim, axes in enumerate(onto):
+        if axes:
+            steps.append(("reduce_scatter", num_bytes, axes))
+            copied += 2 * num_bytes if dim > 0 else 0.0
+            num_bytes /= mesh.ways(axes)
+    scattered = axes_of(onto)
+    if rest := tuple(axis for axis in partial if axis not in scattered):
+        steps.append(("all_reduce", num_bytes, rest))
+    return steps, copied
 
 
 def is_compilable(eqn: JaxprEqn, factors: OpFactors, option: Option) -> bool:

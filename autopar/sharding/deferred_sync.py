@@ -14,11 +14,10 @@ from math import prod
 
 from autopar.ir.control_flow import OPENING
 from autopar.ir.graph import aval_of
-from autopar.ir.spec import LogicalMesh, Spec, Specs, axes_of, divides, local_shape
+from autopar.ir.spec import LogicalMesh, Spec, Specs, divides, local_shape, spec_with_axes
 from autopar.ir.step_graph import MicrobatchError, StepGraph
 from autopar.primitives.factors import PARTIAL, Assignment, OpFactors
-from autopar.sharding.candidates import Option, completions
-from autopar.sharding.mesh_costs import Step
+from autopar.sharding.candidates import Option, completing_steps, completions
 
 type Axes = tuple[str, ...]
 
@@ -123,22 +122,11 @@ def synchronizations(
         for dims in product(
             (None, *range(len(shape))) if scatter else (None,), repeat=len(deferred)
         ):
-            onto = [
-                tuple(a for a, d in zip(deferred, dims, strict=True) if d == dim)
-                for dim in range(len(shape))
-            ]
+            onto = spec_with_axes(deferred, dims, len(shape))
             spec = tuple(new + old for new, old in zip(onto, source, strict=True))
             if not divides(shape, spec, mesh):
                 continue
-            local: float = prod(local_shape(shape, source, mesh)) * width
-            steps: list[Step] = []
-            copied = 0.0
-            for dim, axes in enumerate(onto):
-                if axes:
-                    steps.append(("reduce_scatter", local, axes))
-                    copied += 2 * local if dim > 0 else 0.0
-                    local /= mesh.ways(axes)
-            if rest := tuple(axis for axis in deferred if axis not in axes_of(tuple(onto))):
-                steps.append(("all_reduce", local, rest))
+            num_bytes = prod(local_shape(shape, source, mesh)) * width
+            steps, copied = completing_steps(num_bytes, deferred, onto, mesh)
             ways.append((source, Option((), (spec,), tuple(steps), copied)))
     return ways

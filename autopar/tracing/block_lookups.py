@@ -12,7 +12,6 @@ a constant plus numbers within bounds, such as those of `top_k`, `argsort` or `c
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import gcd
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +25,11 @@ from jax.extend.core.primitives import gather_p, select_n_p
 from autopar.ir.control_flow import SHIFTS
 from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import bind
-from autopar.ir.graph import Atom, aval_of, needed, rewired
+from autopar.ir.graph import Atom, aval_of, needed_eqns, rewired
+from autopar.microbatch.batch_rows import num_examples
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives.index import is_scatter
+from autopar.primitives.index_dims import IndexDims
 from autopar.tracing.row_tables import MOST_ELEMENTS, core, known_literal, known_result
 
 
@@ -44,7 +45,7 @@ def with_own_blocks(
         resized: returns the jaxpr of the step for a batch of another size, or None. Rows that are
             as many in both are no rows of examples, such as the positions in a sequence.
     """
-    examples = gcd(*(aval_of(jaxpr.invars[i]).shape[0] for i in batch))
+    examples = num_examples(jaxpr, batch)
     if examples < 2 or not any(_is_lookup(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     numbered = list(enumerate(jaxpr.eqns))
@@ -60,11 +61,10 @@ def with_own_blocks(
         lookups.add(number, eqn)
     if not lookups.num_changed:
         return jaxpr
-    eqns = [eqn for _, eqn in needed(enumerate(lookups.eqns), jaxpr.outvars)]
     return jaxpr.replace(
         constvars=[*jaxpr.constvars, *lookups.tables],
         consts=[*jaxpr.consts, *lookups.tables.values()],
-        eqns=eqns,
+        eqns=needed_eqns(lookups.eqns, jaxpr.outvars),
     )
 
 
@@ -269,11 +269,12 @@ class _BlockLookups:
         is_table = operand in self.of_inputs and operand not in self.depending
         if eqn.primitive is gather_p and is_table:
             return False
-        lookup = _BlockLookup.of(eqn)
+        lookup = IndexDims.of(eqn)
         known = self._of(eqn.invars[1])
-        if lookup is None or known is None:
+        if len(lookup.indexed) != 1 or lookup.indexed[0] not in lookup.dropped or known is None:
             return False
-        rows = aval_of(eqn.invars[0]).shape[lookup.dim]
+        (dim,) = lookup.indexed
+        rows = aval_of(eqn.invars[0]).shape[dim]
         places = aval_of(eqn.invars[1]).shape
         if rows % self.examples:
             return False
@@ -287,7 +288,7 @@ class _BlockLookups:
             is_constant = known.low == known.high == 0
             if is_constant and np.any(core(local.base) != np.take(core(local.base), [0], at)):
                 continue
-            dims = (0, lookup.dim), (1, at)
+            dims = (0, dim), (1, at)
             if not all(self.growth.of_operand(number, *each) for each in dims):
                 continue
             self.num_changed += 1
@@ -376,69 +377,27 @@ def _local(known: _Bounds, at: int, examples: int, rows: int) -> _Bounds | None:
     return local if low >= 0 and high < rows else None
 
 
-class _BlockLookup(NamedTuple):
-    """The dims of a gather or scatter that indexes one dim, one element at a time.
+def _with_examples(lookup: IndexDims, at: int, out: int) -> IndexDims:
+    """Return the dims of a lookup if the dims of examples are apart from their rows.
 
-    Attributes:
-        dim: the dim of the operand that is indexed.
-        dropped: the dims of the operand that are not in the slices.
-        windows: the dims of slices, in the result of a gather or the updates of a scatter.
-        batched: for each batch dim of the operand, that of the indices.
+    Args:
+        lookup: the dims of the lookup, of which one is indexed.
+        at: the dim of the indices with those of each example in turns.
+        out: the dim of the result, or of the updates, that follows from it.
     """
-
-    dim: int
-    dropped: tuple[int, ...]
-    windows: tuple[int, ...]
-    batched: dict[int, int]
-
-    @classmethod
-    def of(cls, eqn: JaxprEqn) -> "_BlockLookup | None":
-        """Return the dims of an equation; None if it indexes several dims, or ranges of rows."""
-        numbers = eqn.params["dimension_numbers"]
-        if eqn.primitive is gather_p:
-            indexed, dropped = numbers.start_index_map, numbers.collapsed_slice_dims
-            windows, batch_dims = numbers.offset_dims, numbers.start_indices_batching_dims
-        else:
-            indexed, dropped = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
-            windows, batch_dims = numbers.update_window_dims, numbers.scatter_indices_batching_dims
-        if len(indexed) != 1 or indexed[0] not in dropped:
-            return None
-        batched = dict(zip(numbers.operand_batching_dims, batch_dims, strict=True))
-        return cls(indexed[0], tuple(dropped), tuple(windows), batched)
-
-    def apart(self, numbers: Any, at: int, out: int) -> Any:
-        """Return JAX's dimension numbers if the dims of examples are apart from their rows.
-
-        Args:
-            numbers: the dimension numbers.
-            at: the dim of the indices with those of each example in turns.
-            out: the dim of the result, or of the updates, that follows from it.
-        """
-        of_operand = {d + (d > self.dim): i + (i > at) for d, i in self.batched.items()}
-        pairs = sorted((of_operand | {self.dim: at}).items())
-        batch_dims, index_dims = tuple(d for d, _ in pairs), tuple(i for _, i in pairs)
-        dropped = tuple(d + (d >= self.dim) for d in self.dropped)
-        windows = tuple(w + (w > out) for w in self.windows)
-        if hasattr(numbers, "start_index_map"):
-            return numbers._replace(
-                offset_dims=windows,
-                collapsed_slice_dims=dropped,
-                start_index_map=(self.dim + 1,),
-                operand_batching_dims=batch_dims,
-                start_indices_batching_dims=index_dims,
-            )
-        return numbers._replace(
-            update_window_dims=windows,
-            inserted_window_dims=dropped,
-            scatter_dims_to_operand_dims=(self.dim + 1,),
-            operand_batching_dims=batch_dims,
-            scatter_indices_batching_dims=index_dims,
-        )
+    (dim,) = lookup.indexed
+    batched = {d + (d > dim): i + (i > at) for d, i in lookup.batched.items()}
+    return IndexDims(
+        windows=tuple(w + (w > out) for w in lookup.windows),
+        dropped=tuple(d + (d >= dim) for d in lookup.dropped),
+        indexed=(dim + 1,),
+        batched=batched | {dim: at},
+    )
 
 
 def _looked_up(
     eqn: JaxprEqn,
-    lookup: _BlockLookup,
+    lookup: IndexDims,
     at: int,
     examples: int,
     is_constant: bool,
@@ -450,7 +409,7 @@ def _looked_up(
 
     Args:
         eqn: the equation.
-        lookup: its dims.
+        lookup: its dims, of which one is indexed.
         at: the dim of the indices that has those of each example in turns.
         examples: the number of examples.
         is_constant: whether `indices` are those of one example within its own rows.
@@ -463,7 +422,8 @@ def _looked_up(
         size = array.shape[dim] // examples
         return array.reshape(*array.shape[:dim], examples, size, *array.shape[dim + 1 :])
 
-    rows = operand.shape[lookup.dim] // examples
+    (dim,) = lookup.indexed
+    rows = operand.shape[dim] // examples
     if is_constant:
         shape = (*indices.shape[:at], examples, *indices.shape[at:])
         kept = [dim for dim in range(len(shape)) if dim != at]
@@ -474,10 +434,10 @@ def _looked_up(
     target = aval_of(eqn.outvars[0]).shape
     rank = len(aval_of(eqn.invars[2]).shape) if updates else len(target)
     out = [dim for dim in range(rank) if dim not in lookup.windows][at]
-    params = {"dimension_numbers": lookup.apart(eqn.params["dimension_numbers"], at, out)}
+    params = {"dimension_numbers": _with_examples(lookup, at, out).numbers(eqn)}
     if not updates:
         sizes = list(eqn.params["slice_sizes"])
-        params["slice_sizes"] = (*sizes[: lookup.dim], 1, *sizes[lookup.dim :])
-    operands = [apart(operand, lookup.dim), indices, *(apart(each, out) for each in updates)]
+        params["slice_sizes"] = (*sizes[:dim], 1, *sizes[dim:])
+    operands = [apart(operand, dim), indices, *(apart(each, out) for each in updates)]
     (result,) = bind(eqn, operands, **params)
     return result.reshape(target)

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from autopar.ir.equation_groups import dependents
 from autopar.ir.evaluate import evaluate, unchanged
-from autopar.ir.graph import Atom, aval_of, needed, variables
+from autopar.ir.graph import Atom, aval_of, needed, needed_eqns, variables
 from autopar.primitives import record_of
 from autopar.tracing.chunk_comparison import ChunkComparison
 from autopar.tracing.chunk_loop import (
@@ -110,7 +110,7 @@ def _joined(
     body = loop.body.replace(
         invars=inputs,
         outvars=outvars,
-        eqns=[eqn for _, eqn in needed(enumerate(loop.body.eqns), outvars, inputs)],
+        eqns=needed_eqns(loop.body.eqns, outvars, inputs),
         debug_info=loop.body.debug_info.with_unknown_names(),
     )
     operands = loop.consts, starts, arrays
@@ -118,7 +118,7 @@ def _joined(
     eqn = loop.eqn.replace(invars=[atom for group in operands for atom in group], outvars=totals)
     number = jaxpr.eqns.index(loop.eqn)
     step = [*jaxpr.eqns[:number], *prepared, eqn, *jaxpr.eqns[number + 1 :]]
-    jaxpr = jaxpr.replace(eqns=[each for _, each in needed(enumerate(step), jaxpr.outvars)])
+    jaxpr = jaxpr.replace(eqns=needed_eqns(step, jaxpr.outvars))
     return jaxpr, ChunkLoop(eqn, body, *operands, totals, length, is_reversed=False)
 
 

@@ -30,10 +30,11 @@ from jax.extend.core.primitives import (
 from jax.lax import scatter_add_p, scatter_p
 
 from autopar.ir import control_flow
-from autopar.ir.graph import Atom, aval_of, needed
+from autopar.ir.graph import Atom, aval_of, needed_eqns
 from autopar.microbatch.deferred_division import equations
 from autopar.primitives import op_factors, record_of
 from autopar.primitives.factors import PARTIAL
+from autopar.primitives.index_dims import IndexDims
 from autopar.primitives.ragged_products import dims_of, grouped_dot_p
 from autopar.tracing.group_starts import GroupStarts
 from autopar.tracing.row_facts import (
@@ -66,7 +67,7 @@ def without_sorted_rows(jaxpr: Jaxpr) -> Jaxpr:
         except DependsOnOrderError as dependence:
             kept.add(dependence.sort)
             continue
-        return jaxpr.replace(eqns=[eqn for _, eqn in needed(enumerate(eqns), jaxpr.outvars)])
+        return jaxpr.replace(eqns=needed_eqns(eqns, jaxpr.outvars))
 
 
 class _Unsorting:
@@ -527,28 +528,21 @@ def _are_groups(eqn: JaxprEqn, table: RowTable, num_groups: int) -> bool:
 
 def _takes_rows(eqn: JaxprEqn) -> bool:
     """Return whether a gather takes whole rows of its operand, one for each index."""
-    numbers, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
-    return (
-        tuple(numbers.start_index_map) == (0,)
-        and tuple(numbers.collapsed_slice_dims) == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(numbers.offset_dims) == tuple(range(1, len(shape)))
-        and tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
-        and len(aval_of(eqn.invars[1]).shape) == 2
-    )
+    row = aval_of(eqn.invars[0]).shape[1:]
+    return _indexes_rows(eqn) and tuple(eqn.params["slice_sizes"]) == (1, *row)
 
 
 def _writes_rows(eqn: JaxprEqn) -> bool:
     """Return whether a scatter writes whole rows, one for each index."""
-    numbers, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
-    return (
-        tuple(numbers.scatter_dims_to_operand_dims) == (0,)
-        and tuple(numbers.inserted_window_dims) == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(numbers.update_window_dims) == tuple(range(1, len(shape)))
-        and aval_of(eqn.invars[2]).shape[1:] == shape[1:]
-        and len(aval_of(eqn.invars[1]).shape) == 2
-    )
+    operand, _, updates = (aval_of(atom).shape for atom in eqn.invars)
+    return _indexes_rows(eqn) and updates[1:] == operand[1:]
+
+
+def _indexes_rows(eqn: JaxprEqn) -> bool:
+    """Return whether a gather or scatter has a vector of indices, each of them of one row."""
+    operand, indices = (aval_of(atom).shape for atom in eqn.invars[:2])
+    windows = tuple(range(1, len(operand)))
+    return IndexDims.of(eqn) == IndexDims(windows, (0,), (0,), {}) and len(indices) == 2
 
 
 def _repeated(times: int) -> Callable[[Any], Any]:

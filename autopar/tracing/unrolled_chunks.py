@@ -26,7 +26,7 @@ from autopar.ir.graph import (
     Atom,
     aval_of,
     is_backward,
-    needed,
+    needed_eqns,
     renamed,
     rewired,
     scopes,
@@ -320,10 +320,7 @@ def _rolled(
     equal = [var for var in comparisons[0].equal if _is_of_all(var, comparisons)]
     common = {var: literal for var, literal in literals.items() if var not in differing}
     terms = [term for result in results for term in result.terms[0]]
-    eqns = [
-        rewired(eqn, common)
-        for _, eqn in needed(enumerate(jaxpr.eqns), terms, differing.union(equal))
-    ]
+    eqns = [rewired(eqn, common) for eqn in needed_eqns(jaxpr.eqns, terms, differing.union(equal))]
     read = dict.fromkeys(variables([*(atom for eqn in eqns for atom in eqn.invars), *terms]))
     slices = [var for var in read if var in differing]
     computed = {var for eqn in eqns for var in eqn.outvars}.union(slices, jaxpr.constvars)
@@ -433,4 +430,4 @@ def _with_loop(jaxpr: Jaxpr, replaced: Sequence[JaxprEqn], eqns: Sequence[JaxprE
     step = [eqn for eqn in others if late.isdisjoint(eqn.outvars)]
     step += eqns
     step += [eqn for eqn in others if not late.isdisjoint(eqn.outvars)]
-    return jaxpr.replace(eqns=[each for _, each in needed(enumerate(step), jaxpr.outvars)])
+    return jaxpr.replace(eqns=needed_eqns(step, jaxpr.outvars))
