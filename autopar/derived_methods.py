@@ -36,7 +36,7 @@ class PlanMethod:
 
     runs_step: ClassVar[bool] = True
     cluster: ClassVar[None] = None
-    """None: the hardware that the devices are."""
+    """None: the cost model describes the devices themselves."""
 
     @property
     def random_bits(self) -> RandomBits:

@@ -86,17 +86,17 @@ class PlanningMethod:
             shipped one or the path of a cluster file, and for pipelines also a
             `simulator.HeterogeneousCluster`. By default the shipped one with devices of this kind.
         memory_budget: bytes of one device's memory that the step may use; by default its memory
-            less the reserve in its cluster file. On GPUs, XLA hides fewer collectives in a step
-            that is one program where it would need more than the budget.
+            less the reserve in its cluster file. On GPUs, XLA overlaps fewer collectives of a
+            step that is one program if the step would need more than the budget otherwise.
         rng: the random bits of microbatches. With "exact" the examples of a microbatch have the
             bits that they have in the whole batch. That takes keys of JAX's default generator,
             threefry; a step that draws with another one is refused. With "fold_in" such a
             generator draws other bits, from a key for each microbatch.
-        batch_statistics: the statistics of the batch, such as those of batch normalization. With
-            "exact" a step is refused if microbatches can't use those of the whole batch. With
+        batch_statistics: statistics of the batch, as batch normalization takes them. With "exact" a
+            step is refused if microbatches can't use the statistics of the whole batch. With
             "microbatch" each microbatch uses its own in such places, and the plan's warnings name
-            the lines. The loss, its gradients and running averages are then the means of those of
-            the microbatches.
+            the lines. The loss, its gradients and running averages are then means over the
+            microbatches.
         while_loops: the loops of Equinox that run until the last example is done, such as the
             adaptive steps of diffrax. With "exact" a step is refused if further iterations may
             change finished examples. With "microbatch" each microbatch runs them until its own last
@@ -140,7 +140,7 @@ class PlanningMethod:
 
     @property
     def exactness(self) -> Exactness:
-        """In what microbatches may differ from the whole batch."""
+        """How microbatches may differ from the whole batch."""
         return Exactness(self.rng, self.batch_statistics, self.while_loops)
 
     @property
@@ -307,7 +307,8 @@ class PipeshardParallel(PlanningMethod):
         layer_option: how to cut the loss function into layers if no decorator does so; its
             `remat_layer` may be "auto". "auto" stands for the layers of the decorators if there are
             some, else for an `AutoLayerOption` of 8, 4 or 2 layers, the most that the loss has. If
-            each is a stage, they are no more than the devices have stages.
+            each layer is a stage, there are no more layers than stages that the devices have room
+            for.
         stage_option: which layers form a stage, and on which devices. "uniform" stands for
             `UniformStageOption()` and "auto" for `AutoStageOption()`.
         stage_mode: "uniform" or "auto", the name of the same option in Alpa's tutorial. It takes

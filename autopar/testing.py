@@ -52,7 +52,7 @@ def assert_allclose(x: Any, y: Any, rtol: float = 1e-4, atol: float = 1e-4) -> N
 def raylets(count: int) -> Iterator["Cluster"]:
     """Start a Ray cluster on this machine, which this process joins, and shut it down on exit.
 
-    `autopar.init(cluster="ray")` then takes its nodes, which are processes, for hosts.
+    `autopar.init(cluster="ray")` then takes each of its nodes, which are processes, for a host.
 
     Args:
         count: number of nodes.

@@ -2,8 +2,8 @@
 
 With backend "manual" a function is called with the shards of a device. A module is written for
 whole arrays, and so is a function that replaces equations among which a sync applies. These are
-traced, and their equations are inlined in place of those that they replace, to be split like all
-others.
+traced for whole arrays. Their equations are inlined in place of the replaced ones, and are split
+like all others.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def call_replacement(
         shapes = ", ".join(_shapes(value) for value in args)
         raise DirectiveError(
             f"{region.function}, in place of {region.name}, fails for ({shapes}): {error}\n"
-            "A replacement brings no parameters of its own: it is given those of what it replaces"
+            "A replacement brings no parameters of its own: it gets those of what it replaces"
         ) from error
     outputs = _outputs(graph, region)
     if len(results) != len(outputs):
@@ -93,7 +93,7 @@ def call_replacement(
 
 
 def check_replacement(graph: ModelGraph, region: Replace, functions: Functions) -> None:
-    """Raise DirectiveError unless a replacement returns whole arrays as its equations do.
+    """Raise DirectiveError unless a replacement returns whole arrays like its equations.
 
     Shapes and dtypes are compared; arguments as for `call_replacement`.
     """
@@ -107,7 +107,7 @@ def check_replacement(graph: ModelGraph, region: Replace, functions: Functions) 
 def check_results(
     graph: ModelGraph, region: Replace, results: Sequence[Any], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Raise DirectiveError unless the results of a replacement are like those of its equations.
+    """Raise DirectiveError unless results have the shapes and dtypes of what they replace.
 
     Args:
         graph: the model.
@@ -140,7 +140,8 @@ def inline_replacement(
         The new model, and its nodes arranged by region.
 
     Raises:
-        DirectiveError: The function is not one of whole arrays like the equations it replaces.
+        DirectiveError: The function does not map whole arrays to whole arrays like those of the
+            equations that it replaces.
     """
     check_replacement(graph, region, functions)
     scope = _common_prefix([graph.by_name[name].scope for name in region.nodes])
@@ -181,7 +182,7 @@ def inline_replacement(
 def inline_replacement_for_sync(
     graph: ModelGraph, items: Sequence[GraphItem], region: Replace, functions: Functions
 ) -> tuple[ModelGraph, tuple[GraphItem, ...]]:
-    """Inline a replacement because a sync applies inside; like `inline_replacement`."""
+    """Inline a replacement that has a sync inside; arguments as for `inline_replacement`."""
     try:
         return inline_replacement(graph, items, region, functions)
     except DirectiveError as error:

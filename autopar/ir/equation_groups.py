@@ -61,9 +61,9 @@ def _unit(group: Sequence[Numbered]) -> Unit:
 
 
 def effects_of(unit: Unit) -> list[int]:
-    """Return the numbers of the equations that act, such as `jax.debug.print`, without a result.
+    """Return the numbers of the equations with an effect but no result, such as `jax.debug.print`.
 
-    A loop or switch that has one of them acts, too: so does the marker that opens it.
+    The marker that opens a loop or switch with such an equation counts, too.
     """
     return [
         number
@@ -81,12 +81,12 @@ def effects_in(jaxpr: Jaxpr) -> dict[int, Unit]:
 
 
 def without_effects(eqns: Iterable[Numbered], numbers: Container[int]) -> list[Numbered]:
-    """Return equations without the effects of some of `effects_of`.
+    """Return equations without some of the effects that `effects_of` lists.
 
     Args:
         eqns: numbered equations.
-        numbers: the numbers of the equations that are not to act. Those without results are left
-            out, loops and switches are not.
+        numbers: the numbers of the equations that lose their effects. Equations without results
+            are left out; loops and switches stay.
     """
     return [
         (number, eqn.replace(effects=frozenset()) if number in numbers else eqn)
@@ -131,8 +131,8 @@ def flow(
 ) -> set[Var]:
     """Return the values that depend on `sources`, and `sources` themselves.
 
-    Other than in `dependents`, each value of a loop counts by itself: its carries by what their
-    next values depend on, and all values if how often the loop runs does.
+    Unlike `dependents`, it follows each value of a loop by itself. A carry depends on what its next
+    value depends on, and all values of a loop depend on the number of its iterations.
 
     Args:
         eqns: the equations of a flat jaxpr.

@@ -1,8 +1,8 @@
-"""A `jax.checkpoint` around the whole loss, whose forward pass is the recomputation.
+"""Steps with a `jax.checkpoint` around the whole loss.
 
-The backward pass then begins with the recomputation of everything, so that the checkpoint saves no
-memory, and the forward pass before it computes the loss alone. A pipeline would run all layers in
-its last stage, where the backward pass begins. Without the checkpoint, they are in its stages.
+Their backward pass begins by recomputing the whole forward pass, so the checkpoint saves no memory.
+A pipeline would run all layers in its last stage, where the backward pass begins. Without the
+checkpoint, each layer runs in its own stage.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ _RECOMPUTATION = "rematted_computation"
 
 
 def without_loss_checkpoint(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a flat step whose forward pass has what the backward pass would compute again.
+    """Return a flat step that does not recompute its forward pass, if it recomputed all of it.
 
-    Steps whose backward pass reads a product of the forward pass are returned as they are.
+    A step whose backward pass reads a product of the forward pass is returned unchanged.
     """
     if not any(map(begins_recomputation, jaxpr.eqns)):
         return jaxpr

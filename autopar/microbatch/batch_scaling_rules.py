@@ -1,6 +1,6 @@
-"""The batch scaling of a value, and that of an equation's results from those of its operands.
+"""Batch scalings of values, and the rules from scalings of operands to scalings of results.
 
-`autopar.microbatch.batch_scaling` applies them to a step.
+`autopar.microbatch.batch_scaling` applies the rules to a step.
 """
 
 from collections.abc import Mapping, Sequence

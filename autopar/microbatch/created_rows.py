@@ -280,7 +280,7 @@ def created_by(eqn: JaxprEqn) -> Primitive:
 
 
 def dim_of_examples(eqn: JaxprEqn, larger: JaxprEqn) -> int | None:
-    """Return the dim that `larger` creates more rows in than `eqn`, the same equation.
+    """Return the dim in which `larger`, the same equation for a larger batch, creates more rows.
 
     None if there are none or several such dims, or if all rows are equal. The dims of keys do not
     count.

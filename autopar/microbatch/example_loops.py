@@ -5,8 +5,8 @@ row per example, and what it adds up is a sum over the examples.
 
 Loops of Equinox stop by themselves under `jax.vmap`. `equinox.internal.while_loop`, with which
 optimistix and diffrax iterate, runs until the last example is done. Its condition is `unvmap_any`
-of the conditions of the examples. The values of an example that is done are those from before the
-iteration. So they are the same in a microbatch, which may run fewer iterations.
+of the conditions of the examples. An iteration leaves the values of an example that is done
+unchanged. So they are the same in a microbatch, which may run fewer iterations.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ _SUMS = ("add", "add_any")
 
 
 def is_over_examples(eqn: JaxprEqn) -> bool:
-    """Return whether Equinox asks all examples, to run a loop or branch only if one needs it."""
+    """Return whether Equinox asks whether any or all examples need a loop or branch."""
     return eqn.primitive.name.startswith("unvmap_")
 
 
@@ -103,7 +103,7 @@ class ExampleLoops:
         )
 
     def _is_of_any(self, condition: Atom, form_of: Callable[[Atom], str | None]) -> bool:
-        """Return whether a condition holds while it does for any example, and up to a limit."""
+        """Return whether a condition holds as long as it holds for any example, up to a limit."""
         parts = [condition]
         while parts:
             part = self._source(parts.pop(), _OF_CONDITIONS)
@@ -143,7 +143,7 @@ class ExampleLoops:
         return self._made.get(atom) if isinstance(atom, Var) else None
 
     def _source(self, atom: Atom, primitives: Collection[str]) -> Atom:
-        """Return what a value is made from by some primitives alone."""
+        """Return the value that `atom` is computed from by `primitives` alone."""
         made = self._maker(atom)
         while made is not None and made.primitive.name in primitives:
             atom = made.invars[0]

@@ -68,7 +68,7 @@ class PipelinePlanning:
     room: float = 1.0
 
     def trace(self, num_micro_batches: int, layer_option: LayerOption | None) -> StepGraph:
-        """Return the step in layers, with its accumulated values marked, as it offloads values."""
+        """Return the step in layers, with accumulated values marked and activations offloaded."""
         step = self._traced(num_micro_batches, layer_option)
         if not self.hosted.values:
             return step
@@ -82,7 +82,7 @@ class PipelinePlanning:
         return results_saved_in_layers(step)
 
     def _traced(self, num_micro_batches: int, layer_option: LayerOption | None) -> StepGraph:
-        """Return the step in layers, with its state where the plan keeps it."""
+        """Return the step in layers, with accumulated values marked and its state offloaded."""
         schedule = self.method.pipeline_schedule
         forward = schedule != "auto" and not has_backward(schedule)
         step = trace(
@@ -97,7 +97,7 @@ class PipelinePlanning:
         return self._offloading(step)
 
     def _offloading(self, step: StepGraph) -> StepGraph:
-        """Return the step with its state where the plan keeps it."""
+        """Return the step with its state in host memory, if the pipeline keeps it there."""
         return offload(step, offloadable(step)) if self.hosted.state else step
 
     def planner(self, step: StepGraph) -> PipelinePlanner:
@@ -132,7 +132,7 @@ class PipelinePlanning:
     def _auto_layers(self) -> Sequence[AutoLayerOption]:
         """Return the options of `_AUTO_LAYERS` for which there are enough devices.
 
-        Uniform stages are as many as the layers, unless their number is given.
+        There are as many uniform stages as layers, unless the number of stages is given.
         """
         stages, chunks = self.method.stages, self.method.chunks
         if not isinstance(stages, UniformStageOption) or stages.num_stages is not None:

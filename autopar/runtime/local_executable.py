@@ -151,7 +151,7 @@ class LocalExecutable(Executable):
         return dict(enumerate(given))
 
     def inputs_of_first_pass(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the inputs of the first pass, which there is, from the step's arguments."""
+        """Return the inputs of the first pass, from the arguments of a step that has one."""
         return list(self._read_by_first_pass(self._prepared(leaves)))
 
     def _prepared(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -159,7 +159,7 @@ class LocalExecutable(Executable):
         return [*leaves, *(self._prepare(leaves) if self._prepare else [])]
 
     def _read_by_first_pass(self, given: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Return the inputs that the first pass reads where it does."""
+        """Return the inputs of the first pass, placed where it reads them."""
         assert self.first_pass is not None
         assert self.step.first_pass is not None
         return self.first_pass.shard_args(*(given[i] for i in self.step.first_pass.reads))

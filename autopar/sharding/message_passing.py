@@ -23,7 +23,7 @@ import numpy as np
 from autopar.sharding.presolve import Reduction
 
 _LARGE_EDGE = 512
-"""Number of pairs of options from which on equal rows and columns of an edge are looked for."""
+"""Least number of pairs of options of an edge whose equal rows and columns are looked for."""
 
 _ROUNDING = 1e-14
 """Difference of costs that is rounding, relative to the largest cost of an edge."""
@@ -120,7 +120,7 @@ class MessagePassing:
             self._moved,
         )
         self._start_moved = self._moved.copy()
-        # Beside these, edges cost what their matrices say, less what is moved.
+        # The costs of edges are those of their matrices, less what was moved to decisions.
         own = _joined([work.costs[i] for i in self.numbers])
         self._start_costs = own - np.bincount(self._option_of, self._moved, len(own))
         self._own_costs = self._start_costs.copy()
@@ -243,7 +243,7 @@ class MessagePassing:
             self._most_moved[level.classes] = np.maximum.reduceat(
                 moved[level.by_row], level.first_by_row
             )
-        # An edge with a decision that has its option costs what its row of the matrix says.
+        # Where the neighbour has chosen an option, an edge costs what that row of its matrix says.
         taken = self._class_of[level.earlier_slots + choice[level.earlier_decisions]]
         edges = level.costs[level.earlier_pairs + taken] - gathered[level.earlier]
         answers = total + np.bincount(level.option_of[level.earlier], edges, size)
@@ -291,7 +291,7 @@ class MessagePassing:
         return dict(zip(self.numbers, choice.tolist(), strict=True))
 
     def write_back(self) -> None:
-        """Drop options and move costs in the reduction as they were here. Call it once, last."""
+        """Drop the same options and move the same costs in the reduction. Call it once, last."""
         work = self.work
         work.constant = self.constant
         alive = np.isfinite(self._own_costs)

@@ -27,7 +27,7 @@ class Message:
         value: the value, the mesh that sends it and the one that receives it.
         ready: when the mesh issues it. It starts once all earlier messages of the mesh arrived.
         latency: seconds before it reaches the NICs.
-        left: seconds that remained at time `since`, if it shared no NIC.
+        left: seconds that it still needed at time `since`, if it shared no NIC from then on.
         nics: the NICs on its way.
         start: when it started.
         since: when its speed last changed.

@@ -40,7 +40,7 @@ def stage_sizes(layers: int, execution: Execution) -> Sequence[int]:
     first and the last, which have the embedding and the loss, are the last to get one more.
 
     Raises:
-        ValueError: there are fewer layers than stages, or the stages that are given have others.
+        ValueError: there are fewer layers than stages, or `execution.stage_layers` has others.
     """
     stages = execution.pipeline * execution.interleave
     if execution.stage_layers is not None:
@@ -75,8 +75,7 @@ class Division:
 
     Attributes:
         devices: layers of each device.
-        first_places: the different ones among them, with the place of the first device that has
-            them.
+        first_places: the distinct elements of `devices`, each with the place of its first device.
     """
 
     devices: tuple[DeviceLayers, ...]

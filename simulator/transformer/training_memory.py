@@ -192,8 +192,7 @@ def _layer_temporaries(
     """
     tokens = execution.tokens(model)
     recomputed = max(0.0, layer_activations(model, execution, kind) - saved)
-    # those of the inner width, which the tensor axis divides; those of input and output, which it
-    # does not
+    # The tensor axis divides gradients of the inner width, but not those of input and output.
     inner, matrix = _widest(model, execution, kind)
     gradients = inner + 2 * 2.0 * tokens * model.hidden
     if kind.mixer in ("attention", "window", "cross"):

@@ -153,12 +153,12 @@ def changed(
 
     Args:
         before: the cluster.
-        changes: the changes; their first name is that of the section `cluster`.
+        changes: the changes; each path begins with the section `cluster`.
         source: what errors call the cluster.
         read: fields on which predictions depend, `READ_BY_SCENARIOS` or `READ_BY_PROGRAMS`.
 
     Raises:
-        ClusterError: a change is of a missing section, of a field without effect, or to a wrong
+        ClusterError: a change names a missing section or a field without effect, or has a wrong
             value.
     """
     changes = tuple(changes)

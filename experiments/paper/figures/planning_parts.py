@@ -34,7 +34,7 @@ MODULES = {
     ),
     TRACING: ("tracing/", "layering/"),
 }
-"""Modules of autopar whose time, with that of the functions that they call, is that of a part.
+"""The modules of each part of planning, whose time includes the functions that they call.
 
 Time in modules of several parts belongs to the first: the dynamic program asks for costs.
 """

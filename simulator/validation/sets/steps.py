@@ -64,7 +64,7 @@ def is_fitted(name: str, row: StepRow) -> bool:
 def step_memory(name: str, wanted: Predicate, folder: Path = STEPS) -> Iterator[Case | Unpredicted]:
     """Yield the peak memory of a device, in GB, of rows that state it.
 
-    Args are those of `step_cases`.
+    Arguments as for `step_cases`.
     """
     path = folder / f"{name}.csv"
     if folder != STEPS and not path.exists():
