@@ -115,11 +115,8 @@ def replay(planned: Planned) -> Replay:
         read = [pins.get((number, "in", k), source) for k, source in enumerate(sources)]
         pinned = [pins.get((number, "out", r)) for r in range(len(eqn.outvars))]
         if factors is None:
-            results = [
-                pin if pin is not None else spec
-                for pin, spec in zip(pinned, read, strict=bool(pinned))
-            ]
             assignment = ()
+            derived = read
             operands = _or_replicated(read, eqn.invars)
         else:
             assignment = assignment_of(factors, read, pinned)
@@ -128,10 +125,11 @@ def replay(planned: Planned) -> Replay:
                 factors.result_spec(r, assignment) if has_stored_operand else None
                 for r in range(len(pinned))
             ]
-            results = [
-                pin if pin is not None else spec for pin, spec in zip(pinned, derived, strict=True)
-            ]
             operands = tuple(factors.operand_spec(k, assignment) for k in range(len(read)))
+        results = [
+            pin if pin is not None else spec
+            for pin, spec in zip(pinned, derived, strict=bool(pinned))
+        ]
         values.update(
             (var, spec) for var, spec in zip(eqn.outvars, results, strict=True) if spec is not None
         )

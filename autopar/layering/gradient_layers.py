@@ -81,16 +81,18 @@ def gradient_layers(jaxpr: Jaxpr, option: AutoLayerOption) -> Jaxpr:
             for unit in groups:
                 if (label := labels[unit.number]) is not None:
                     last_reader.update(dict.fromkeys(unit.makes, label[0]))
+    for unit in groups:
+        if unit.number not in layer_of_unit and _has_outer_backward(unit):
+            readers = (last_reader[var] for var in unit.reads if var in last_reader)
+            if (layer := min(readers, default=None)) is not None:
+                layer_of_unit[unit.number] = layer
     eqns: list[JaxprEqn] = []
     for unit in groups:
-        layer = layer_of_unit.get(unit.number)
-        if layer is None and _has_outer_backward(unit):
-            readers = (last_reader[var] for var in unit.reads if var in last_reader)
-            layer = min(readers, default=None)
-        if layer is None or labels[unit.number] is not None:
-            eqns += [eqn for _, eqn in unit.eqns]
-        else:
-            eqns += [in_layer(eqn, layer) for _, eqn in unit.eqns]
+        is_labelled = labels[unit.number] is not None or unit.number not in layer_of_unit
+        eqns += [
+            eqn if is_labelled else in_layer(eqn, layer_of_unit[unit.number])
+            for _, eqn in unit.eqns
+        ]
     return jaxpr.replace(eqns=eqns)
 
 

@@ -224,26 +224,10 @@ class _StackCutter:
             invars += writer.input_pieces(var) if var in in_pieces and var in self.cuts else [var]
         stop_of = dict(control_flow.spans(self.jaxpr.eqns).values())
         for number, eqn in enumerate(self.jaxpr.eqns):
-            layer = self.layers[number]
             # What a loop or branch reads is joined before it, not inside of it.
             for inner in self.jaxpr.eqns[number : stop_of.get(number, number)]:
                 writer.join_operands(inner)
-            if number in self.scans:
-                kinds = self.backward.carries.get(number, ("passed on",) * len(eqn.outvars))
-                writer.scan(number, eqn, self.scans[number], kinds)
-            elif number in self.equation_cuts:
-                writer.cut_equation(eqn, self.equation_cuts[number], layer)
-            elif number in self.identities:
-                writer.identity(eqn, layer)
-            elif number in self.joins:
-                writer.pieces[eqn.outvars[0]] = [writer.whole(atom) for atom in eqn.invars]
-            elif number in self.splits:
-                (atom,) = eqn.invars
-                assert isinstance(atom, Var)
-                pieces = writer.pieces_of(atom, self.cuts[atom])
-                writer.values.update(zip(eqn.outvars, pieces, strict=True))
-            else:
-                writer.equation(eqn, layer)
+            self._write(writer, number, eqn)
         inputs = tuple(
             self.cuts.get(var) if var in in_pieces else None for var in self.jaxpr.invars
         )
@@ -263,3 +247,23 @@ class _StackCutter:
             debug_info=self.jaxpr.debug_info.with_unknown_names(),
         )
         return CutJaxpr(jaxpr, [writer.layers[k] for k, _ in kept], inputs, tuple(outputs))
+
+    def _write(self, writer: PieceWriter, number: int, eqn: JaxprEqn) -> None:
+        """Write an equation as it is cut."""
+        layer = self.layers[number]
+        if number in self.scans:
+            kinds = self.backward.carries.get(number, ("passed on",) * len(eqn.outvars))
+            writer.scan(number, eqn, self.scans[number], kinds)
+        elif number in self.equation_cuts:
+            writer.cut_equation(eqn, self.equation_cuts[number], layer)
+        elif number in self.identities:
+            writer.identity(eqn, layer)
+        elif number in self.joins:
+            writer.pieces[eqn.outvars[0]] = [writer.whole(atom) for atom in eqn.invars]
+        elif number in self.splits:
+            (atom,) = eqn.invars
+            assert isinstance(atom, Var)
+            pieces = writer.pieces_of(atom, self.cuts[atom])
+            writer.values.update(zip(eqn.outvars, pieces, strict=True))
+        else:
+            writer.equation(eqn, layer)

@@ -229,8 +229,20 @@ def _saved_bytes(step: StepGraph) -> dict[Var, int]:
 
 def _saved_product_bytes(step: StepGraph) -> dict[Var, int]:
     """Return the least bytes stored for each result of a product from which a value is saved."""
-    # What follows element by element from one product and smaller values: that product, and the
-    # least bytes of any value on the way.
+    sources = _product_sources(step)
+    stored: dict[Var, int] = {}
+    for var in _saved_bytes(step):
+        if var in sources:
+            source, least = sources[var]
+            stored[source] = max(least, stored.get(source, 0))
+    return stored
+
+
+def _product_sources(step: StepGraph) -> dict[Var, tuple[Var, int]]:
+    """Return the product that each value follows from, and the least bytes of a value on the way.
+
+    Only values count that follow element by element from one product and from smaller values.
+    """
     sources: dict[Var, tuple[Var, int]] = {}
     broadcast: set[Var] = set()
     for eqn in step.jaxpr.eqns:
@@ -253,12 +265,7 @@ def _saved_product_bytes(step: StepGraph) -> dict[Var, int]:
                 if len({source for source, _ in found}) == 1:
                     least = min(least for _, least in found)
                     sources[result] = found[0][0], min(least, num_bytes)
-    stored: dict[Var, int] = {}
-    for var in _saved_bytes(step):
-        if var in sources:
-            source, least = sources[var]
-            stored[source] = max(least, stored.get(source, 0))
-    return stored
+    return sources
 
 
 def _size(var: Var) -> int:

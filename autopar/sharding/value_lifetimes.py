@@ -65,23 +65,9 @@ def value_lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) ->
     """Return the lifetimes of all values that are stored."""
     reused = {step.jaxpr.outvars[o] for o in step.carried if isinstance(step.jaxpr.outvars[o], Var)}
     alive = dict(lifetimes(step, decisions.exponentials))
-    bases = bases_of_views(step)
     if step.microbatching is None and not decisions.hides_latency:
         _postpone(step, decisions, mesh, alive)
-    lives: list[tuple[Var, int, int]] = []
-    for number, eqn in step.microbatching.marks if step.microbatching else ():
-        # A sum over microbatches is live during their loop; its addends are added in place.
-        for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
-            if aval_of(atom).shape != aval_of(var).shape:  # rows are written into the total
-                alive[var] = 0, alive.pop(var, (number, number))[1]
-                continue
-            if isinstance(atom, Var) and atom not in step.jaxpr.invars:
-                lives.append((atom, 0, number))
-                if (base := bases.get(atom, atom)) not in step.jaxpr.invars:
-                    alive.pop(base, None)
-            _, until = alive.pop(var, (number, number))
-            if until > number:
-                lives.append((var, number + 1, until))
+    lives = _take_sums(step, alive)
     lives += [
         (var, start, end) for var, (start, end) in alive.items() if var not in reused or not start
     ]
@@ -103,6 +89,28 @@ def value_lifetimes(step: StepGraph, decisions: Decisions, mesh: LogicalMesh) ->
     memory += _workspaces(step, decisions, alive)
     memory += _relaid_fetches(step, decisions, mesh)
     return memory + list(_partial_results(step, decisions, mesh, alive))
+
+
+def _take_sums(step: StepGraph, alive: dict[Var, tuple[int, int]]) -> list[tuple[Var, int, int]]:
+    """Remove sums over microbatches from `alive`, and return when they and their addends are live.
+
+    A sum is live during the loop over microbatches; its addends are added in place.
+    """
+    bases = bases_of_views(step)
+    lives: list[tuple[Var, int, int]] = []
+    for number, eqn in step.microbatching.marks if step.microbatching else ():
+        for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
+            if aval_of(atom).shape != aval_of(var).shape:  # rows are written into the total
+                alive[var] = 0, alive.pop(var, (number, number))[1]
+                continue
+            if isinstance(atom, Var) and atom not in step.jaxpr.invars:
+                lives.append((atom, 0, number))
+                if (base := bases.get(atom, atom)) not in step.jaxpr.invars:
+                    alive.pop(base, None)
+            _, until = alive.pop(var, (number, number))
+            if until > number:
+                lives.append((var, number + 1, until))
+    return lives
 
 
 def _microbatch_slices(

@@ -92,6 +92,7 @@ class FusedKernels:
         self.carried = set(variables(finals))
 
         self._place()
+        self._note_reads()
 
     def _users(self, var: Var) -> Iterable[int]:
         """Yield the kernels that compute `var` if it is not written.
@@ -150,16 +151,19 @@ class FusedKernels:
                     operands[1:] if fresh and isinstance(eqn.invars[0], Var) else operands
                 )
         self.wanted = wanted
+
+    def _note_reads(self) -> None:
+        """Record the written values that each kernel reads, by the equations inside it."""
         for number, eqn in enumerate(self.eqns):
-            for kernel in self.inside[number]:
-                for operand, atom in enumerate(eqn.invars):
-                    var = self.values.shown(atom)
-                    if (
-                        var in self.written
-                        and not is_view(eqn)
-                        and not (operand == 0 and _is_lookup(eqn))
-                    ):
-                        self.kernels[kernel].reads.setdefault(var, (number, operand))
+            if is_view(eqn):
+                continue
+            first = 1 if _is_lookup(eqn) else 0  # a lookup reads only some elements of its array
+            for operand, atom in enumerate(eqn.invars[first:], first):
+                var = self.values.shown(atom)
+                if var is None or var not in self.written:
+                    continue
+                for kernel in self.inside[number]:
+                    self.kernels[kernel].reads.setdefault(var, (number, operand))
 
     def _open(self, number: int, eqn: JaxprEqn) -> None:
         """Make the equation the root of a kernel, which writes its results."""
