@@ -33,7 +33,7 @@ def with_axis_uses(step: StepGraph, plan: Plan) -> Plan:
     """
     (stage,) = plan.stages
     equations = replay(PlannedStep(step, plan)).equations
-    axes = [axis for axis in stage.axis_names if stage.mesh.sizes[axis] > 1]
+    axes = stage.mesh.nontrivial_axes
     producers = {var: equation for equation in equations for var in equation.eqn.outvars}
     updates = {i: step.jaxpr.outvars[o] for o, i in step.carried.items()}
     inputs = list(stage.inputs)

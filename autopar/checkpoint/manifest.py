@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from autopar.checks import NONE, AllowedValues, checked, integer
-from autopar.lowering.cross_mesh_resharding import Tile
+from autopar.lowering.cross_mesh_resharding import Tile, tile_shape
 
 _MANIFEST = "manifest.json"
 _UNFINISHED = ".saving"
@@ -86,7 +86,7 @@ class SavedArray(BaseModel):
             )
             if len(piece.tile) != len(self.shape) or not all(within):
                 raise ValueError(f"{self.path} of shape {self.shape} has no tile {piece.tile}")
-        count = sum(prod(stop - start for start, stop in piece.tile) for piece in self.pieces)
+        count = sum(prod(tile_shape(piece.tile)) for piece in self.pieces)
         if count != prod(self.shape):
             raise ValueError(f"{self.path} of shape {self.shape} has pieces of {count} elements")
         return self

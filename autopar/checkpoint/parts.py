@@ -22,7 +22,7 @@ from autopar.checkpoint.manifest import (
     SavedArray,
     SavedPiece,
 )
-from autopar.lowering.cross_mesh_resharding import Tile, slices_within
+from autopar.lowering.cross_mesh_resharding import Tile, slices_within, tile_shape
 
 if TYPE_CHECKING:
     from orbax.checkpoint import Checkpointer
@@ -187,7 +187,7 @@ def _check(
     for piece in _needed(wanted):
         value = pieces[piece.part, piece.name]
         checksum = actual.get((piece.part, piece.name))
-        shape = tuple(stop - start for start, stop in piece.tile)
+        shape = tile_shape(piece.tile)
         if value.shape != shape or value.dtype != np.dtype(saved.dtype):
             damage = f"{value.dtype}{list(value.shape)}, expected {saved.dtype}{list(shape)}"
         elif None not in (checksum, piece.checksum) and checksum != piece.checksum:
@@ -240,7 +240,7 @@ def _filled(
     tile: Tile, saved: SavedArray, pieces: Mapping[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
     """Return a tile, filled from the pieces that overlap it."""
-    values = np.empty([stop - start for start, stop in tile], saved.dtype)
+    values = np.empty(tile_shape(tile), saved.dtype)
     for piece in saved.pieces:
         common = _common(piece.tile, tile)
         if common is not None:

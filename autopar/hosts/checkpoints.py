@@ -6,7 +6,7 @@ from math import prod
 
 from autopar.checkpoint.manifest import SavedPiece
 from autopar.hosts.arrays import DistributedArray
-from autopar.lowering.cross_mesh_resharding import Tile, tiles
+from autopar.lowering.cross_mesh_resharding import Tile, tile_shape, tiles
 
 
 def part_of(host: int) -> str:
@@ -32,7 +32,7 @@ def saved_pieces(
         pieces: list[SavedPiece] = []
         for tile, hosts in _copies(handle, owner).items():
             host = min(hosts, key=lambda candidate: (load[candidate], candidate))
-            load[host] += prod(stop - start for start, stop in tile) * array.dtype.itemsize
+            load[host] += prod(tile_shape(tile)) * array.dtype.itemsize
             pieces.append(SavedPiece(tile=tile, part=part_of(host), name=f"{number}.{len(pieces)}"))
         pieces_of[path] = tuple(pieces)
     return pieces_of

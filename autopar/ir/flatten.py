@@ -60,6 +60,7 @@ from autopar.ir.graph import (
     renamed,
     source_line,
     variables,
+    with_name_stack,
 )
 from autopar.ir.host_memory import is_on_host, to_device_p, to_host_p
 from autopar.ir.outer_products import elementwise_product, is_outer_product
@@ -441,8 +442,7 @@ def _var() -> Var:
 
 def _at(eqn: JaxprEqn, name_stack: Any) -> JaxprEqn:
     """Return an equation with a name stack, in which scopes are renamed."""
-    name_stack = with_renamed_scopes(name_stack)
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
+    return with_name_stack(eqn, with_renamed_scopes(name_stack))
 
 
 def _reduction(eqn: JaxprEqn) -> JaxprEqn:

@@ -171,6 +171,22 @@ _texts_of_stacks: dict[int, tuple[Any, str]] = {}
 _MAX_STACKS = 1 << 14
 
 
+def with_name_stack(eqn: JaxprEqn, stack: Any) -> JaxprEqn:
+    """Return an equation with another name stack, a value of JAX's type."""
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def without_elements(eqn: JaxprEqn, names: Iterable[str]) -> JaxprEqn:
+    """Return an equation whose name stack lacks the first element with each of the names."""
+    stack = eqn.source_info.name_stack
+    elements = list(stack.stack)
+    for name in names:
+        element = next((element for element in elements if element.name == name), None)
+        if element is not None:
+            elements.remove(element)
+    return with_name_stack(eqn, type(stack)(tuple(elements)))
+
+
 def is_backward(eqn: JaxprEqn) -> bool:
     """Return whether an equation is in a backward pass, which JAX names `transpose(...)`."""
     return "transpose(" in scopes(eqn)

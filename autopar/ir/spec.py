@@ -57,6 +57,11 @@ class LogicalMesh:
         """The number of devices of the mesh."""
         return prod(self.shape)
 
+    @property
+    def nontrivial_axes(self) -> tuple[str, ...]:
+        """The axes with more than one device."""
+        return tuple(axis for axis in self.axis_names if self.sizes[axis] > 1)
+
     def ways(self, axes: Iterable[str]) -> int:
         """Return the number of devices along `axes` together."""
         ways = 1
@@ -143,7 +148,7 @@ def spec_with_axes(axes: Sequence[str], dims: Sequence[int | None], rank: int) -
 
 def all_specs(shape: Sequence[int], mesh: LogicalMesh) -> list[Spec]:
     """Return all specs that divide `shape` evenly, the replicated one first."""
-    axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
+    axes = mesh.nontrivial_axes
     specs = []
     for sharded_dims in product((None, *range(len(shape))), repeat=len(axes)):
         spec = spec_with_axes(axes, sharded_dims, len(shape))

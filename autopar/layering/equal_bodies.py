@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import remat_p
 
-from autopar.ir.graph import Atom, literal_key
+from autopar.ir.graph import Atom, literal_key, with_name_stack
 from autopar.ir.scope_renaming import is_scope, renaming_scope
 
 
@@ -34,7 +34,7 @@ def with_shared_bodies(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
                 eqn = eqn.replace(params={**eqn.params, "jaxpr": jaxpr})
                 if names:
                     stack = eqn.source_info.name_stack.extend(renaming_scope(names))
-                    eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+                    eqn = with_name_stack(eqn, stack)
         shared.append(eqn)
     return shared
 

@@ -10,7 +10,7 @@ from operator import is_
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from autopar.ir.graph import is_backward, is_outer_backward
+from autopar.ir.graph import is_backward, is_outer_backward, without_elements
 
 
 def without_forward_derivative(jaxpr: Jaxpr) -> Jaxpr:
@@ -28,11 +28,5 @@ def without_forward_derivative(jaxpr: Jaxpr) -> Jaxpr:
 
 def _inside(eqn: JaxprEqn) -> JaxprEqn:
     """Return an equation of a differentiated gradient without the name of the differentiation."""
-    stack = eqn.source_info.name_stack
-    elements = list(stack.stack)
-    names = [element.name for element in elements]
-    if names.count("jvp") < 2:
-        return eqn
-    del elements[names.index("jvp")]
-    stack = type(stack)(tuple(elements))
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+    names = [element.name for element in eqn.source_info.name_stack.stack]
+    return without_elements(eqn, ["jvp"]) if names.count("jvp") > 1 else eqn

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from autopar.ir.graph import is_outer_backward, scopes
+from autopar.ir.graph import is_outer_backward, scopes, with_name_stack
 from autopar.primitives import is_product
 
 _SCOPE = "pipeline_layer_"
@@ -32,8 +32,7 @@ def layer_scope(layer: int) -> AbstractContextManager[Any]:
 
 def in_layer(eqn: JaxprEqn, layer: int) -> JaxprEqn:
     """Return an equation without a layer as one of that layer."""
-    scopes = eqn.source_info.name_stack.extend(f"{_SCOPE}{layer}")
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=scopes))
+    return with_name_stack(eqn, eqn.source_info.name_stack.extend(f"{_SCOPE}{layer}"))
 
 
 def num_layers(jaxpr: Jaxpr) -> int:

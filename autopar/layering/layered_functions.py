@@ -13,7 +13,6 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core import Literal as JaxLiteral
 from jax.extend.core.primitives import jit_p, remat_p
 from jax.extend.source_info_util import user_context
 
@@ -22,6 +21,7 @@ from autopar.ir.graph import (
     Atom,
     eqns_of_call,
     read,
+    renamed,
     source_line,
     variables,
 )
@@ -218,14 +218,14 @@ def _inline_calls(jaxpr: Jaxpr, is_inlined: Callable[[JaxprEqn], bool]) -> Jaxpr
             env[var] = new = Var(var.aval)
             constants[new] = value
         for eqn in eqns_of_call(jaxpr, caller):
-            invars = [atom if isinstance(atom, JaxLiteral) else env[atom] for atom in eqn.invars]
+            invars = renamed(eqn.invars, env)
             if is_inlined(eqn):
                 outvars = inline(eqn.params["jaxpr"], invars, eqn.source_info.traceback)
             else:
                 outvars = [Var(var.aval) for var in eqn.outvars]
                 eqns.append(eqn.replace(invars=invars, outvars=list(outvars)))
             env.update(zip(eqn.outvars, outvars, strict=True))
-        return [atom if isinstance(atom, JaxLiteral) else env[atom] for atom in jaxpr.outvars]
+        return renamed(jaxpr.outvars, env)
 
     invars = [Var(var.aval) for var in jaxpr.invars]
     outvars = inline(jaxpr, invars)

@@ -12,7 +12,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autopar.ir.equation_groups import Unit, units
 from autopar.ir.flatten import value_number
-from autopar.ir.graph import Atom, is_forward, is_outer_backward, renamed, variables
+from autopar.ir.graph import (
+    Atom,
+    is_forward,
+    is_outer_backward,
+    renamed,
+    variables,
+    without_elements,
+)
 from autopar.layering.gradient_layers import forward_pass
 from autopar.layering.recomputed_layers import begins_recomputation
 from autopar.primitives import is_product
@@ -74,12 +81,7 @@ def _number(eqns: Sequence[JaxprEqn]) -> Any:
 
 def _in_forward_pass(eqn: JaxprEqn) -> JaxprEqn:
     """Return an equation without the scopes of a recomputation, if it has them."""
-    stack = eqn.source_info.name_stack
-    elements = list(stack.stack)
-    names = [element.name for element in elements]
-    for name in ("transpose", _RECOMPUTATION):
-        if _RECOMPUTATION in names and name in names:
-            del elements[names.index(name)]
-            names.remove(name)
-    stack = type(stack)(tuple(elements))
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+    is_recomputed = any(
+        element.name == _RECOMPUTATION for element in eqn.source_info.name_stack.stack
+    )
+    return without_elements(eqn, ("transpose", _RECOMPUTATION)) if is_recomputed else eqn

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.extend.core import Literal as JaxLiteral
 
 from autopar.ir.array_cuts import Cut
-from autopar.ir.graph import Atom, aval_of, is_backward, variables
+from autopar.ir.graph import Atom, aval_of, is_backward, renamed, variables, with_name_stack
 from autopar.layering.equation_cuts import EquationCut, is_same_cut
 from autopar.primitives import record_of
 from autopar.primitives.factors import PARTIAL
@@ -291,17 +291,14 @@ class PieceWriter:
         for eqn in traced.jaxpr.eqns:
             outvars = [Var(var.aval) for var in eqn.outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
-            invars = [atom if isinstance(atom, JaxLiteral) else env[atom] for atom in eqn.invars]
-            new = eqn.replace(invars=invars, outvars=outvars)
+            new = eqn.replace(invars=renamed(eqn.invars, env), outvars=outvars)
             if source is not None:
                 new = new.replace(source_info=source.source_info)
             elif backward is not None:
                 scopes = backward.source_info.name_stack.extend(STACK_SCOPE)
-                new = new.replace(source_info=new.source_info.replace(name_stack=scopes))
+                new = with_name_stack(new, scopes)
             self._append(new, layer)
-        return [
-            atom if isinstance(atom, JaxLiteral) else env[atom] for atom in traced.jaxpr.outvars
-        ]
+        return renamed(traced.jaxpr.outvars, env)
 
     def _append(self, eqn: JaxprEqn, layer: int) -> None:
         operand_layers = (self._layer_of.get(var, -1) for var in variables(eqn.invars))

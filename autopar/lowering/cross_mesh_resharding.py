@@ -22,6 +22,11 @@ type Tile = tuple[tuple[int, int], ...]
 """First index and the index after the last one, for each array dim."""
 
 
+def tile_shape(tile: Tile) -> tuple[int, ...]:
+    """Return the shape of a tile."""
+    return tuple(stop - start for start, stop in tile)
+
+
 def slices_within(inner: Tile, outer: Tile) -> tuple[slice, ...]:
     """Return the slices that cut tile `inner` out of the array that is tile `outer`."""
     return tuple(
@@ -47,7 +52,7 @@ class Piece:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return prod(stop - start for start, stop in self.tile)
+        return prod(tile_shape(self.tile))
 
 
 @dataclass(frozen=True, slots=True)

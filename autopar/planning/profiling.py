@@ -1,6 +1,5 @@
 """Stage profiling: measured times of stages on the devices of this process, cached in a file."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from autopar.planning.stage_costs import SolvedStage
 from autopar.planning.step_planner import stage_of
 from autopar.progress import log_progress
 from autopar.util import zeros
+from simulator.files import write_text
 from simulator.hardware.cluster import Cluster
 from simulator.hardware.heterogeneous import AnyCluster
 from simulator.program import Phase
@@ -243,11 +243,7 @@ def _reason(error: Exception) -> str:
 
 def _save(file: Path, measurements: dict[str, Measurement]) -> None:
     """Write measurements to a file atomically: readers find the old file or the new one."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(
-        _File(stages=measurements).model_dump_json(indent=1) + "\n", encoding="utf-8"
-    )
-    os.replace(partial, file)
+    write_text(file, _File(stages=measurements).model_dump_json(indent=1) + "\n")
 
 
 def _milliseconds(seconds: dict[Any, float]) -> str:

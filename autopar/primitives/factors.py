@@ -60,7 +60,7 @@ class OpFactors:
 
         An axis is assigned to one factor or to none. The assignment of no axis is the first.
         """
-        axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
+        axes = mesh.nontrivial_axes
         free = [f for f, kind in enumerate(self.kinds) if kind != "whole"]
         allowed = []
         for chosen in product((None, *free), repeat=len(axes)):

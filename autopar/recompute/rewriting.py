@@ -23,7 +23,7 @@ from jax.lax import optimization_barrier_p
 
 from autopar.ir.array_sizes import value_bytes
 from autopar.ir.equation_groups import Unit
-from autopar.ir.graph import Atom, aval_of, is_backward, needed, variables
+from autopar.ir.graph import Atom, aval_of, is_backward, needed, variables, with_name_stack
 from autopar.ir.host_memory import move_beside, on_host, to_device_p, to_host_p
 from autopar.ir.memo import memoized_on_step
 from autopar.ir.rebuilding import Placed, rebuilt, retraced_alike
@@ -482,4 +482,4 @@ def _in_backward(eqn: JaxprEqn, scope: str = "") -> JaxprEqn:
     stack = eqn.source_info.name_stack
     inner = stack.extend(scope) if scope else stack
     stack = type(stack)().transform("transpose") + inner
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+    return with_name_stack(eqn, stack)

@@ -104,7 +104,7 @@ class Classification:
     @cached_property
     def label(self) -> str:
         """The whole plan in a phrase: one kind, or the kind on each axis."""
-        axes = {axis: self.on(axis) for axis in self.mesh.axis_names if self.mesh.sizes[axis] > 1}
+        axes = {axis: self.on(axis) for axis in self.mesh.nontrivial_axes}
         if not axes:
             return "one device"
         if len(set(axes.values())) == 1:

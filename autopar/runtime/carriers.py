@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.devices import Device
-from autopar.lowering.cross_mesh_resharding import Piece, tiles
+from autopar.lowering.cross_mesh_resharding import Piece, tile_shape, tiles
 from autopar.lowering.job import Delivery, Place
 from autopar.runtime.loaded_job import Carrier
 from autopar.runtime.mailbox import Mailbox
@@ -126,8 +126,8 @@ class PieceCarrier:
         self, delivery: Delivery, number: int, devices: Mapping[int, Device]
     ) -> jax.ShapeDtypeStruct:
         piece = self._plan.pieces[number]
-        shape = tuple(stop - start for start, stop in piece.tile)
-        return jax.ShapeDtypeStruct(shape, delivery.dtype, sharding=self._target(piece, devices))
+        target = self._target(piece, devices)
+        return jax.ShapeDtypeStruct(tile_shape(piece.tile), delivery.dtype, sharding=target)
 
     def _compile_cuts(
         self, delivery: Delivery, owner: Mapping[int, int], devices: Mapping[int, Device]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.analysis.replay import equation_name
 from autopar.ir.evaluate import evaluate, unchanged
 from autopar.ir.graph import aval_of, constant, source_line
 from autopar.ir.keys import is_key
@@ -97,9 +98,8 @@ def _first_equation(
         for var, *versions in compared:
             difference = compare(*versions)
             if difference:
-                name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".removeprefix("/")
                 return (
-                    f"; the first value inside that differs is that of {name}"
+                    f"; the first value inside that differs is that of {equation_name(eqn)}"
                     f" ({source_line(eqn)}), {aval_of(var).str_short()}, which {difference}"
                 )
     return ""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from autopar.devices import Device
-from autopar.lowering.cross_mesh_resharding import Tile, slices_within
+from autopar.lowering.cross_mesh_resharding import Tile, slices_within, tile_shape
 
 
 def cutting(
@@ -62,5 +62,4 @@ def _joined(parts: list[Tile], dim: int, values: list[jax.Array]) -> jax.Array:
 
 
 def _on(device: Device, tile: Tile, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    shape = tuple(stop - start for start, stop in tile)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+    return jax.ShapeDtypeStruct(tile_shape(tile), dtype, sharding=SingleDeviceSharding(device))

@@ -34,7 +34,7 @@ def candidates(step: StepGraph, mesh: LogicalMesh, data_parallel: bool) -> Itera
     if micro is None or step.num_micro_batches == 1:
         return
     acts = any(eqn.effects and eqn.primitive in OPENING for _, eqn in micro.body)
-    axes = [axis for axis in mesh.axis_names if mesh.sizes[axis] > 1]
+    axes = mesh.nontrivial_axes
     rows = [aval_of(step.jaxpr.invars[i]).shape[0] for i in step.batch]
     for count in range(len(axes), len(axes) - 1 if data_parallel or acts else 0, -1):
         for deferred in combinations(axes, count):

@@ -32,10 +32,7 @@ def input_placed(
     """
     wanted = allowed[0]
     if mode == "heuristic" and role == "batch":
-        first = next((axis for axis in mesh.axis_names if mesh.sizes[axis] > 1), None)
-        wanted = (
-            replicated(len(shape)) if first is None else ((first,), *replicated(len(shape) - 1))
-        )
+        wanted = (mesh.nontrivial_axes[:1], *replicated(len(shape) - 1))
     elif mode == "heuristic" and role in ("parameter", "state"):
         wanted = largest_dims(shape, mesh)
     return wanted if wanted in allowed else allowed[0]

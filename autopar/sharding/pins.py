@@ -20,6 +20,7 @@ from autopar.ir.spec import (
     divides,
     from_partition_spec,
     partition_spec,
+    replicated,
     spec_problem,
 )
 from autopar.ir.step_graph import StepGraph
@@ -54,11 +55,11 @@ def input_specs(
     """
     specs = all_specs(shape, mesh)
     if role == "batch" and options.data_parallel:
-        wanted = (tuple(a for a in mesh.axis_names if mesh.sizes[a] > 1), *((),) * (len(shape) - 1))
+        wanted = (mesh.nontrivial_axes, *replicated(len(shape) - 1))
         _check_batch(path, shape, wanted, mesh, num_micro_batches)
         return [wanted]
     if role == "batch" and options.batch_axis is not None:
-        wanted = ((options.batch_axis,), *((),) * (len(shape) - 1))
+        wanted = ((options.batch_axis,), *replicated(len(shape) - 1))
         _check_batch(path, shape, wanted, mesh, num_micro_batches)
         if mesh.sizes[options.batch_axis] > 1:
             specs = [spec for spec in specs if options.batch_axis in spec[0]]

@@ -205,8 +205,6 @@ def _published(
     file: str,
     source: str,
     wanted: Predicate = _all,
-    target: float | None = None,
-    note: str = "",
 ) -> PublishedSet:
     return PublishedSet(
         name=name,
@@ -214,8 +212,6 @@ def _published(
         unit="s",
         source=source,
         cases=partial(step_cases, file, wanted),
-        target=target,
-        note=note,
         files=(file,),
     )
 
