@@ -16,6 +16,8 @@ from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     COLLECTIVE_LAUNCHES,
     NO_COST,
+    NO_PASSES,
+    BothPasses,
     PartPasses,
     PassCost,
     Shape,
@@ -49,17 +51,17 @@ def attention_passes(
     elementwise = _elementwise(model, execution, machine)
     collectives = tensor_collectives(columns, rows, model, execution, machine)
     exchange = _context_passes(model, execution, machine, core)
-    forward = core[0] + elementwise[0] + linear[0] + collectives[0] + exchange[0]
-    backward = core[1] + elementwise[1] + linear[1] + collectives[1] + exchange[1]
-    scores = core[0] if model.attention == "naive" else NO_COST
+    forward, backward = core + elementwise + linear + collectives + exchange
+    scores = core.forward if model.attention == "naive" else NO_COST
     unsaved = NO_COST
     if execution.recompute == "unsaved":
-        unsaved = elementwise[0] + _unsaved_products(model, execution, machine, mixer, linear[0])
+        products = _unsaved_products(model, execution, machine, mixer, linear.forward)
+        unsaved = elementwise.forward + products
         # what naive attention returns doesn't give its backward pass the scores
         if execution.recomputes("context") or model.attention == "naive":
-            unsaved += core[0] + exchange[0]
+            unsaved += core.forward + exchange.forward
     elif execution.recompute == "modules":
-        unsaved = _recomputed_modules(model, execution, machine, core[0] + exchange[0])
+        unsaved = _recomputed_modules(model, execution, machine, (core + exchange).forward)
     return PartPasses(forward, backward, scores, unsaved)
 
 
@@ -92,7 +94,7 @@ def _unsaved_products(
     shapes = [(width, model.hidden) for width in unsaved]
     if execution.recomputes("output"):
         shapes.append((model.hidden, rows))
-    return linear_passes(shapes, model, execution, machine)[0] + output if shapes else NO_COST
+    return linear_passes(shapes, model, execution, machine).forward + output if shapes else NO_COST
 
 
 def _recomputed_modules(
@@ -117,13 +119,11 @@ def _recomputed_modules(
         _, to_heads, _ = _latent_shapes(model, execution)
         columns = 2.0 * execution.tokens(model) * model.qkv_width / execution.tensor
         rotation = PassCost(machine.memory_seconds(2 * columns, 1), 1)
-        recomputed += linear_passes(to_heads, model, execution, machine)[0] + rotation
+        recomputed += linear_passes(to_heads, model, execution, machine).forward + rotation
     return recomputed
 
 
-def _cross_projections(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def _cross_projections(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return the passes of projections of queries and outputs, and of the encoder's keys.
 
     The backward pass sums the gradients of the encoder's outputs over the tensor axis.
@@ -139,12 +139,10 @@ def _cross_projections(
         1,
         machine.network.seconds("all_reduce", stream, machine.network.ring(t)),
     )
-    return queries[0] + keys[0], queries[1] + keys[1] + added
+    return queries + keys + BothPasses(backward=added)
 
 
-def _projections(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def _projections(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return the passes of the projections before and after attention."""
     t, h, latent = execution.tensor, model.hidden, model.latent_attention
     output = (h, model.attention_width // t)
@@ -159,11 +157,11 @@ def _projections(
     heads = linear_passes((*up, *outputs), model, execution, machine)
     # norms of the latents
     stream = 2.0 * execution.tokens(model) * sum(out for out, _ in down)
-    norms = (
+    norms = BothPasses(
         PassCost(machine.memory_seconds(2 * stream, 2), 2),
         PassCost(machine.memory_seconds(3 * stream, 2), 2),
     )
-    return latents[0] + heads[0] + norms[0], latents[1] + heads[1] + norms[1]
+    return latents + heads + norms
 
 
 def _latent_shapes(
@@ -188,36 +186,30 @@ def _latent_shapes(
     return to_latents, to_heads, [*outputs, (h, groups * rank)]
 
 
-def _elementwise(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def _elementwise(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return the passes of the norm, the residual sum, dropout, rotations and copies."""
     tokens, t, w = execution.tokens(model), execution.tensor, 2
     heads = 2.0 * w * tokens * model.attention_width / t  # their concatenation
     columns = w * tokens * model.qkv_width / t
     rotation = 0.0 if model.learned_positions else 2 * columns
-    forward, backward = residual_passes(
-        model, execution, machine, heads + rotation, heads + 3 * columns
-    )
+    passes = residual_passes(model, execution, machine, heads + rotation, heads + 3 * columns)
     if model.head_norms:
         normalized = tokens * (model.heads + model.key_heads) * model.query_size / t
-        forward += PassCost(machine.memory_seconds(2.0 * w * normalized, 2), 2)
-        backward += PassCost(machine.memory_seconds(3.0 * w * normalized, 2), 2)
+        passes += BothPasses(
+            PassCost(machine.memory_seconds(2.0 * w * normalized, 2), 2),
+            PassCost(machine.memory_seconds(3.0 * w * normalized, 2), 2),
+        )
     norm = composed_norm(execution.stream(model), execution, machine)
     rotated = rotated_elements(model, execution)
     rotary = composed_passes("rotary", rotated, execution, machine)
     complex_rotary = composed_passes("complex_rotary", rotated, execution, machine)
     dropped = execution.stream(model) if model.dropout else 0.0
     dropout = composed_passes("dropout_by_xla", dropped, execution, machine)
-    return (
-        forward + PassCost(kernels=1) + norm[0] + rotary[0] + complex_rotary[0] + dropout[0],
-        backward + norm[1] + rotary[1] + complex_rotary[1] + dropout[1],
-    )
+    copies = BothPasses(forward=PassCost(kernels=1))
+    return passes + copies + norm + rotary + complex_rotary + dropout
 
 
-def _core(
-    model: Transformer, execution: Execution, machine: Machine, mixer: Mixer
-) -> tuple[PassCost, PassCost]:
+def _core(model: Transformer, execution: Execution, machine: Machine, mixer: Mixer) -> BothPasses:
     """Return the passes of the core of attention, between the projections."""
     # heads that see whole sequences, whichever way the context axis divides the work
     heads = model.heads * execution.microbatch / (execution.tensor * execution.context)
@@ -228,7 +220,7 @@ def _core(
 
 def _fused_core(
     model: Transformer, execution: Execution, machine: Machine, mixer: Mixer, heads: float
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the passes of a fused core, which keeps scores out of memory."""
     assert model.attention != "naive"
     size, value = model.query_size, model.value_size
@@ -248,7 +240,7 @@ def _fused_core(
     traffic = 2.0 * w * heads * s * (size + value) / machine.gemms.bandwidth
     forward = max(flops_per_key * computed_keys / rates.forward, traffic)
     backward = max(2.5 * flops_per_key * computed_backward / rates.backward, 2 * traffic)
-    return (
+    return BothPasses(
         PassCost(forward + machine.launch_seconds, 1, 0.0, flops),
         PassCost(backward + 3 * machine.launch_seconds, 3, 0.0, 2 * flops),
     )
@@ -256,7 +248,7 @@ def _fused_core(
 
 def _naive_core(
     model: Transformer, execution: Execution, machine: Machine, mixer: Mixer, heads: float
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the passes of a core that writes scores to memory."""
     size, value = model.query_size, model.value_size
     s, w = model.seq, 2
@@ -274,10 +266,8 @@ def _naive_core(
     backward = 2 * scores + 2 * context + moved(3.0)
     elements = score_elements(model, execution, keys)
     softmax = composed_softmax(elements, (s, keys), execution, machine)
-    return (
-        PassCost(forward, 4, 0.0, flops) + softmax[0],
-        PassCost(backward, 6, 0.0, 2 * flops) + softmax[1],
-    )
+    passes = BothPasses(PassCost(forward, 4, 0.0, flops), PassCost(backward, 6, 0.0, 2 * flops))
+    return passes + softmax
 
 
 def imbalance(model: Transformer, execution: Execution, mixer: Mixer) -> float:
@@ -296,17 +286,17 @@ def imbalance(model: Transformer, execution: Execution, mixer: Mixer) -> float:
 
 
 def _context_passes(
-    model: Transformer, execution: Execution, machine: Machine, core: tuple[PassCost, PassCost]
-) -> tuple[PassCost, PassCost]:
+    model: Transformer, execution: Execution, machine: Machine, core: BothPasses
+) -> BothPasses:
     """Return what both passes of attention add where the context axis divides sequences."""
     if execution.context == 1:
-        return NO_COST, NO_COST
+        return NO_PASSES
     match execution.context_exchange:
         case "ring":
             return ring_passes(model, execution, machine, core)
         case "all_to_all":
             exchange = _exchange_of_heads(model, execution, machine)
-            return exchange, exchange
+            return BothPasses(exchange, exchange)
         case "all_gather":
             return _gathers_of_keys(model, execution, machine)
 
@@ -326,9 +316,7 @@ def _exchange_of_heads(model: Transformer, execution: Execution, machine: Machin
     return PassCost(machine.memory_seconds(4 * moved, 8), 4 * (1 + COLLECTIVE_LAUNCHES), seconds)
 
 
-def _gathers_of_keys(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def _gathers_of_keys(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return gathers of keys and values before both passes, and the sum of their gradients."""
     network = machine.network
     ring = network.ring(execution.context, execution.tensor)
@@ -336,7 +324,7 @@ def _gathers_of_keys(
     gathered_bytes = 2.0 * execution.tokens(model) * execution.context * width / execution.tensor
     gather = network.seconds("all_gather", gathered_bytes, ring)
     scatter = network.seconds("reduce_scatter", gathered_bytes, ring)
-    return (
+    return BothPasses(
         PassCost(kernels=COLLECTIVE_LAUNCHES, communication=gather),
         PassCost(kernels=2 * COLLECTIVE_LAUNCHES, communication=gather + scatter),
     )

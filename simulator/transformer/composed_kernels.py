@@ -13,12 +13,9 @@ one before them, and keeps gradients of biases in f32.
 from dataclasses import dataclass
 
 from simulator.transformer.machine import Machine
-from simulator.transformer.pass_cost import NO_COST, PassCost
+from simulator.transformer.pass_cost import NO_COST, NO_PASSES, BothPasses, PassCost
 from simulator.transformer.scenario import ComposedOperation, Execution
 from simulator.transformer.transformer_sizes import Transformer
-
-Passes = tuple[PassCost, PassCost]
-"""A forward pass and a backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ def composed_passes(
     elements: float,
     execution: Execution,
     machine: Machine,
-) -> Passes:
+) -> BothPasses:
     """Return what an operation adds to both passes; nothing if it is fused.
 
     Args:
@@ -109,14 +106,16 @@ def composed_passes(
         machine: the machine.
     """
     if operation not in execution.composed:
-        return NO_COST, NO_COST
+        return NO_PASSES
     kernels = COMPOSED[operation]
     forward = machine.memory_seconds(kernels.forward_bytes * elements, kernels.forward_kernels)
     backward = machine.memory_seconds(kernels.backward_bytes * elements, kernels.backward_kernels)
-    return PassCost(forward, kernels.forward_kernels), PassCost(backward, kernels.backward_kernels)
+    return BothPasses(
+        PassCost(forward, kernels.forward_kernels), PassCost(backward, kernels.backward_kernels)
+    )
 
 
-def composed_norm(elements: float, execution: Execution, machine: Machine) -> Passes:
+def composed_norm(elements: float, execution: Execution, machine: Machine) -> BothPasses:
     """Return what a norm adds to both passes, however it is composed.
 
     Args:
@@ -125,7 +124,7 @@ def composed_norm(elements: float, execution: Execution, machine: Machine) -> Pa
         machine: the machine.
     """
     if not execution.composed:
-        return NO_COST, NO_COST
+        return NO_PASSES
     parts = composed_passes("norm", elements, execution, machine)
     in_f32 = composed_passes("norm_in_f32", elements, execution, machine)
     by_xla = composed_passes("norm_by_xla", elements, execution, machine)
@@ -133,12 +132,12 @@ def composed_norm(elements: float, execution: Execution, machine: Machine) -> Pa
     if "norm_in_f32" in execution.composed and execution.recompute != "full":
         seconds = machine.memory_seconds(_REPEATED_BYTES * elements, _REPEATED_KERNELS)
         repeated = PassCost(seconds, _REPEATED_KERNELS)
-    return parts[0] + in_f32[0] + by_xla[0], parts[1] + in_f32[1] + by_xla[1] + repeated
+    return parts + in_f32 + by_xla + BothPasses(backward=repeated)
 
 
 def composed_softmax(
     elements: float, sides: tuple[int, int], execution: Execution, machine: Machine
-) -> Passes:
+) -> BothPasses:
     """Return what the softmax of naive attention adds to both passes, however it is composed.
 
     Args:
@@ -149,10 +148,10 @@ def composed_softmax(
     """
     parts = composed_passes("softmax", elements, execution, machine)
     by_xla = composed_passes("softmax_by_xla", elements, execution, machine)
-    padded = NO_COST, NO_COST
+    padded = NO_PASSES
     if sides[0] % _PADDED or sides[1] % _PADDED:
         padded = composed_passes("padding_by_xla", elements, execution, machine)
-    return parts[0] + by_xla[0] + padded[0], parts[1] + by_xla[1] + padded[1]
+    return parts + by_xla + padded
 
 
 def composed_saved(operation: ComposedOperation, elements: float, execution: Execution) -> float:

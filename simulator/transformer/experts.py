@@ -13,6 +13,8 @@ from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     COLLECTIVE_LAUNCHES,
     NO_COST,
+    NO_PASSES,
+    BothPasses,
     PartPasses,
     PassCost,
     accumulation_seconds,
@@ -99,15 +101,14 @@ def expert_passes(model: Transformer, execution: Execution, machine: Machine) ->
         kernels=2 * (1 + COLLECTIVE_LAUNCHES) + _EXPERT_LAUNCHES,
         dispatch=dispatch_seconds(model, execution, machine),
     )
-    forward = sum((part[0] for part in passes), exchange)
-    backward = sum((part[1] for part in passes), exchange)
+    forward, backward = sum(passes, BothPasses(exchange, exchange))
     if execution.recompute == "modules":
         unsaved = forward
         if "moe" not in execution.recomputed:
             unsaved = _recomputed_modules(routing, model, execution, machine)
     else:
         saved = not execution.recomputes(*activation_inputs(model))
-        unsaved = without_products(forward, passes[0][0]) if saved else forward
+        unsaved = without_products(forward, passes[0].forward) if saved else forward
     return PartPasses(forward, backward, unsaved=unsaved)
 
 
@@ -121,9 +122,9 @@ def _recomputed_modules(
     if "moe_act" in modules and machine.backend.expert_kernels != "fused":
         moved = (3 if model.gated else 2) * 2.0 * routing.rows * routing.inner
         recomputed += PassCost(machine.memory_seconds(moved, 1), 1)
-        recomputed += _clamps(routing, model, machine)[0]
+        recomputed += _clamps(routing, model, machine).forward
     if "shared_experts" in modules:
-        recomputed += _shared(model, execution, machine)[0]
+        recomputed += _shared(model, execution, machine).forward
     return recomputed
 
 
@@ -181,7 +182,7 @@ def distinct_places(experts: Experts, places: int, most: int) -> float:
 
 def _grouped(
     routing: Routing, model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the passes of the routed experts of a device, whose products are grouped.
 
     Products that are launched one by one run side by side, so that only the host is slower.
@@ -214,13 +215,13 @@ def _grouped(
     looped = machine.backend.expert_kernels == "looped"
     launches = 2 * max(1.0, _LOOPED_LAUNCHES * groups) if looped else 2
     products = model.products_of_weights - 1
-    return (
+    return BothPasses(
         PassCost(forward, round(launches), 0.0, flops),
         PassCost(backward, round(products * launches), 0.0, products * flops),
     )
 
 
-def _biases(routing: Routing, model: Transformer, machine: Machine) -> tuple[PassCost, PassCost]:
+def _biases(routing: Routing, model: Transformer, machine: Machine) -> BothPasses:
     """Return the passes of the biases of routed experts.
 
     Fused with the products, they add nothing. Otherwise the first is part of its product, and the
@@ -230,20 +231,20 @@ def _biases(routing: Routing, model: Transformer, machine: Machine) -> tuple[Pas
     each. The gradient of the first bias reads that of the product.
     """
     if not model.experts_section.biases or machine.backend.expert_kernels == "fused":
-        return NO_COST, NO_COST
+        return NO_PASSES
     groups = routing.experts if machine.backend.expert_kernels == "looped" else 1
     outputs = routing.rows * routing.width
     columns = routing.rows * (2 if model.gated else 1) * routing.inner
     forward = PassCost(machine.memory_seconds(12.0 * outputs, 3), 2 * groups + 1)
     if model.adapters is not None:
-        return forward, NO_COST
+        return BothPasses(forward)
     moved = 12.0 * outputs + 2.0 * columns
-    return forward, PassCost(machine.memory_seconds(moved, 7), 7 * groups)
+    return BothPasses(forward, PassCost(machine.memory_seconds(moved, 7), 7 * groups))
 
 
 def _padding(
     routing: Routing, model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the passes of copies that pad the rows of each expert for products of few bits.
 
     Such products need a multiple of 16 or 32 rows. Exchanges that sort rows by expert pad them as
@@ -255,15 +256,15 @@ def _padding(
     padded = execution.dispatch == "all_to_all" and model.experts_section.capacity_factor is None
     looped = machine.backend.expert_kernels == "looped"
     if RECIPES[model.precision].dtype is None or not padded or not looped:
-        return NO_COST, NO_COST
+        return NO_PASSES
     row = 2.0 * routing.width
     copied = PassCost(
         machine.memory_seconds(2 * 2 * routing.rows * row, _PADDING_KERNELS), _PADDING_KERNELS
     )
-    return copied, copied
+    return BothPasses(copied, copied)
 
 
-def _clamps(routing: Routing, model: Transformer, machine: Machine) -> tuple[PassCost, PassCost]:
+def _clamps(routing: Routing, model: Transformer, machine: Machine) -> BothPasses:
     """Return the passes of the clamps before a gated activation.
 
     They are not part of the kernel of the activation (`weighted_bias_quick_geglu_impl` in
@@ -272,23 +273,21 @@ def _clamps(routing: Routing, model: Transformer, machine: Machine) -> tuple[Pas
     w4, the concatenation of the gradients r4 w4.
     """
     if not model.experts_section.clamped or machine.backend.expert_kernels == "fused":
-        return NO_COST, NO_COST
+        return NO_PASSES
     elements = float(routing.rows * routing.inner)
-    return (
+    return BothPasses(
         PassCost(machine.memory_seconds(16.0 * elements, 3), 3),
         PassCost(machine.memory_seconds(20.0 * elements, 3), 3),
     )
 
 
-def _shared(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def _shared(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return the passes of shared experts, which the tensor axis divides like a dense MLP."""
     width = model.experts_section.shared_ffn
     routed_is_divided = execution.sequence_parallel or execution.expert_shards == 1
     if not width:
         if execution.tensor == 1 or routed_is_divided:
-            return NO_COST, NO_COST
+            return NO_PASSES
         inner = model.experts_section.ffn // execution.expert_shards
         return tensor_collectives(inner, inner, model, execution, machine)
     t, h, w = execution.tensor, model.hidden, 2
@@ -299,23 +298,21 @@ def _shared(
     collectives = tensor_collectives(up, down, model, execution, machine)
     forward = PassCost(machine.memory_seconds(moved * activation, 1), 1)
     backward = PassCost(machine.memory_seconds((2 * moved - 1) * activation, 1), 1)
-    return linear[0] + collectives[0] + forward, linear[1] + collectives[1] + backward
+    return linear + collectives + BothPasses(forward, backward)
 
 
-def _latent(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def _latent(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return the passes of the projections to and from the width of tokens that are sent."""
     latent = model.experts_section.latent
     if latent is None:
-        return NO_COST, NO_COST
+        return NO_PASSES
     shapes = ((latent, model.hidden), (model.hidden, latent))
     return linear_passes(shapes, model, execution, machine, divided=True)
 
 
 def _router(
     routing: Routing, model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the passes of the router, whose product is of 16 bits and whose scores are f32."""
     count, h, tokens = model.experts_section.count, model.hidden, routing.tokens
     gemms = machine.gemms
@@ -327,7 +324,7 @@ def _router(
     if model.adapters is None:
         backward += gemms.seconds(count, h, tokens)
         backward += accumulation_seconds(count * h, execution, machine)
-    return (
+    return BothPasses(
         PassCost(forward, kernels, 0.0, flops),
         PassCost(backward, kernels, 0.0, 2 * flops),
     )
@@ -335,7 +332,7 @@ def _router(
 
 def _elementwise(
     routing: Routing, model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the passes of norm, residual sum, permutations, and activations of routed experts."""
     w = 2
     row = w * routing.width
@@ -347,11 +344,11 @@ def _elementwise(
     if machine.backend.expert_kernels == "fused":
         activation = 0
     moved = 3 if model.gated else 2
-    forward, backward = residual_passes(
+    passes = residual_passes(
         model,
         execution,
         machine,
         permuted + sorted_rows + moved * activation,
         permuted + sorted_rows + (2 * moved - 1) * activation,
     )
-    return forward + PassCost(kernels=4), backward + PassCost(kernels=4)
+    return passes + BothPasses(PassCost(kernels=4), PassCost(kernels=4))

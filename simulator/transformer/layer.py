@@ -11,6 +11,7 @@ from simulator.transformer.mamba import mamba_passes
 from simulator.transformer.mlp_passes import mlp_passes
 from simulator.transformer.pass_cost import (
     NO_COST,
+    BothPasses,
     PartPasses,
     PassCost,
     accumulation_seconds,
@@ -128,9 +129,7 @@ def _mlp(model: Transformer, execution: Execution, machine: Machine, kind: Layer
             assert_never(kind.mlp)
 
 
-def head_passes(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def head_passes(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return the forward and backward pass of the output embedding and the loss."""
     tokens = execution.tokens(model)
     columns = _tokens_per_device(model, execution)
@@ -158,12 +157,12 @@ def head_passes(
         gather += network.seconds("all_gather", 2.0 * logits, ring)
     forward += machine.memory_seconds(4 * tokens * model.hidden, 1)
     backward += machine.memory_seconds(6 * tokens * model.hidden, 2)
-    passes = (
+    passes = BothPasses(
         PassCost(forward, 9, gather, flops),
         PassCost(backward, 8, again + summed, (model.products_of_weights - 1) * flops),
     )
     if execution.repeats_head:
-        return passes[0], passes[1] + passes[0]._replace(flops=0.0)
+        return passes + BothPasses(backward=passes.forward._replace(flops=0.0))
     return passes
 
 
@@ -197,40 +196,32 @@ def _loss_traffic(execution: Execution) -> tuple[tuple[float, int], tuple[float,
     return (38.0, 7), (22.0, 4)
 
 
-def prediction_passes(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def prediction_passes(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return the passes of the projection before a layer that predicts a further token.
 
     It joins the stream with the embedding of the next token, both of which are normalized.
     """
     shape = (model.hidden // execution.tensor, 2 * model.hidden)
-    forward, backward = linear_passes((shape,), model, execution, machine)
     stream = 2.0 * execution.stream(model)
-    return (
-        forward + PassCost(machine.memory_seconds(6 * stream, 3), 3),
-        backward + PassCost(machine.memory_seconds(8 * stream, 3), 3),
+    return linear_passes((shape,), model, execution, machine) + BothPasses(
+        PassCost(machine.memory_seconds(6 * stream, 3), 3),
+        PassCost(machine.memory_seconds(8 * stream, 3), 3),
     )
 
 
-def embedding_passes(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def embedding_passes(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return the forward and backward pass of the input embedding.
 
     Forward: a gather, a sum with the positions, and dropout. Backward: scatters of the gradient,
     unless the embedding is frozen. An encoder has the same embedding.
     """
-    forward, backward = _embedding_passes(model, execution, machine)
+    passes = _embedding_passes(model, execution, machine)
     if model.encoder is None:
-        return forward, backward
-    encoder = _embedding_passes(model.encoder_model, execution, machine)
-    return forward + encoder[0], backward + encoder[1]
+        return passes
+    return passes + _embedding_passes(model.encoder_model, execution, machine)
 
 
-def _embedding_passes(
-    model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def _embedding_passes(model: Transformer, execution: Execution, machine: Machine) -> BothPasses:
     """Return the passes of the input embedding of a decoder or an encoder."""
     stream = execution.tokens(model) * model.hidden
     ring = machine.network.ring(execution.tensor)
@@ -243,21 +234,21 @@ def _embedding_passes(
     forward = PassCost(machine.memory_seconds(15.0 * stream, 4), 4, summed)
     if execution.embedding_products:
         products = _embedding_products(forward, model, execution, machine)
-        return products[0], products[1] + PassCost(communication=gather)
+        return products + BothPasses(backward=PassCost(communication=gather))
     if model.adapters is not None:
-        return forward, PassCost()
+        return BothPasses(forward)
     zeros = machine.memory_seconds(2.0 * table, 1)  # the target of the scatter
     backward = (
         machine.memory_seconds(16.0 * stream, 4)
         + zeros
         + accumulation_seconds(table, execution, machine)
     )
-    return forward, PassCost(backward, 6, gather)
+    return BothPasses(forward, PassCost(backward, 6, gather))
 
 
 def _embedding_products(
     gathered: PassCost, model: Transformer, execution: Execution, machine: Machine
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the passes of an input embedding that is a product with one-hot rows.
 
     They are written and read in 16 bits, once per pass. Positions are looked up in the same way.
@@ -275,10 +266,10 @@ def _embedding_products(
     one_hot = machine.memory_seconds(2.0 * tokens * sum(tables), len(tables))
     forward = one_hot + sum(gemms.seconds(tokens, model.hidden, rows) for rows in tables)
     if model.adapters is not None:
-        return gathered + PassCost(forward, 2 * len(tables)), PassCost()
+        return BothPasses(gathered + PassCost(forward, 2 * len(tables)))
     backward = one_hot + sum(gemms.seconds(rows, model.hidden, tokens) for rows in tables)
     flops = 2.0 * tokens * model.hidden * sum(tables)
-    return (
+    return BothPasses(
         gathered + PassCost(forward, 2 * len(tables), flops=flops),
         PassCost(backward, 2 * len(tables), flops=flops),
     )

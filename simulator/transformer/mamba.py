@@ -3,6 +3,7 @@
 from simulator.transformer.machine import Machine
 from simulator.transformer.pass_cost import (
     NO_COST,
+    BothPasses,
     PartPasses,
     PassCost,
     linear_passes,
@@ -44,29 +45,28 @@ def mamba_passes(model: Transformer, execution: Execution, machine: Machine) -> 
     # inputs and outputs of the scan, and the states of chunks in f32, written and read
     states = 2 * 4.0 * tokens / mamba.chunk * mamba.inner * mamba.state / t
     scan = w * tokens * (mamba.convolved + mamba.inner) / t + states
-    forward, backward = residual_passes(
+    passes = residual_passes(
         model, execution, machine, convolution + gate, 2 * convolution + 2 * gate
     )
     bandwidth = machine.gemms.bandwidth
     launches = machine.launch_seconds
-    forward += PassCost(
-        max(flops / rate, scan / bandwidth) + _SCAN_KERNELS * launches,
-        _SCAN_KERNELS,
-        0.0,
-        flops,
-    )
-    backward += PassCost(
-        max(2.5 * flops / rate, 2.5 * scan / bandwidth) + 2 * _SCAN_KERNELS * launches,
-        2 * _SCAN_KERNELS,
-        0.0,
-        2 * flops,
+    passes += BothPasses(
+        PassCost(
+            max(flops / rate, scan / bandwidth) + _SCAN_KERNELS * launches,
+            _SCAN_KERNELS,
+            0.0,
+            flops,
+        ),
+        PassCost(
+            max(2.5 * flops / rate, 2.5 * scan / bandwidth) + 2 * _SCAN_KERNELS * launches,
+            2 * _SCAN_KERNELS,
+            0.0,
+            2 * flops,
+        ),
     )
     # the modules that can be recomputed are none of Mamba, whose norm is part of a linear layer
-    unsaved = NO_COST if execution.recompute == "modules" else forward
+    unsaved = NO_COST if execution.recompute == "modules" else passes.forward
     if execution.recompute == "unsaved" and execution.recomputes(*PROJECTIONS):
-        unsaved += linear[0] + sum_of_outputs(rows, model, execution, machine)
-    return PartPasses(
-        forward + linear[0] + collectives[0],
-        backward + linear[1] + collectives[1],
-        unsaved=unsaved,
-    )
+        unsaved += linear.forward + sum_of_outputs(rows, model, execution, machine)
+    forward, backward = passes + linear + collectives
+    return PartPasses(forward, backward, unsaved=unsaved)

@@ -41,17 +41,13 @@ def mlp_passes(model: Transformer, execution: Execution, machine: Machine) -> Pa
     activation = composed_passes(kind, elements, execution, machine)
     dropped = mask + (execution.stream(model) if model.dropout else 0.0)
     dropout = composed_passes("dropout_by_xla", dropped, execution, machine)
-    kernels = elementwise[0] + norm[0] + activation[0] + dropout[0]
-    forward = kernels + linear[0] + collectives[0]
+    kernels = elementwise + norm + activation + dropout
+    forward, backward = kernels + linear + collectives
     if execution.recompute == "modules":
         unsaved = forward if "mlp" in execution.recomputed else NO_COST
     else:
-        unsaved = kernels + _unsaved_products(model, execution, machine)
-    return PartPasses(
-        forward,
-        elementwise[1] + norm[1] + activation[1] + dropout[1] + linear[1] + collectives[1],
-        unsaved=unsaved,
-    )
+        unsaved = kernels.forward + _unsaved_products(model, execution, machine)
+    return PartPasses(forward, backward, unsaved=unsaved)
 
 
 def _unsaved_products(model: Transformer, execution: Execution, machine: Machine) -> PassCost:
@@ -67,4 +63,4 @@ def _unsaved_products(model: Transformer, execution: Execution, machine: Machine
     shapes = [(columns, model.hidden)] * unsaved
     if unsaved == 2 and not execution.separate_gates:
         shapes = [(2 * columns, model.hidden)]
-    return linear_passes(shapes, model, execution, machine)[0] if unsaved else NO_COST
+    return linear_passes(shapes, model, execution, machine).forward if unsaved else NO_COST

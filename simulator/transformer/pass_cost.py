@@ -63,6 +63,19 @@ class PassCost(NamedTuple):
 NO_COST = PassCost()
 
 
+class BothPasses(NamedTuple):
+    """The costs of the forward and the backward pass over a layer, or over a part of it."""
+
+    forward: PassCost = NO_COST
+    backward: PassCost = NO_COST
+
+    def __add__(self, other: "BothPasses") -> "BothPasses":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return BothPasses(self.forward + other.forward, self.backward + other.backward)
+
+
+NO_PASSES = BothPasses()
+
+
 class PartPasses(NamedTuple):
     """The passes over a part of a layer: its mixer or its MLP.
 
@@ -96,7 +109,7 @@ def linear_passes(
     machine: Machine,
     divided: bool = False,
     adapted: int = 0,
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the passes of linear layers, with two products each in the backward pass.
 
     Frozen layers have one product, that of the gradient of the inputs.
@@ -141,7 +154,7 @@ def linear_passes(
         casts = _cast_passes(shapes, tokens, model, execution, machine)
         forward, backward = forward + casts[0], backward + casts[1]
     flops = sum([2.0 * tokens * out * inner for out, inner in shapes])
-    passes = (
+    passes = BothPasses(
         PassCost(forward, count + casting, 0.0, flops),
         PassCost(backward, products * (count + casting), 0.0, products * flops),
     )
@@ -149,15 +162,10 @@ def linear_passes(
         return passes
     rank = model.adapters.rank
     adapters = [_adapter_passes(shape, rank, tokens, machine) for shape in shapes[:adapted]]
-    return (
-        sum((forward for forward, _ in adapters), passes[0]),
-        sum((backward for _, backward in adapters), passes[1]),
-    )
+    return sum(adapters, passes)
 
 
-def _adapter_passes(
-    shape: Shape, rank: int, tokens: int, machine: Machine
-) -> tuple[PassCost, PassCost]:
+def _adapter_passes(shape: Shape, rank: int, tokens: int, machine: Machine) -> BothPasses:
     """Return the passes of an adapter: its products in 16 bits, and the sums of its results."""
     out, inner = shape
     gemms = machine.gemms
@@ -168,7 +176,7 @@ def _adapter_passes(
     forward += machine.memory_seconds(6.0 * tokens * out, 1)
     backward = inputs + weights + machine.memory_seconds(6.0 * tokens * inner, 1)
     flops = 2.0 * tokens * rank * (out + inner)
-    return PassCost(forward, 3, 0.0, flops), PassCost(backward, 5, 0.0, 2 * flops)
+    return BothPasses(PassCost(forward, 3, 0.0, flops), PassCost(backward, 5, 0.0, 2 * flops))
 
 
 def _cast_passes(
@@ -223,7 +231,7 @@ def tensor_collectives(
     execution: Execution,
     machine: Machine,
     inputs: int = 1,
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the waits for collectives over the tensor axis around two linear layers.
 
     The first is split by column, the second by row. A pass has an all_reduce, or an all_gather and
@@ -241,7 +249,7 @@ def tensor_collectives(
             input without sequence parallelism.
     """
     if execution.tensor == 1:
-        return NO_COST, NO_COST
+        return NO_PASSES
     network = machine.network
     ring = network.ring(execution.tensor)
     tokens, h = execution.tokens(model), model.hidden
@@ -268,7 +276,7 @@ def tensor_collectives(
     overlap_weights = execution.overlap_tensor != "none"
     overlap_all = execution.overlap_tensor == "all"
     far = ring.hosts > 1
-    return (
+    return BothPasses(
         overlapped(forward, overlap_all, launches, machine, far),
         overlapped((weights,), overlap_weights, launches, machine, far)
         + overlapped((outputs,), overlap_all, 0, machine, far),
@@ -330,7 +338,7 @@ def residual_passes(
     machine: Machine,
     forward_bytes: float,
     backward_bytes: float,
-) -> tuple[PassCost, PassCost]:
+) -> BothPasses:
     """Return the passes of the elementwise kernels around a mixer or an MLP.
 
     They are a norm before it, bias, dropout and the residual sum after it, and kernels of its own.
@@ -354,7 +362,7 @@ def residual_passes(
         # backward pass also reads them for the gradients of the weights of both
         mixed = (streams + 1 + 2 * (streams - 1)) * width * stream
         forward, backward = forward + mixed, backward + 2 * mixed
-    passes = (
+    passes = BothPasses(
         PassCost(machine.memory_seconds(forward, 3), 4),
         PassCost(machine.memory_seconds(backward, 8), 8),
     )
@@ -362,7 +370,7 @@ def residual_passes(
         return passes
     # Beyond the kernels above: the input of the norm r4 w2, and 4 more of the sum. Backward: the
     # gradient of the output r4 w2, gradient of the norm's input r2 w4, and 6 more for their sum.
-    return (
-        passes[0] + PassCost(machine.memory_seconds(10.0 * stream, 2), 1),
-        passes[1] + PassCost(machine.memory_seconds(18.0 * stream, 3), 2),
+    return passes + BothPasses(
+        PassCost(machine.memory_seconds(10.0 * stream, 2), 1),
+        PassCost(machine.memory_seconds(18.0 * stream, 3), 2),
     )

@@ -6,7 +6,11 @@ one from either end, so that all have as much to do under a causal mask.
 """
 
 from simulator.transformer.machine import Machine
-from simulator.transformer.pass_cost import COLLECTIVE_LAUNCHES, PassCost
+from simulator.transformer.pass_cost import (
+    COLLECTIVE_LAUNCHES,
+    BothPasses,
+    PassCost,
+)
 from simulator.transformer.scenario import Execution
 from simulator.transformer.transformer_sizes import Transformer
 
@@ -15,8 +19,8 @@ def ring_passes(
     model: Transformer,
     execution: Execution,
     machine: Machine,
-    core: tuple[PassCost, PassCost],
-) -> tuple[PassCost, PassCost]:
+    core: BothPasses,
+) -> BothPasses:
     """Return what a ring adds to the passes of attention.
 
     That is the exposed part of the sends, and kernels that join the results of the steps.
@@ -46,4 +50,4 @@ def ring_passes(
                 hidden=steps * send - exposed,
             )
         )
-    return passes[0], passes[1]
+    return BothPasses(*passes)

@@ -13,7 +13,10 @@ from simulator.transformer.layer import (
 )
 from simulator.transformer.layer_kinds import LayerKind
 from simulator.transformer.machine import Machine
-from simulator.transformer.pass_cost import PassCost
+from simulator.transformer.pass_cost import (
+    BothPasses,
+    PassCost,
+)
 from simulator.transformer.scenario import Execution
 from simulator.transformer.stages import DeviceLayers, Division
 from simulator.transformer.transformer_sizes import Transformer
@@ -154,7 +157,7 @@ def exposed_dispatch(layer: LayerPasses, execution: Execution, machine: Machine)
     return alone + (1 - alone) * overlapped
 
 
-def _end(passes: tuple[PassCost, PassCost], machine: Machine) -> StageSeconds:
+def _end(passes: BothPasses, machine: Machine) -> StageSeconds:
     """Return what the embedding or the loss adds to its stage."""
     forward, backward = passes
     backward_wait = host_wait(backward, machine)
