@@ -19,7 +19,7 @@ from autopar.runtime.batch_reading import Batches, ahead
 def put_on_workers(
     hosts: RayHosts, specs: Sequence[PlacementSpec]
 ) -> Callable[[int, Any], DistributedArray]:
-    """Return a function of a number and a value that sends the value where that spec says."""
+    """Return a function of (number, value) that sends a value to the place of that spec."""
     arrays = _arrays(hosts, specs)
     return lambda i, value: hosts.put(value, arrays[i])
 

@@ -40,7 +40,7 @@ SCOPE = "rematted_computation"
 
 
 class RecomputeError(ValueError):
-    """An equation can't be computed again in the backward pass, or its results not offloaded."""
+    """An equation can't be computed again in the backward pass, or offloaded between the passes."""
 
 
 def recompute(
@@ -76,7 +76,7 @@ def recompute(
 def results_saved_in_layers(step: StepGraph) -> tuple[int, ...]:
     """Return the numbers of the equations whose results a pipeline may offload.
 
-    Their results are not small beside the others.
+    Small results stay on the devices.
     """
     found = passes(step)
     sizes: dict[int, int] = {}

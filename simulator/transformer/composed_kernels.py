@@ -157,7 +157,7 @@ def composed_softmax(
 def composed_saved(operation: ComposedOperation, elements: float, execution: Execution) -> float:
     """Return the further bytes that an operation saves for the backward pass.
 
-    Args are those of `composed_passes`.
+    Arguments as for `composed_passes`.
     """
     return COMPOSED[operation].saved_bytes * elements if operation in execution.composed else 0.0
 

@@ -49,7 +49,8 @@ class Experts(Description):
         shared_ffn: inner width of the shared experts, which get all tokens; of all of them together
             if there are several.
         first_dense: layers at the start that have a dense MLP.
-        every: a layer in so many has experts, the last of each group; the others have a dense MLP.
+        every: number of layers in a group, the last of which has experts; the others have a dense
+            MLP.
         latent: width to which tokens are projected before they are sent to experts, which then
             have inputs and outputs of this width; `hidden` by default.
         capacity_factor: capacity of an expert, relative to its even share of the tokens; further

@@ -288,7 +288,7 @@ def sum_of_outputs(
 ) -> PassCost:
     """Return the wait for the collective after a linear layer that is split by row.
 
-    Args are those of `tensor_collectives`.
+    Arguments as for `tensor_collectives`.
     """
     if execution.tensor == 1:
         return NO_COST

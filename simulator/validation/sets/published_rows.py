@@ -67,7 +67,7 @@ def table(name: str, columns: list[str] | None = None, folder: Path = PUBLISHED)
 def records(name: str, columns: list[str] | None = None, folder: Path = PUBLISHED) -> list[Any]:
     """Return the rows of a table, with an attribute for each column.
 
-    Args and errors are those of `table`; a file that another folder lacks has no rows.
+    Arguments and errors as for `table`; a file that another folder lacks has no rows.
     """
     if folder != PUBLISHED and not (folder / f"{name}.csv").exists():
         return []
