@@ -34,7 +34,7 @@ from autopar.planning.pipeline_planning import PipelinePlanning
 from autopar.planning.stage_problem import NoStagesError
 from autopar.progress import log_progress, progress_part
 from autopar.sharding.pins import ShardingError
-from autopar.sharding.selection_problem import InfeasibleError
+from autopar.sharding.selection_problem import InfeasibleError, NoFasterError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 
 _PLANNING_ERRORS = (
@@ -301,12 +301,11 @@ class _Search:
         try:
             with progress_part(done, done + 1 / self.space.num_combinations):
                 if mesh is not None:
-                    step, plan = self.planning.plan_whole_step(count, mesh)
+                    step, plan = self.planning.plan_whole_step(count, mesh, self.best_seconds)
                     of_mesh = self._whole_step_seconds.setdefault(mesh, {})
                     of_mesh[count] = plan.predicted_seconds
                     if not plan.memory_limited:
-                        enough = self._enough_counts.get(mesh, count)
-                        self._enough_counts[mesh] = min(count, enough)
+                        self._enough_counts[mesh] = min(count, self._enough_counts.get(mesh, count))
                     plans = [plan]
                 else:
                     step, plans = self._pipelines(entry)
@@ -322,6 +321,8 @@ class _Search:
                 and entry.is_composed
             ):
                 self._too_large.append((entry, planner.num_layers))
+            if mesh is not None and isinstance(error, NoFasterError) and not error.is_limited:
+                self._enough_counts[mesh] = min(count, self._enough_counts.get(mesh, count))
             if mesh is not None and isinstance(error, MemoryBudgetError):
                 # A part of a microbatch needs at least that part of the memory.
                 least = count * error.least / error.budget

@@ -141,8 +141,16 @@ class PipelinePlanning:
         most = num_submeshes * (chunks if isinstance(chunks, int) else 1)
         return [option for option in _AUTO_LAYERS if option.layer_num <= most] or _AUTO_LAYERS[-1:]
 
-    def plan_whole_step(self, num_micro_batches: int, mesh: LogicalMesh) -> tuple[StepGraph, Plan]:
-        """Return the step and its plan as one program on a mesh."""
+    def plan_whole_step(
+        self, num_micro_batches: int, mesh: LogicalMesh, limit: float
+    ) -> tuple[StepGraph, Plan]:
+        """Return the step and its plan as one program on a mesh.
+
+        Args:
+            num_micro_batches: number of microbatches.
+            mesh: the logical mesh.
+            limit: seconds of a known plan; see `make_planned`.
+        """
         name = type(self.method).__name__
         exactness = self.method.exactness
         step = trace(
@@ -160,5 +168,6 @@ class PipelinePlanning:
             name,
             memory_budget=budget,
             offloads=self.hosted.values,
+            limit=limit,
         )
         return planned.step, planned.plan

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 from jax.extend.core import Var
@@ -43,6 +44,7 @@ def make_planned(
     memory_budget: float | None = None,
     remat: Remat = "keep",
     offloads: bool = False,
+    limit: float = inf,
 ) -> PlannedStep:
     """Return the cheapest plan for `step` on `mesh`, and the step as it runs.
 
@@ -62,9 +64,12 @@ def make_planned(
         remat: what the backward pass computes again; `step` is traced accordingly.
         offloads: whether values of the forward pass may be in host memory until the backward pass
             reads them.
+        limit: seconds of a known plan. Only faster ones are looked for, unless the step repeats
+            equations or offloads.
 
     Raises:
         MemoryBudgetError: no plan fits.
+        NoFasterError: no plan that fits takes less than `limit`.
         MissingRuleError, ShardingError, InfeasibleError, TimeoutError: see `plan_shardings`.
         ValueError: the mesh has more devices than the cluster.
     """
@@ -83,7 +88,7 @@ def make_planned(
         found = shard_recomputing(step, mesh, costs, options, budget, repeats, offloads)
         equations, step, shardings = found.equations, found.step, found.shardings
     else:
-        shardings = plan_shardings(step, mesh, costs, options, budget)
+        shardings = plan_shardings(step, mesh, costs, options, budget, limit=limit)
     plan = Plan(
         step=step.name,
         fingerprint=step.fingerprint,

@@ -22,6 +22,7 @@ from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.selection_problem import (
     InfeasibleError,
+    NoFasterError,
     Solution,
 )
 from autopar.sharding.solve_within_memory import (
@@ -89,6 +90,7 @@ def plan_shardings(
     costs: MeshCosts | None = None,
     start: Start | None = None,
     with_specs: bool = False,
+    limit: float = math.inf,
 ) -> Shardings:
     """Return the cheapest sharding of `step` on `mesh` that fits into `memory_budget`.
 
@@ -101,15 +103,17 @@ def plan_shardings(
         costs: `model` on `mesh`, with its memoized costs; None: a new one.
         start: a sharding to start from. Its deferred axes are kept if that fits.
         with_specs: whether to return the spec of every value, too.
+        limit: seconds of a known plan; only faster ones are looked for.
 
     Raises:
         MissingRuleError, ShardingError: see `enumerate_decisions`.
         MemoryBudgetError: no plan fits into `memory_budget`.
+        NoFasterError: no plan that fits takes less than `limit`.
         InfeasibleError, TimeoutError: see `solve`.
     """
     began = time.perf_counter()
     costs = costs or MeshCosts(mesh, model, options.forbidden)
-    best, refused = _cheapest(step, costs, options, memory_budget, start)
+    best, refused = _cheapest(step, costs, options, memory_budget, start, limit)
     divided = any(best.inputs[i][0] for i in step.batch)
     if step.microbatching and divided and not best.deferred and refused is not None:
         best = replace(best, warnings=(f"gradients are completed in every microbatch: {refused}",))
@@ -119,43 +123,63 @@ def plan_shardings(
 
 
 def _cheapest(
-    step: StepGraph, costs: MeshCosts, options: ShardingOptions, budget: float, start: Start | None
+    step: StepGraph,
+    costs: MeshCosts,
+    options: ShardingOptions,
+    budget: float,
+    start: Start | None,
+    limit: float,
 ) -> tuple[Shardings, ValueError | None]:
-    """Return the cheapest plan over all deferred axes, and why deferring failed if it did.
-
-    Pure data parallelism always defers if possible, so it is not compared with plans that don't.
-    """
-    refused: ValueError | None = None
+    """Return the cheapest plan over all deferred axes, and why deferring failed if it did."""
     if start is not None:
         with suppress(InfeasibleError):
             return _plan_deferring(step, costs, options, budget, start.deferred, start), None
-    plans = []
+    refused: ValueError | None = None
     is_solved = options.mode == "solve"
     sets_of_axes = [*candidates(step, costs.mesh, options.data_parallel)] if is_solved else []
-    num_solves = len(sets_of_axes) + 1
-    for number, deferred in enumerate(sets_of_axes):
-        try:
-            with progress_part(number / num_solves, (number + 1) / num_solves):
-                plans.append(_plan_deferring(step, costs, options, budget, deferred))
-        except (ShardingError, InfeasibleError) as error:
-            refused = refused or error
-    try:
-        if not plans or not options.data_parallel:
-            with progress_part(1 - 1 / num_solves, 1):
-                plans.append(_plan_deferring(step, costs, options, budget, ()))
-    except (ShardingError, InfeasibleError):
-        if not plans:
-            raise
-    if any(plan.deferred for plan in plans):
-        refused = None
-    for plan in sorted(plans, key=lambda plan: plan.seconds):
+    while True:
+        plan, error = _cheapest_of(step, costs, options, budget, sets_of_axes, limit)
         try:
             check_parts(step, costs.mesh, plan.deferred)
-        except MicrobatchError as error:
-            refused = refused or error
+        except MicrobatchError as reason:
+            refused = refused or reason
+            sets_of_axes.remove(plan.deferred)
         else:
-            return plan, refused
-    return _plan_deferring(step, costs, options, budget, ()), refused
+            return plan, refused or error
+
+
+def _cheapest_of(
+    step: StepGraph,
+    costs: MeshCosts,
+    options: ShardingOptions,
+    budget: float,
+    sets_of_axes: Sequence[Axes],
+    limit: float,
+) -> tuple[Shardings, ValueError | None]:
+    """Return the cheapest plan with one of these sets of deferred axes, or with none.
+
+    Pure data parallelism always defers if possible, so it is not compared with plans that don't.
+
+    Returns:
+        The plan, and why deferring failed if it did.
+    """
+    plans: list[Shardings] = []
+    errors: list[ShardingError | InfeasibleError] = []
+    num_solves = len(sets_of_axes) + 1
+    for number, deferred in enumerate((*sets_of_axes, ())):
+        if plans and not deferred and options.data_parallel:
+            break
+        try:
+            with progress_part(number / num_solves, (number + 1) / num_solves):
+                least = min([limit, *(plan.seconds for plan in plans)])
+                plans.append(_plan_deferring(step, costs, options, budget, deferred, limit=least))
+        except (ShardingError, InfeasibleError) as error:
+            errors.append(error)
+    if not plans:
+        slower = [error for error in errors if isinstance(error, NoFasterError)]
+        raise max(slower, key=lambda error: error.is_limited, default=errors[-1])
+    refused = None if any(plan.deferred for plan in plans) else next(iter(errors), None)
+    return min(plans, key=lambda plan: plan.seconds), refused
 
 
 def _plan_deferring(
@@ -165,6 +189,7 @@ def _plan_deferring(
     budget: float,
     deferred: Axes,
     start: Start | None = None,
+    limit: float = math.inf,
 ) -> Shardings:
     """Return the cheapest plan that defers along exactly these axes."""
     with progress_part(0, _ENUMERATION, "costs of shardings"):
@@ -173,7 +198,7 @@ def _plan_deferring(
     if options.mode == "solve":
         with progress_part(_ENUMERATION, 1, "solving"):
             solution, peak_bytes = solve_within_memory(
-                memory, decisions.problem(), budget, options, start
+                memory, decisions.problem(), budget, options, start, limit
             )
     else:
         solution, peak_bytes = propagate_within_memory(memory, decisions.problem(), budget)

@@ -15,6 +15,20 @@ class InfeasibleError(ValueError):
     """No choice avoids all forbidden options and satisfies all capacity constraints."""
 
 
+class NoFasterError(InfeasibleError):
+    """No choice takes less than a known one, if any satisfies all constraints.
+
+    Attributes:
+        limit: seconds of the known choice.
+        is_limited: whether some choice might be faster without capacity constraints.
+    """
+
+    def __init__(self, limit: float, is_limited: bool) -> None:
+        self.limit, self.is_limited = limit, is_limited
+        which = "no sharding that fits in memory" if is_limited else "no sharding"
+        super().__init__(f"{which} takes less than the {limit:.4g} s of a known plan")
+
+
 @dataclass(frozen=True, eq=False)
 class CapacityConstraint:
     """A bound on a sum over decisions: the memory at one program point.

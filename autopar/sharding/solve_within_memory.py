@@ -14,6 +14,7 @@ from autopar.sharding.options import ShardingOptions
 from autopar.sharding.selection_problem import (
     CapacityConstraint,
     InfeasibleError,
+    NoFasterError,
     SelectionProblem,
     Solution,
 )
@@ -75,6 +76,7 @@ def solve_within_memory(
     budget: float,
     options: ShardingOptions,
     start: Start | None,
+    limit: float = math.inf,
 ) -> tuple[Solution, float]:
     """Return the cheapest choice whose peak memory is within `budget`, and that peak.
 
@@ -83,8 +85,17 @@ def solve_within_memory(
     From there the search for a cheaper one ends when `_PATIENCE` solutions exceed the budget.
     Nothing is solved if even the smallest options exceed it.
 
+    Args:
+        memory: the memory of the step under a choice.
+        problem: the selection problem of the step.
+        budget: bytes of one device.
+        options: tolerance and time limit of solves.
+        start: a known sharding to start from.
+        limit: seconds of a known plan; only faster choices are looked for.
+
     Raises:
         MemoryBudgetError: no choice is within `budget`.
+        NoFasterError: no choice within `budget` takes less than `limit`.
     """
     least = memory.lower_bound()
     if least > budget:
@@ -109,15 +120,27 @@ def solve_within_memory(
         tolerance = max(options.tolerance, _COARSE if is_coarse else 0.0)
         constrained = replace(problem, limits=limits)
         try:
-            solution = solve(constrained, options.time_limit, tolerance, incumbent, bound, allowed)
+            solution = solve(
+                constrained,
+                options.time_limit,
+                tolerance,
+                incumbent,
+                bound,
+                allowed,
+                limit=limit / (1 - tolerance),  # the search stops within the tolerance of it
+            )
         except (InfeasibleError, TimeoutError) as error:
             if best:
-                return best
-            if isinstance(error, TimeoutError) or not limits:
+                return _faster(best, limit)
+            if isinstance(error, TimeoutError):
                 raise
-            if not capacities.loosen():
-                raise MemoryBudgetError(budget, least, memory.step.name) from error
-            continue
+            if limits and capacities.loosen():
+                continue
+            if isinstance(error, NoFasterError):
+                raise NoFasterError(limit, bool(limits)) from error
+            if not limits:
+                raise
+            raise MemoryBudgetError(budget, least, memory.step.name) from error
         bound = max(bound, solution.bound)
         reserved = memory.reserved_bytes(solution.choice)
         if reserved <= budget:
@@ -130,7 +153,19 @@ def solve_within_memory(
             patience -= not is_coarse
             is_last = reserved <= budget or not patience
             if gap <= options.tolerance or (is_last and not is_coarse):
-                return replace(best[0], gap=gap), best[1]
+                return _faster((replace(best[0], gap=gap), best[1]), limit)
+
+
+def _faster(found: tuple[Solution, float], limit: float) -> tuple[Solution, float]:
+    """Return what was found if it takes less than `limit` seconds.
+
+    Raises:
+        NoFasterError: it does not.
+    """
+    solution, _ = found
+    if solution.objective >= limit:
+        raise NoFasterError(limit, solution.is_limited)
+    return found
 
 
 class _Capacities:

@@ -12,7 +12,12 @@ from autopar.sharding.equal_costs import make_finite, merge_equal_rows, price, u
 from autopar.sharding.ilp import solve_ilp
 from autopar.sharding.message_passing import MessagePassing
 from autopar.sharding.presolve import Reduction
-from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem, Solution
+from autopar.sharding.selection_problem import (
+    InfeasibleError,
+    NoFasterError,
+    SelectionProblem,
+    Solution,
+)
 
 _EXACT = 1e-6
 """Relative gap at which HiGHS may stop if the problem is to be solved exactly."""
@@ -68,6 +73,7 @@ def solve(
     bound: float = -math.inf,
     allowed: Allowed = lambda choice: True,
     branching_gap: float = 0.0,
+    limit: float = math.inf,
 ) -> Solution:
     """Return the cheapest choice, or one that is proven to be within `tolerance` of it.
 
@@ -84,14 +90,21 @@ def solve(
         allowed: a further requirement. If no allowed choice is found near the optimum, the cheapest
             choice found is returned, so that the caller sees which constraint it violates.
         branching_gap: relative gap up to which a problem is not branched, and not left to HiGHS.
+        limit: cost of a choice that is known elsewhere; only cheaper ones are looked for.
 
     Raises:
         InfeasibleError: every choice has an infinite cost or violates a constraint.
+        NoFasterError: every other choice costs at least `limit`.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    search = _SelectionSearch(problem, time_limit, tolerance, start, bound, allowed)
+    search = _SelectionSearch(problem, time_limit, tolerance, start, bound, allowed, limit)
     search.branching_gap = branching_gap
-    return search.run()
+    try:
+        return search.run()
+    except InfeasibleError as error:
+        if math.isinf(limit):
+            raise
+        raise NoFasterError(limit, is_limited=bool(problem.limits)) from error
 
 
 class Solver:

@@ -69,6 +69,7 @@ PLANNINGS: Mapping[str, Planning] = {
     "GPT-1T, 3072 A100": Planning(gpt(25600, 128, 160, 3072), ("dgx_a100_80", 384), 64, 384),
     "GPT-3.6B, 64 A100, all open": Planning(gpt(3072, 30, 32, 512), ("dgx_a100_80", 8), 10),
     "GPT-39B, 64 V100, all open": Planning(gpt(8192, 48, 64, 1024), ("p3.16xlarge", 8), 16),
+    "GPT-175B, 1024 A100, all open": Planning(gpt(12288, 96, 96, 1536), ("dgx_a100_80", 128), 24),
 }
 """Plannings by parameters and devices; the benchmarks time them too."""
 

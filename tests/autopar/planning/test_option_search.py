@@ -3,6 +3,7 @@
 import re
 import weakref
 from itertools import pairwise
+from math import inf
 
 import jax
 import pytest
@@ -438,8 +439,28 @@ def test_one_program_is_planned_in_more_microbatches_only_if_memory_limits_it(
         plan = planned(**options, memory_budget=0.97 * MEMORY_MARGIN * plan.predicted_bytes)
     assert plan.memory_limited == is_limited
     trials = autopar.get_last_search_result()
-    counts = {t.num_micro_batches for t in trials if t.mesh is not None and t.seconds is not None}
-    assert (counts > {1}) == is_limited
+    solved = (t for t in trials if t.mesh and (t.seconds or "of a known plan" in t.reason))
+    assert ({t.num_micro_batches for t in solved} > {1}) == is_limited
+
+
+def test_the_step_as_one_program_is_not_solved_to_the_end_if_a_plan_is_faster(monkeypatch):
+    limits: list[float] = []
+
+    def plan_whole_step(self, count, mesh, limit, plan=PipelinePlanning.plan_whole_step):
+        limits.append(limit)
+        return plan(self, count, mesh, limit)
+
+    monkeypatch.setattr(PipelinePlanner, "bound", bound_without_pipelines)
+    monkeypatch.setattr(PipelinePlanning, "plan_whole_step", plan_whole_step)
+    plan = planned(num_micro_batches="auto", pipeline_schedule="auto")
+    trials = autopar.get_last_search_result()
+    found = [trial.seconds for trial in trials if trial.seconds is not None]
+    assert plan.predicted_seconds == min(found)
+    assert limits[0] == inf
+    assert min(limits) == plan.predicted_seconds
+    slower = [trial.reason for trial in trials if "of a known plan" in trial.reason]
+    assert slower
+    assert len(found) + len(slower) == len(limits)
 
 
 def test_microbatches_that_are_slower_on_one_mesh_may_be_faster_on_another(monkeypatch):
@@ -448,8 +469,8 @@ def test_microbatches_that_are_slower_on_one_mesh_may_be_faster_on_another(monke
         (2, 2): {1: 4.0, 2: 3.0, 4: 2.0, 8: 1.0, 16: 0.5},
     }
 
-    def plan_whole_step(self, count, mesh, plan=PipelinePlanning.plan_whole_step):
-        step, found = plan(self, count, mesh)
+    def plan_whole_step(self, count, mesh, limit, plan=PipelinePlanning.plan_whole_step):
+        step, found = plan(self, count, mesh, inf)
         predicted = {"predicted_seconds": seconds[mesh.shape][count], "memory_limited": True}
         return step, found.model_copy(update=predicted)
 

@@ -11,6 +11,7 @@ from autopar.planning.step_planner import make_planned
 from autopar.sharding.options import AUTO, DATA_PARALLEL, ZERO2, ZERO3
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.plan_shardings import plan_shardings
+from autopar.sharding.selection_problem import NoFasterError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
 from autopar.tracing.trace import trace
 from simulator.hardware.cluster import Cluster
@@ -160,6 +161,24 @@ def test_smaller_memory_budgets_cost_more_seconds_until_no_plan_fits():
     assert peaks[-1] < 0.5 * peaks[0]
     assert error.budget == budget
     assert "num_micro_batches" in str(error)
+
+
+def test_only_plans_that_are_faster_than_a_known_one_are_looked_for():
+    step = trace(mlp_step, mlp_args((64, 64), batch_size=64, features=64), (1,))
+    fast = BandwidthOnly(1e9, 1e13)  # replicated computation is cheapest
+    best = plan_shardings(step, LINE, fast)
+    assert plan_shardings(step, LINE, fast, limit=1.01 * best.seconds).seconds == best.seconds
+    with pytest.raises(NoFasterError, match="no sharding takes less than") as slower:
+        plan_shardings(step, LINE, fast, limit=0.99 * best.seconds)
+    assert not slower.value.is_limited
+    budget = 0.6 * best.peak_bytes
+    small = plan_shardings(step, LINE, fast, memory_budget=budget)
+    assert small.seconds > best.seconds
+    again = plan_shardings(step, LINE, fast, memory_budget=budget, limit=1.01 * small.seconds)
+    assert again.seconds == small.seconds
+    with pytest.raises(NoFasterError, match="no sharding that fits in memory") as slower:
+        plan_shardings(step, LINE, fast, memory_budget=budget, limit=0.99 * small.seconds)
+    assert slower.value.is_limited
 
 
 def test_nothing_is_solved_if_even_the_smallest_options_exceed_the_budget(step, monkeypatch):

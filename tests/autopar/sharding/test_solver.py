@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.sharding.ilp import solve_ilp
-from autopar.sharding.selection_problem import CapacityConstraint, InfeasibleError, SelectionProblem
+from autopar.sharding.selection_problem import (
+    CapacityConstraint,
+    InfeasibleError,
+    NoFasterError,
+    SelectionProblem,
+)
 from autopar.sharding.solver import Solver, _SelectionSearch, solve
 from tests.generators import selection_problems
 
@@ -32,6 +37,21 @@ def test_the_solver_finds_the_optimum_of_brute_force(problem):
         assert problem.cost(solution.choice) == solution.objective == pytest.approx(best)
         assert problem.fits(solution.choice)
         assert (solution.gap or 0.0) < 1e-6
+
+
+@settings(max_examples=200)
+@given(selection_problems())
+def test_only_choices_that_are_cheaper_than_a_known_one_are_found(problem):
+    best = brute_force(problem)
+    if np.isinf(best):
+        with pytest.raises(NoFasterError):
+            solve(problem, limit=1e9)
+        return
+    apart = 0.1 * (1 + abs(best))
+    assert solve(problem, limit=best + apart).objective == pytest.approx(best)
+    with pytest.raises(NoFasterError) as slower:
+        solve(problem, limit=best - apart)
+    assert slower.value.is_limited == bool(problem.limits)
 
 
 @settings(max_examples=100)
