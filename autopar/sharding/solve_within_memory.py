@@ -127,7 +127,7 @@ def solve_within_memory(
                 incumbent,
                 bound,
                 allowed,
-                limit=limit / (1 - tolerance),  # the search stops within the tolerance of it
+                limit=limit,
             )
         except (InfeasibleError, TimeoutError) as error:
             if best:

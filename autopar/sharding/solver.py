@@ -90,14 +90,17 @@ def solve(
         allowed: a further requirement. If no allowed choice is found near the optimum, the cheapest
             choice found is returned, so that the caller sees which constraint it violates.
         branching_gap: relative gap up to which a problem is not branched, and not left to HiGHS.
-        limit: cost of a choice that is known elsewhere; only cheaper ones are looked for.
+        limit: cost of a choice that is known elsewhere. Cheaper ones are looked for; one that is
+            found may be dearer by `tolerance`, or by a percent.
 
     Raises:
         InfeasibleError: every choice has an infinite cost or violates a constraint.
         NoFasterError: every other choice costs at least `limit`.
         TimeoutError: HiGHS found no choice within `time_limit` seconds.
     """
-    search = _SelectionSearch(problem, time_limit, tolerance, start, bound, allowed, limit)
+    # The search stops within its tolerance of the limit, as of a choice.
+    dearer = limit * (1 + max(tolerance, _ENOUGH))
+    search = _SelectionSearch(problem, time_limit, tolerance, start, bound, allowed, dearer)
     search.branching_gap = branching_gap
     try:
         return search.run()

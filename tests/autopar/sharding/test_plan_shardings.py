@@ -1,5 +1,7 @@
 """Plans of small steps have the expected shardings, under a cost model of bandwidth alone."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -179,6 +181,14 @@ def test_only_plans_that_are_faster_than_a_known_one_are_looked_for():
     with pytest.raises(NoFasterError, match="no sharding that fits in memory") as slower:
         plan_shardings(step, LINE, fast, memory_budget=budget, limit=0.99 * small.seconds)
     assert slower.value.is_limited
+
+
+def test_any_sharding_may_be_within_the_largest_tolerance(step):
+    best = plan_shardings(step, LINE, COSTS).seconds
+    options = replace(AUTO, tolerance=1.0)
+    assert plan_shardings(step, LINE, COSTS, options).seconds >= best
+    with pytest.raises(NoFasterError):
+        plan_shardings(step, LINE, COSTS, options, limit=0.5 * best)
 
 
 def test_nothing_is_solved_if_even_the_smallest_options_exceed_the_budget(step, monkeypatch):
