@@ -305,7 +305,7 @@ class _Search:
                     of_mesh = self._whole_step_seconds.setdefault(mesh, {})
                     of_mesh[count] = plan.predicted_seconds
                     if not plan.memory_limited:
-                        self._enough_counts[mesh] = min(count, self._enough_counts.get(mesh, count))
+                        self._set_enough(mesh, count)
                     plans = [plan]
                 else:
                     step, plans = self._pipelines(entry)
@@ -322,7 +322,7 @@ class _Search:
             ):
                 self._too_large.append((entry, planner.num_layers))
             if mesh is not None and isinstance(error, NoFasterError) and not error.is_limited:
-                self._enough_counts[mesh] = min(count, self._enough_counts.get(mesh, count))
+                self._set_enough(mesh, count)
             if mesh is not None and isinstance(error, MemoryBudgetError):
                 # A part of a microbatch needs at least that part of the memory.
                 least = count * error.least / error.budget
@@ -334,6 +334,10 @@ class _Search:
         self._record(OptionTrial(count, schedule, seconds, "", num_bytes, mesh))
         if self.best is None or (seconds, entry.number) < (self.best_seconds, self.best[2]):
             self.best = step, plan, entry.number
+
+    def _set_enough(self, mesh: LogicalMesh, count: int) -> None:
+        """Record that memory does not limit the step on a mesh in `count` microbatches."""
+        self._enough_counts[mesh] = min(count, self._enough_counts.get(mesh, count))
 
     def _pipelines(self, entry: Combination) -> tuple[StepGraph, Sequence[Plan]]:
         """Return the step and the plans of a pipeline."""
@@ -356,9 +360,9 @@ class _Search:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the local variables that an error keeps alive: a whole selection problem, for example.
+    """Clear the local variables that an error keeps alive, such as a whole selection problem.
 
-    They are those of its traceback, and of the errors during whose handling it was raised.
+    An error keeps the frames of its traceback, and the error that was handled when it was raised.
     """
     earlier: BaseException | None = error
     while earlier is not None:

@@ -120,7 +120,7 @@ class MessagePassing:
             self._moved,
         )
         self._start_moved = self._moved.copy()
-        # The costs of edges are those of their matrices, less what was moved to decisions.
+        # An edge costs what its matrix says, less what was moved to decisions.
         own = _joined([work.costs[i] for i in self.numbers])
         self._start_costs = own - np.bincount(self._option_of, self._moved, len(own))
         self._own_costs = self._start_costs.copy()

@@ -192,7 +192,7 @@ def _layer_temporaries(
     """
     tokens = execution.tokens(model)
     recomputed = max(0.0, layer_activations(model, execution, kind) - saved)
-    # The tensor axis divides gradients of the inner width, but not those of input and output.
+    # The tensor axis divides gradients of the inner width, but neither input nor output gradients.
     inner, matrix = _widest(model, execution, kind)
     gradients = inner + 2 * 2.0 * tokens * model.hidden
     if kind.mixer in ("attention", "window", "cross"):

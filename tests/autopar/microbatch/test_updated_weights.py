@@ -1,4 +1,4 @@
-"""What a step computes with updated weights, after the gradient, equals one device and is told."""
+"""Steps that compute with updated weights equal one device, and warn of layers they run late."""
 
 import jax
 import jax.numpy as jnp
