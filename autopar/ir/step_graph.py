@@ -314,6 +314,13 @@ class StepGraph:
         return self.microbatching.count if self.microbatching else 1
 
     @property
+    def state(self) -> tuple[Var, ...]:
+        """The carried inputs and the sums over microbatches."""
+        marks = self.microbatching.marks if self.microbatching else ()
+        carried = (self.jaxpr.invars[i] for i in self.carried.values())
+        return (*carried, *(var for _, mark in marks for var in mark.outvars))
+
+    @property
     def saved_in_flight(self) -> tuple[Var, ...]:
         """The values that each microbatch in flight stores at most.
 

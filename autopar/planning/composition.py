@@ -12,12 +12,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 
 from autopar.planning.layer_costs import LayerCost, LayerFront, MeshChoice, price_between
 from autopar.planning.stage_problem import StageCost
+from autopar.sharding.selection_problem import InfeasibleError
 
 _MIN_GAIN = 2e-3
 """Smallest share of a stage's time for which another point of a layer's hull is computed."""
+
+_FIRST_PRICE = 4.0
+"""Price of all memory as a multiple of the time without a price, and its growth from there."""
+
+_MAX_PRICES = 6
+"""Most prices of memory above 0 at which a bound is computed."""
+
+_CLOSE = 0.01
+"""Relative difference of the bound at the best price that is known and its upper limit."""
 
 type _Points = dict[LayerFront, list[LayerCost]]
 """Points of each front: the points of its hull, or one point per layer."""
@@ -106,6 +117,52 @@ def _priced_bound(
     """Return a lower bound of the seconds of a step of layers that fit, at a price of memory."""
     priced = sum(n * front.at(price, in_flight).priced.bound for front, n in counts.items())
     return priced - price * budget
+
+
+def least_within_memory(
+    front: LayerFront, count: int, parts: int, room: float, limit: float
+) -> float:
+    """Return a lower bound of the seconds of equal layers of one program that fit in memory.
+
+    As a function of the price of memory the bound is concave. Each price is where the tangents
+    meet that belong to the next lower price and to the next higher one (Kelley, J. SIAM 1960).
+
+    Args:
+        front: the layer.
+        count: number of such layers.
+        parts: number of parts into which microbatches are divided further.
+        room: bytes of one device.
+        limit: bound from which on no closer one is looked for.
+    """
+
+    def tangent(price: float) -> tuple[float, float]:
+        """Return the slope of the tangent at a price, and its value at price 0."""
+        bound, num_bytes = front.least_as_program(parts, price)
+        slope = count * num_bytes - room
+        return slope, count * (bound - price * num_bytes)
+
+    try:
+        low, high = tangent(0.0), None
+        best = low[1]
+        price = _FIRST_PRICE * best / room if room > 0 else 0.0
+        for _ in range(_MAX_PRICES):
+            if low[0] <= 0 or not price or best >= limit:
+                break
+            slope, value = tangent(price)
+            best = max(best, value + price * slope)
+            if slope <= 0:
+                high = slope, value
+            else:
+                low = slope, value
+            if high is None:
+                price *= _FIRST_PRICE
+                continue
+            price = (high[1] - low[1]) / (low[0] - high[0])
+            if low[1] + price * low[0] <= (1 + _CLOSE) * best:
+                break
+    except InfeasibleError:
+        return inf
+    return best
 
 
 def compose(

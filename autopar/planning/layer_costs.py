@@ -75,8 +75,10 @@ class LayerFront:
         )
         self.num_solves = 0
         self.points: list[LayerCost] = []
-        self._least: dict[int, tuple[float, float]] = {}
+        self._least_seconds: dict[int, float] = {}
+        self._least_peak: dict[int, float] = {}
         self._least_bytes: dict[int, tuple[float, float]] = {}
+        self._least_as_program: dict[tuple[int, float], tuple[float, float]] = {}
         self._with_smallest: set[int] = set()
         self._refined: set[tuple[int, int, int]] = set()
 
@@ -89,22 +91,33 @@ class LayerFront:
         """
         return self.problem.bound(1, _ROUGH_GAP)
 
-    def least(self, parts: int) -> tuple[float, float]:
-        """Return rough lower bounds of the seconds of a step and of the bytes of one device.
+    def least_seconds(self, parts: int) -> float:
+        """Return a rough lower bound of the seconds of a step; `bound` if there is one part.
 
-        Both are infinite if the options leave no sharding.
+        It is infinite if the options leave no sharding.
 
         Args:
-            parts: number of parts into which microbatches are divided further. All of them count
-                for the seconds, one for the bytes.
+            parts: number of parts into which microbatches are divided further.
         """
-        if parts not in self._least:
+        if parts not in self._least_seconds:
             try:
-                seconds = self.problem.bound(parts, _ROUGH_GAP) if parts > 1 else self.bound
-                self._least[parts] = seconds, self.problem.least_bytes(parts)
+                bound = self.problem.bound(parts, _ROUGH_GAP) if parts > 1 else self.bound
             except InfeasibleError:
-                self._least[parts] = inf, inf
-        return self._least[parts]
+                bound = inf
+            self._least_seconds[parts] = bound
+        return self._least_seconds[parts]
+
+    def least_peak(self, parts: int) -> float:
+        """Return a lower bound of the bytes of one device while one of `parts` parts runs.
+
+        It is infinite if the parts are too small.
+        """
+        if parts not in self._least_peak:
+            try:
+                self._least_peak[parts] = self.problem.least_bytes(parts)
+            except InfeasibleError:
+                self._least_peak[parts] = inf
+        return self._least_peak[parts]
 
     def least_bytes(self, in_flight: int) -> tuple[float, float]:
         """Return lower bounds of the resident bytes, and of the bytes while the layer runs.
@@ -115,9 +128,29 @@ class LayerFront:
         if in_flight not in self._least_bytes:
             problem = self.problem
             resident = problem.least_resident_bytes(in_flight)
-            running = self.least(1)[1] + (in_flight - 1) * problem.least_saved_bytes
+            running = self.least_peak(1) + (in_flight - 1) * problem.least_saved_bytes
             self._least_bytes[in_flight] = resident, max(resident, running)
         return self._least_bytes[in_flight]
+
+    def least_as_program(self, parts: int, price: float) -> tuple[float, float]:
+        """Return a lower bound of the seconds of a step and of priced memory, as one program.
+
+        See `PricedProblem.bound_as_program`.
+
+        Args:
+            parts: number of parts into which microbatches are divided further.
+            price: seconds per byte and step.
+
+        Returns:
+            The bound of both together, and the bytes of one device under a choice near it.
+
+        Raises:
+            InfeasibleError: the options leave no sharding.
+        """
+        if (parts, price) not in self._least_as_program:
+            least = self.problem.bound_as_program(parts, price, _PROGRAM_GAP)
+            self._least_as_program[parts, price] = least
+        return self._least_as_program[parts, price]
 
     @cached_property
     def cheapest(self) -> LayerCost:
@@ -206,6 +239,9 @@ _HIGH_PRICE = 100.0
 
 _ROUGH_GAP = 0.5
 """Relative gap of the solve that decides whether a mesh choice can be of use."""
+
+_PROGRAM_GAP = 0.02
+"""Relative gap of the solves for bounds of the step as one program."""
 
 _HULL_GAP = 1e-3
 """Relative gap of the solves for points of a hull."""

@@ -196,7 +196,7 @@ class LayerRanges:
     @cached_property
     def _state(self) -> list[dict[Var, int]]:
         """Bytes of each value of each layer's state."""
-        return [_state_bytes(graph.step) for graph in self.layers]
+        return [{var: value_bytes(var) for var in graph.step.state} for graph in self.layers]
 
     @cached_property
     def _saved(self) -> list[dict[Var, int]]:
@@ -209,13 +209,6 @@ _layer_ranges = memoized_on_step(LayerRanges)
 
 def _union(parts: Iterable[dict[Var, int]]) -> dict[Var, int]:
     return {var: size for part in parts for var, size in part.items()}
-
-
-def _state_bytes(step: StepGraph) -> dict[Var, int]:
-    assert step.microbatching is not None
-    state = [step.jaxpr.invars[i] for i in step.carried.values()]
-    state += [var for _, mark in step.microbatching.marks for var in mark.outvars]
-    return {var: value_bytes(var) for var in state}
 
 
 def _saved_bytes(step: StepGraph) -> dict[Var, int]:

@@ -288,7 +288,7 @@ class _Search:
         shape = entry.mesh.shape if entry.mesh else None
         option, schedule, count = self.stage_option, entry.schedule, entry.count
         try:
-            bound = planner.bound(option, schedule, count, shape, effort)
+            bound = planner.bound(option, schedule, count, shape, effort, self.best_seconds)
         except (NoStagesError, StageError, ScheduleError) as error:
             self._refusals[entry] = error
             return inf

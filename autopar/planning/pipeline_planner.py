@@ -52,11 +52,12 @@ Proving the rest takes most of the time.
 """
 
 
-type BoundEffort = Literal["work", "stages", "solves"]
+type BoundEffort = Literal["work", "stages", "solves", "memory"]
 """What a lower bound of the seconds of a step takes: the work of its layers on one device, or in
-stages on several devices, or rough solves of the layers of these stages."""
+stages on several devices, or rough solves of the layers of these stages, or solves of layers with a
+price of memory, which only one program has."""
 
-BOUND_EFFORTS: Sequence[BoundEffort] = ("work", "stages", "solves")
+BOUND_EFFORTS: Sequence[BoundEffort] = ("work", "stages", "solves", "memory")
 """From the least effort to the closest bound."""
 
 
@@ -170,6 +171,7 @@ class PipelinePlanner:
         num_micro_batches: int,
         whole_shape: Shape | None = None,
         effort: BoundEffort = "solves",
+        limit: float = inf,
     ) -> float:
         """Return a lower bound of the predicted seconds of a step, of all plans with these options.
 
@@ -180,6 +182,7 @@ class PipelinePlanner:
                 microbatches are taken to need as much work for an example.
             whole_shape: shape of the logical mesh of one program; None for pipelines.
             effort: how close the bound of automatic stages is.
+            limit: bound from which on no closer one is looked for.
 
         Raises:
             StageError: there are too few layers or devices.
@@ -192,6 +195,8 @@ class PipelinePlanner:
         if not is_auto or effort == "work":
             return self.step.num_micro_batches * self._even_seconds
         is_whole = whole_shape is not None
+        if effort == "memory":
+            return self._bound_as_program(whole_shape, num_micro_batches, limit)
         if schedule.num_chunks > 1:
             return least_chunked_seconds(
                 self._stage_costs(self.options, PipelineSchedule(name="1f1b")),
@@ -219,6 +224,12 @@ class PipelinePlanner:
             if is_whole:
                 raise NoStagesError(NO_MEMORY) from None
             raise
+
+    def _bound_as_program(self, shape: Shape | None, num_micro_batches: int, limit: float) -> float:
+        if shape is None:
+            return 0.0
+        (pool,) = self._stage_costs(self.options, PipelineSchedule(name="1f1b")).pools
+        return pool.least_as_program(shape, num_micro_batches // self.step.num_micro_batches, limit)
 
     @cached_property
     def _even_seconds(self) -> float:

@@ -14,7 +14,12 @@ from autopar.ir.graph import aval_of
 from autopar.ir.spec import Spec
 from autopar.ir.step_graph import MicrobatchError
 from autopar.pipeline.stage_graph import StageGraph
-from autopar.planning.composition import ComposedStage, compose, may_be_faster
+from autopar.planning.composition import (
+    ComposedStage,
+    compose,
+    least_within_memory,
+    may_be_faster,
+)
 from autopar.planning.layer_costs import LayerCosts, LayerFront, MeshChoice, Shape, phase_seconds
 from autopar.planning.layer_ranges import LayerRanges
 from autopar.sharding.deferred_sync import candidates, check_parts
@@ -195,9 +200,44 @@ class StageCosts:
             return LeastCost(seconds, step_seconds)
         choices = [choice for shape in shapes for choice in self.mesh_choices(shape)]
         fronts = [front for choice in choices if (front := self._front(common[0], choice))]
-        least = [front.least(parts) for front in fronts] or [(inf, inf)]
-        step_seconds += len(common) * min(seconds for seconds, _ in least)
-        return LeastCost(seconds, step_seconds, common[0], min(size for _, size in least))
+        least = inf
+        for front in sorted(fronts, key=lambda front: front.bound):
+            if front.bound >= least:  # more parts take no less time
+                break
+            least = min(least, front.least_seconds(parts))
+        step_seconds += len(common) * least
+        layer_bytes = min((front.least_peak(parts) for front in fronts), default=inf)
+        return LeastCost(seconds, step_seconds, common[0], layer_bytes)
+
+    def least_as_program(self, shape: Shape, parts: int, limit: float) -> float:
+        """Return a lower bound of the seconds of the step as one program that fits in memory.
+
+        Only layers of the most common kind are solved. The others take their least work, and all
+        devices share their memory evenly.
+
+        Args:
+            shape: shape of the logical mesh.
+            parts: number of parts into which microbatches are divided further.
+            limit: bound from which on no closer one is looked for.
+        """
+        kind = self._most_common_kind
+        count = self._kinds.count(kind)
+        others = [layer for layer, other in enumerate(self._kinds) if other != kind]
+        num_devices, ranges = prod(shape), self.ranges
+        seconds = sum(self._single(layer).cheapest.priced.bound for layer in others) / num_devices
+        num_bytes = sum(
+            ranges.state_bytes(layer, layer + 1)
+            + ranges.saved_product_bytes(layer, layer + 1) / parts
+            for layer in others
+        )
+        room = self.budget - num_bytes / num_devices
+        least = inf
+        for choice in self.mesh_choices(shape):
+            if front := self._front(kind, choice):
+                enough = min(limit, least) - seconds
+                bound = least_within_memory(front, count, parts, room, enough)
+                least = min(least, seconds + bound)
+        return least
 
     @cached_property
     def _most_common_kind(self) -> int:

@@ -5,8 +5,10 @@ the layers are independent, small problems. Their solutions at several prices bo
 the stage (Everett 1963).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 from jax.extend.core import Var
@@ -20,7 +22,11 @@ from autopar.sharding.heuristic import propagate
 from autopar.sharding.mesh_costs import MeshCosts
 from autopar.sharding.objective import enumerate_decisions
 from autopar.sharding.options import ShardingOptions
-from autopar.sharding.selection_problem import InfeasibleError, SelectionProblem
+from autopar.sharding.selection_problem import (
+    CapacityConstraint,
+    InfeasibleError,
+    SelectionProblem,
+)
 from autopar.sharding.solver import Solver, solve
 from autopar.sharding.step_memory import StepMemory
 
@@ -30,6 +36,13 @@ _BRANCHING_GAP = 0.03
 Branches take most of the time, and mostly prove that the choice that sweeps found is as good.
 Stages composed of such choices are solved as a whole, to the tolerance of the plan.
 """
+
+
+type Uses = Mapping[int, np.ndarray]
+"""Bytes under each option of decisions, by their number."""
+
+type Pairs = Mapping[tuple[int, int], np.ndarray]
+"""Bytes under each pair of options of pairs of decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +97,7 @@ class PricedProblem:
         self.decisions = enumerate_decisions(step, costs, options, deferred)
         self._memory = StepMemory(step, self.decisions, costs.mesh)
         # Values that other layers compute or read count in the layer that saves them, if one does.
+        self._point = point
         passing = {step.jaxpr.invars[i] for i in step.received_inputs}.difference(
             step.saved_for_backward
         )
@@ -92,6 +106,7 @@ class PricedProblem:
             for o, v in enumerate(step.jaxpr.outvars)
             if o not in step.carried and isinstance(v, Var)
         )
+        self._passing = passing
         self._resident = self._memory.capacity_constraint(point, np.inf, passing)
         self._saved = self._memory.saved(step.saved_for_backward)
 
@@ -160,6 +175,61 @@ class PricedProblem:
         if parts == 1:
             return self._unpriced.solve(self.options.time_limit, tolerance).bound
         return solve(self._in_parts(parts), self.options.time_limit, tolerance).bound
+
+    def bound_as_program(self, parts: int, price: float, tolerance: float) -> tuple[float, float]:
+        """Return a lower bound of the seconds of a step and of priced memory, as one program.
+
+        Memory counts between forward and backward pass. One program stores fewer values than a
+        stage: its kernels may compute values again.
+
+        Args:
+            parts: see `bound`.
+            price: seconds per byte and step.
+            tolerance: relative gap at which the solver may stop.
+
+        Returns:
+            The bound of both together, and the bytes of one device under a choice near it.
+
+        Raises:
+            InfeasibleError, TimeoutError: see `solve`.
+        """
+        problem = self._in_parts(parts) if parts > 1 else self.decisions.problem()
+        uses, pairs = self._uses_as_program(parts)
+        nodes = [cost + price * uses.get(i, 0.0) for i, cost in enumerate(problem.nodes)]
+        edges = dict(problem.edges)
+        edges.update((pair, edges[pair] + price * use) for pair, use in pairs.items())
+        problem = SelectionProblem(nodes, edges)
+        limit = self.options.time_limit
+        solution = solve(problem, limit, tolerance, branching_gap=inf)
+        used = CapacityConstraint(uses, np.inf, pairs).used(solution.choice)
+        return solution.bound, used
+
+    def _uses_as_program(self, parts: int) -> tuple[Uses, Pairs]:
+        """Return the bytes of options and of pairs of options; see `bound_as_program`."""
+        stored, state = self._stored_as_program
+        uses = {
+            i: (use - state.get(i, 0.0)).clip(0.0) / parts + state.get(i, 0.0)
+            for i, use in stored.uses.items()
+        }
+        return uses, {pair: use / parts for pair, use in stored.pairs.items()}
+
+    @cached_property
+    def _stored_as_program(self) -> tuple[CapacityConstraint, Uses]:
+        """Bytes between forward and backward pass as one program, and those of the state."""
+        step = self.step
+        memory = StepMemory(
+            replace(
+                step,
+                cross_task_values=(),
+                task_ends=(),
+                saved_for_backward=(),
+                saved_for_weights=(),
+            ),
+            self.decisions,
+            self._mesh,
+        )
+        stored = memory.capacity_constraint(self._point, np.inf, self._passing, with_parts=True)
+        return stored, memory.saved(step.state).uses
 
     def _in_parts(self, parts: int) -> SelectionProblem:
         """Return the selection problem of a step whose microbatches are divided; see `bound`."""

@@ -5,6 +5,7 @@ values are live, and `autopar.sharding.resharded_copies` when copies of them are
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from autopar.ir.graph import Atom
-from autopar.ir.spec import LogicalMesh, Spec
+from autopar.ir.spec import LogicalMesh, Spec, Specs
 from autopar.ir.step_graph import StepGraph
 from autopar.sharding.delayed_products import delayed_products, with_delays
 from autopar.sharding.memory_roles import ValueRoles
@@ -77,8 +78,7 @@ class StepMemory:
     def _is_part(self, use: Use, choice: Sequence[int]) -> bool:
         """Return whether a use reads a part of a value that a device has as a whole."""
         present = use.value.specs[choice[use.value.decision]]
-        required = use.required[choice[use.decision]]
-        return present != required and is_local(present, required)
+        return _is_part(present, use.required[choice[use.decision]])
 
     def roles_at_peak(
         self, choice: Sequence[int], among: Sequence[int] = (), without: Collection[Var] = ()
@@ -157,7 +157,11 @@ class StepMemory:
         return CapacityConstraint(uses, np.inf)
 
     def capacity_constraint(
-        self, point: int, budget: float, without: Collection[Var] = ()
+        self,
+        point: int,
+        budget: float,
+        without: Collection[Var] = (),
+        with_parts: bool = False,
     ) -> CapacityConstraint:
         """Return the constraint that memory at a program point fits into `budget` bytes.
 
@@ -165,24 +169,38 @@ class StepMemory:
             point: the program point.
             budget: bytes of one device.
             without: values that do not count.
+            with_parts: whether fused values that are computed in parts do not count, so that no
+                choice needs less than the constraint says. By default, they count as whole.
         """
         uses: dict[int, np.ndarray] = {}
         pairs: dict[tuple[int, int], np.ndarray] = {}
+
+        def add(use: Use, num_bytes: np.ndarray) -> None:
+            i, j = use.value.decision, use.decision
+            key, num_bytes = ((i, j), num_bytes) if i < j else ((j, i), num_bytes.T)
+            pairs[key] = pairs.get(key, 0) + num_bytes
+
         for life in self.lifetimes:
-            if life.start <= point <= life.end and life.var not in without:
+            if not life.start <= point <= life.end or life.var in without:
+                continue
+            readers = self._resharded.divisible.get(life.var, ()) if with_parts and life.var else ()
+            reader = next(iter(readers), None)
+            if reader is not None and self._has_edge(reader):
+                add(reader, life.sizes[:, None] * _is_whole(reader.value.specs, reader.required))
+            else:
                 uses[life.decision] = uses.get(life.decision, 0) + life.sizes
         for use, copies in self._resharded.of_uses:
-            i, j = use.value.decision, use.decision
-            if (min(i, j), max(i, j)) not in self.decisions.edges:
+            if not self._has_edge(use):
                 continue
             for copy in copies:
-                if not copy.first <= point <= copy.last:
-                    continue
-                sizes = local_bytes(copy.atom, use.required, self.mesh)
-                copied = copy.made(use.value.specs, use.required) * sizes
-                key, copied = ((i, j), copied) if i < j else ((j, i), copied.T)
-                pairs[key] = pairs.get(key, 0) + copied
+                if copy.first <= point <= copy.last:
+                    sizes = local_bytes(copy.atom, use.required, self.mesh)
+                    add(use, copy.made(use.value.specs, use.required) * sizes)
         return CapacityConstraint(uses, budget, pairs)
+
+    def _has_edge(self, use: Use) -> bool:
+        i, j = use.value.decision, use.decision
+        return (min(i, j), max(i, j)) in self.decisions.edges
 
     def lower_bound(self, allowed: Sequence[np.ndarray] | None = None) -> float:
         """Return a lower bound of the peak: the smallest option of each decision at each point.
@@ -205,6 +223,16 @@ class StepMemory:
             for life in self.lifetimes
         )
         return float(live_bytes(smallest, self.num_points).max())
+
+
+def _is_part(present: Spec, required: Spec) -> bool:
+    return present != required and is_local(present, required)
+
+
+@lru_cache(maxsize=1 << 14)
+def _is_whole(specs: Specs, required: Specs) -> np.ndarray:
+    """Return where a value is needed as it is present, or gathered; shape (specs, required)."""
+    return np.array([[not _is_part(present, needed) for needed in required] for present in specs])
 
 
 def _reserved(ranges: Sequence[tuple[Any, ...]], num_points: int) -> float:

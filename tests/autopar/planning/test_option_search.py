@@ -212,7 +212,7 @@ def test_one_program_is_not_planned_in_microbatches_that_are_known_not_to_fit():
 def test_only_the_least_bound_is_made_closer(monkeypatch):
     efforts: dict[int, list[str]] = {}
 
-    def bound(self, stages, schedule, count, shape, effort):
+    def bound(self, stages, schedule, count, shape, effort, limit):
         efforts.setdefault(count, []).append(effort)
         return 1e9 if effort == "work" and count == 2 else 1e-9 / count
 
@@ -221,7 +221,7 @@ def test_only_the_least_bound_is_made_closer(monkeypatch):
     counts = [trial.num_micro_batches for trial in autopar.get_last_search_result()]
     assert counts == [16, 8, 4, 1, 2]
     assert efforts[2] == ["work"]
-    assert efforts[1] == ["work", "stages", "solves"]
+    assert efforts[1] == ["work", "stages", "solves", "memory"]
 
 
 def test_the_leanest_combination_comes_first_if_others_do_not_fit(monkeypatch):
@@ -421,7 +421,7 @@ def test_automatic_remat_is_refused_in_a_decorator():
         autopar.automatic_layer_construction(layer_num=2, remat_layer="auto")(MODEL.train_step)
 
 
-def bound_without_pipelines(self, stages, schedule, count, whole_shape=None, effort="solves"):
+def bound_without_pipelines(self, stages, schedule, count, whole_shape=None, *effort_and_limit):
     if not whole_shape:
         raise NoStagesError("no pipelines")
     return 0.0

@@ -13,17 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import AutoLayerOption, AutoStageOption, ManualStageOption, UniformStageOption
+from autopar.devices import logical_mesh
 from autopar.ir.step_graph import StepGraph
 from autopar.pipeline.partitioner import partition_step
 from autopar.pipeline.stage_graph import stage_graphs
 from autopar.pipeline.submeshes import Submesh
-from autopar.plan import PipelineSchedule, Plan
+from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
 from autopar.planning.layer_costs import LayerCosts, LayerFront, MeshChoice, Shape
 from autopar.planning.layer_ranges import LayerRanges, graph_key
 from autopar.planning.pipeline_planner import TOLERANCE, PipelinePlanner
 from autopar.planning.stage_construction import stage_problem
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.stage_problem import NoStagesError, PlacedStage, StageProblem, step_seconds
+from autopar.planning.step_planner import make_planned
 from autopar.sharding.options import AUTO
 from autopar.sharding.pins import ShardingError
 from autopar.sharding.solve_within_memory import MemoryBudgetError
@@ -215,19 +217,18 @@ def test_bounds_from_larger_microbatches_hold_for_smaller_ones(shape):
         for count in (1, 4, 8, 16)
     }
     fronts = {count: fronts_of_layer(step, shape) for count, step in steps.items()}
-    whole = [min(column) for column in zip(*(front.least(1) for front in fronts[1]), strict=True)]
+    whole_seconds = min(front.least_seconds(1) for front in fronts[1])
+    whole_bytes = min(front.least_peak(1) for front in fronts[1])
     for count in (4, 8, 16):
-        bounds = [front.least(count) for front in fronts[1]]
-        seconds, num_bytes = (min(column) for column in zip(*bounds, strict=True))
         exact = [front.cheapest.priced for front in fronts[count]]
-        assert whole[0] <= seconds <= min(priced.seconds for priced in exact)
-        assert (
-            whole[1]
-            <= num_bytes
-            <= count * min(priced.resident_bytes + priced.extra_bytes for priced in exact)
-        )
+        least_seconds = min(priced.seconds for priced in exact)
+        least_bytes = min(priced.resident_bytes + priced.extra_bytes for priced in exact)
+        seconds = min(front.least_seconds(count) for front in fronts[1])
+        assert whole_seconds <= seconds <= least_seconds
+        peak = min(front.least_peak(count) for front in fronts[1])
+        assert whole_bytes <= peak <= count * least_bytes
     if shape == (4,):  # a microbatch of 16 / 8 examples has too few for four devices
-        assert fronts[1][0].least(8)[0] > whole[0]
+        assert fronts[1][0].least_seconds(8) > whole_seconds
 
 
 def test_weights_that_are_gathered_in_each_microbatch_count_in_bounds_for_more_of_them():
@@ -251,7 +252,7 @@ def test_weights_that_are_gathered_in_each_microbatch_count_in_bounds_for_more_o
     assert front is not None
     gather = costs.mesh_costs((4,)).collective("all_gather", 512 * 512 * 4, ("x",))
     # Three equations read the gathered weights; the bound leaves out what two of them share.
-    assert front.least(8)[0] >= front.least(1)[0] + 7 * gather / 4
+    assert front.least_seconds(8) >= front.least_seconds(1) + 7 * gather / 4
 
 
 def test_one_program_stores_one_value_for_each_product_that_the_backward_pass_needs():
@@ -297,6 +298,30 @@ def test_bounds_of_other_schedules_are_no_more_than_their_plans(gpt, schedule):
             else:
                 with pytest.raises(NoStagesError, match="memory"):
                     bound(effort=effort)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_bounds_of_one_program_rise_as_memory_gets_short(count):
+    """No plan that fits is faster, also if the bound is from larger microbatches."""
+    sizes = {"hidden_size": 256, "sequence_length": 128, "remat": False}
+    model = build_model("gpt", GPT | sizes)
+    args, mesh = (model_step(model), model.abstract_args(), (1,)), logical_mesh((4,))
+    whole = trace(*args, count, TraceOptions())
+    plan = partial(make_planned, whole, mesh, CLUSTER, AUTO, "test")
+    ample = plan().plan
+    layers = TraceOptions(layers=AutoLayerOption(LAYERS), marked=True)
+    for step in (trace(*args, anchor, layers) for anchor in {1, count}):
+
+        def bound(share: float, step: StepGraph = step) -> float:
+            budget = share * ample.predicted_bytes
+            planner = PipelinePlanner(step, CLUSTER, memory_budget=budget)
+            return planner.bound(AutoStageOption(), WHOLE_STEP, count, mesh.shape, "memory")
+
+        assert 0.5 * ample.predicted_seconds < bound(1.0) < ample.predicted_seconds
+        assert bound(0.2) > bound(0.3) > bound(0.4) > 100 * ample.predicted_seconds
+        if count > 1:
+            less = plan(memory_budget=0.95 * ample.predicted_bytes).plan
+            assert bound(1.0) <= bound(0.95) < less.predicted_seconds
 
 
 def fronts_of_layer(step: StepGraph, shape: Shape) -> list[LayerFront]:
