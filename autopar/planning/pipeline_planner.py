@@ -36,7 +36,7 @@ from autopar.planning.stage_construction import (
     least_seconds,
 )
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
-from autopar.planning.stage_problem import NO_MEMORY, NoStagesError
+from autopar.planning.stage_problem import NO_MEMORY, SCHEDULES_OF_OBJECTIVE, NoStagesError
 from autopar.progress import progress_part
 from autopar.sharding.options import AUTO, ShardingOptions
 from autopar.sharding.pins import check_patterns
@@ -216,8 +216,7 @@ class PipelinePlanner:
                 "1f1b" if is_whole else schedule.name,
                 num_micro_batches,
                 solves=effort == "solves",
-                # Other schedules may have fewer bubbles than the objective counts.
-                has_bubbles=is_whole or schedule.name in _SCHEDULES_OF_OBJECTIVE,
+                has_bubbles=is_whole or schedule.name in SCHEDULES_OF_OBJECTIVE,
                 whole_shape=whole_shape,
             )
         except NoStagesError:
@@ -264,8 +263,8 @@ class PipelinePlanner:
         options = _limited(self.options, option.submesh_logical_shape_space)
         costs = self._stage_costs(options, schedule)
         measure = self._profiler(option)
-        if measure or schedule.name not in _SCHEDULES_OF_OBJECTIVE:
-            limit = inf  # the step may be faster than the objective
+        if measure:
+            limit = inf  # measured stages may be faster than their predictions
         while True:
             revisions = costs.revisions
             pipelines: list[tuple[SolvedPipeline, ConstructedStages]] = []
@@ -373,9 +372,6 @@ class PipelinePlanner:
             self._ranges[is_split] = LayerRanges(self.step, self.num_layers, is_split)
         return self._ranges[is_split]
 
-
-_SCHEDULES_OF_OBJECTIVE = ("gpipe", "1f1b", "1f1b_overlap_friendly")
-"""Schedules whose bubbles the objective of stage construction describes."""
 
 _CONSTRUCTION = 0.7
 """Usual share of stage construction in the time of planning a pipeline, the solves aside."""

@@ -27,6 +27,7 @@ from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.stage_dp import solve_stages
 from autopar.planning.stage_problem import (
+    SCHEDULES_OF_OBJECTIVE,
     InFlight,
     NoStagesError,
     StageCost,
@@ -122,7 +123,9 @@ def find_stages(
     Raises:
         NoStagesError: no stages fit in memory, or none are faster than the limit.
     """
-    problem = stage_problem(costs, cluster, option, schedule, measure)
+    problem = stage_problem(costs, cluster, option, schedule, measure, _ESTIMATE_MARGIN * limit)
+    if schedule not in SCHEDULES_OF_OBJECTIVE:
+        limit = inf  # the step may be faster than the objective
     best = solve_stages(problem, _ESTIMATE_MARGIN * limit)
     yield _constructed(best, problem, costs.num_solves)
     used = {stage.submesh for stage in best.stages}
@@ -165,6 +168,7 @@ def stage_problem(
     option: AutoStageOption,
     schedule: str,
     measure: Measure | None = None,
+    limit: float = inf,
 ) -> StageProblem:
     """Return the problem that `solve_stages` solves, for the layers of a step on a cluster.
 
@@ -174,6 +178,7 @@ def stage_problem(
         option: submeshes and logical meshes to choose from.
         schedule: name of the pipeline schedule.
         measure: measures stages; by default their time is predicted.
+        limit: seconds of a known step. Stages whose own work takes as long are left out.
     """
     ranges = costs.ranges
     num_micro_batches = ranges.partition.step.num_micro_batches
@@ -187,7 +192,7 @@ def stage_problem(
     if option.min_stages > 1 and not option.leave_idle:
         submeshes = tuple(mesh for mesh in submeshes if mesh.num_devices < cluster.num_devices)
     in_flight = in_flight_of(schedule, num_micro_batches)
-    estimator = _StageEstimator(costs, cluster, option, in_flight, measure)
+    estimator = _StageEstimator(costs, cluster, option, in_flight, measure, limit=limit)
     return StageProblem(
         num_layers=ranges.num_layers,
         pools=pools,
@@ -201,6 +206,7 @@ def stage_problem(
         leave_idle=option.leave_idle,
         min_stages=option.min_stages,
         backward=has_backward(schedule),
+        limit=limit,
     )
 
 
@@ -292,6 +298,7 @@ class _StageEstimator:
         in_flight: number of microbatches in flight by position of the stage.
         measure: measures stages; None to predict their time.
         whole_shape: see `least_seconds`.
+        limit: see `stage_problem`.
     """
 
     costs: ClusterStageCosts
@@ -300,6 +307,7 @@ class _StageEstimator:
     in_flight: InFlight
     measure: Measure | None
     whole_shape: Shape | None = None
+    limit: float = inf
 
     @property
     def ranges(self) -> LayerRanges:
@@ -319,7 +327,7 @@ class _StageEstimator:
         least, in_flight = _range_in_flight(self.ranges.kinds, start, stop, self.in_flight)
         stages: list[ComposedStage] = []
         while True:
-            if composed := pool_costs.composed(start, stop, shapes, in_flight):
+            if composed := pool_costs.composed(start, stop, shapes, in_flight, self.limit):
                 stages.append(composed)
             if in_flight == least or (stages and stages[-1].price == 0):
                 break
@@ -375,15 +383,15 @@ class _StageEstimator:
                 fixed_bytes += share * max(0.0, least.layer_bytes - even_bytes)
         else:
             seconds = sum(self._layer_work[mesh.pool][start:stop]) / mesh.num_devices
-        return [
-            StageCost(
-                share * seconds,
-                parts * once_seconds,
-                fixed_bytes,
-                share * saved_bytes,
-                (mesh.num_devices,),
-            )
-        ]
+        cost = StageCost(
+            share * seconds,
+            parts * once_seconds,
+            fixed_bytes,
+            share * saved_bytes,
+            (mesh.num_devices,),
+        )
+        busy_seconds = (num_micro_batches - 1) * cost.seconds + once_seconds
+        return [cost] if busy_seconds < self.limit else []
 
     @property
     def _num_micro_batches(self) -> int:

@@ -250,9 +250,14 @@ class StageCosts:
         return front
 
     def composed(
-        self, start: int, stop: int, shapes: Sequence[Shape], in_flight: int
+        self,
+        start: int,
+        stop: int,
+        shapes: Sequence[Shape],
+        in_flight: int,
+        limit: float = inf,
     ) -> ComposedStage | None:
-        """Return the cheapest composition that fits; None if there is none.
+        """Return the cheapest composition that fits; None if there is none below a limit.
 
         Mesh choices are searched best first: the bound of a mesh choice is refined by one kind of
         layer at a time, the most common kind first.
@@ -262,6 +267,7 @@ class StageCosts:
             stop: the layer after the last one.
             shapes: shapes of logical mesh to choose from.
             in_flight: number of microbatches in flight.
+            limit: seconds of a step; only faster compositions count.
         """
         best: ComposedStage | None = None
         choices = [choice for shape in shapes for choice in self.mesh_choices(shape)]
@@ -272,7 +278,7 @@ class StageCosts:
         heapify(heap)
         while heap:
             bound, solved, n, choice = heappop(heap)
-            if best is not None and best.step_seconds <= bound:
+            if limit <= bound:
                 break
             if solved < len(kinds):
                 kind, count = kinds[solved]
@@ -281,8 +287,8 @@ class StageCosts:
                     heappush(heap, (bound, solved + 1, n, choice))
                 continue
             stage = self._compose(start, stop, choice, in_flight, best)
-            if stage is not None and (best is None or stage.step_seconds < best.step_seconds):
-                best = stage
+            if stage is not None and stage.step_seconds < limit:
+                best, limit = stage, stage.step_seconds
         return best
 
     @cached_property

@@ -61,6 +61,7 @@ def _no_stages(problem: StageProblem, limit: float) -> NoStagesError:
     pools = ", ".join(f"{pool.hosts} x {pool.devices_per_host} devices" for pool in problem.pools)
     submeshes = ", ".join(map(str, problem.submeshes))
     ways = f"cut {problem.num_layers} layers into stages for {pools} with submeshes {submeshes}"
+    limit = min(limit, problem.limit)
     if limit < np.inf:
         return NoStagesError(f"no way to {ways} fits in memory and takes less than {limit:.4g} s")
     return NoStagesError(

@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from math import inf
 
 from autopar.pipeline.pipeline_schedules import schedule_kind
 from autopar.pipeline.schedule_kinds import Pipeline
@@ -51,6 +52,9 @@ class StageCost:
     micro_batch_bytes: float = 0.0
     logical_shape: tuple[int, ...] = ()
 
+
+SCHEDULES_OF_OBJECTIVE = ("gpipe", "1f1b", "1f1b_overlap_friendly")
+"""Schedules whose bubbles the objective describes; others may have fewer."""
 
 type Costs = Callable[[int, int, Submesh], Sequence[StageCost]]
 """(first layer, layer after the last, submesh) -> a cost per logical shape that can run."""
@@ -87,6 +91,7 @@ class StageProblem:
         leave_idle: whether devices may be left without work.
         min_stages: least number of stages.
         backward: whether microbatches come back. If not, no stage waits for them.
+        limit: seconds of a known step. Stages whose own work takes as long need no costs.
 
     Raises:
         ValueError: there are no layers or no microbatches, or not one kind per layer.
@@ -104,6 +109,7 @@ class StageProblem:
     leave_idle: bool = False
     min_stages: int = 1
     backward: bool = True
+    limit: float = inf
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_micro_batches < 1:

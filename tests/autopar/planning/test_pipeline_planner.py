@@ -362,7 +362,7 @@ def test_stages_are_composed_for_the_microbatches_that_they_may_hold(gpt, schedu
         ClusterStageCosts((costs,), costs.model), CLUSTER, AutoStageOption(), schedule
     )
     composed: list[int] = []
-    with patch.object(costs, "composed", lambda *args: composed.append(args[-1])):
+    with patch.object(costs, "composed", lambda *args: composed.append(args[3])):
         assert problem.costs(2, 3, Submesh(0, 1, 2)) == []
     assert composed == held
 
