@@ -42,7 +42,6 @@ def cluster_layers(
     received: Received,
     num_layers: int,
     eps: float | None = None,
-    heavy: np.ndarray | None = None,
     light: np.ndarray | None = None,
     line_of: Callable[[int], str] | None = None,
 ) -> tuple[int, ...]:
@@ -55,7 +54,6 @@ def cluster_layers(
         eps: a layer does at most 1 + eps times the average work. A layer with the least number of
             heavy equations may do more, because it can't be smaller. By default `EPS`, or the
             smallest number that leaves layers if work is too uneven for it.
-        heavy: which equations are heavy, [equations]; by default those with FLOP.
         light: which equations count as heavy, too, if there are more layers than heavy ones.
         line_of: returns the line of the user's code that makes an equation, for the error.
 
@@ -66,7 +64,7 @@ def cluster_layers(
     Raises:
         NoLayersError: There are too few heavy equations, or work is too uneven for `eps`.
     """
-    heavy = flops > 0 if heavy is None else heavy.astype(bool)
+    heavy = flops > 0
     if light is not None and num_layers > heavy.sum():
         heavy = heavy | light
     if not 1 <= num_layers <= heavy.sum():

@@ -28,7 +28,7 @@ from autopar.microbatch.accumulation import (
 )
 from autopar.microbatch.batch_rows import put_rows
 from autopar.pipeline.partition import Task
-from autopar.pipeline.stage_graph import StageGraph, numbers_of
+from autopar.pipeline.stage_graph import StageGraph
 from autopar.plan_stages import Stage
 from autopar.sharding.manual_regions import on_devices
 
@@ -132,7 +132,8 @@ class StageLowering:
             ways: number of parts in each stage.
         """
         scales: dict[Var, float] = {}
-        numbers = numbers_of(self.partition.step)
+        jaxpr = self.partition.step.jaxpr
+        sources = graph.sources(jaxpr, jaxpr.eqns)
         for var in self.graph.received:
             producer = self.partition.producers.get(var)
             if producer is None or producer.phase == "U":
@@ -141,8 +142,10 @@ class StageLowering:
             if var not in self.partition.batch_facts.rows or source_ways == self.values.ways:
                 continue
             divided = self.partition.step.split_microbatches(max(self.values.ways, source_ways))
+            source = sources[var]
             assert divided.microbatching is not None
-            if power := divided.microbatching.powers[numbers[var]]:
+            assert source is not None
+            if power := divided.microbatching.powers[source]:
                 scales[var] = (self.values.ways / source_ways) ** -power
         return scales
 

@@ -380,25 +380,25 @@ class _DividedSteps:
             return False
         if micro.chunks % parts or micro.chunks == parts:
             return False
-        numbers = numbers_of(whole)
+        sources = graph.sources(whole.jaxpr, whole.jaxpr.eqns)
         return facts.mixed.isdisjoint(self.exchanged) and all(
-            numbers[var] in micro.powers and graph.aval_of(var).shape[facts.rows[var]] % parts == 0
+            sources[var] in micro.powers and graph.aval_of(var).shape[facts.rows[var]] % parts == 0
             for var in self.exchanged
             if var in facts.rows
         )
 
     def _divided(self, count: int) -> StepGraph:
-        facts = self.partition.batch_facts
+        step, facts = self.partition.step, self.partition.batch_facts
         if any(var in facts.mixed for var in self.exchanged):
             raise MicrobatchError(
                 "a stage sends a statistic of the batch, which needs the examples of all devices"
             )
-        parts = count // self.partition.step.num_micro_batches
+        parts = count // step.num_micro_batches
         divided = self.partition.divided(parts)
-        numbers = numbers_of(self.partition.step)
+        sources = graph.sources(step.jaxpr, step.jaxpr.eqns)
         micro = divided.step.microbatching
-        with_rows = [numbers[var] for var in self.exchanged if var in facts.rows]
-        if micro is None or any(number not in micro.powers for number in with_rows):
+        with_rows = [sources[var] for var in self.exchanged if var in facts.rows]
+        if micro is None or any(source not in micro.powers for source in with_rows):
             raise MicrobatchError(
                 "a stage sends values of examples, and it is unknown how they depend on the size of"
                 " the batch"
@@ -409,15 +409,6 @@ class _DividedSteps:
                 " microbatch"
             )
         return stage_graph(divided, self.stage).step
-
-
-def numbers_of(step: StepGraph) -> dict[Var, tuple[int, int]]:
-    """Return the number of each value's equation, and its position among the results."""
-    return {
-        var: (number, r)
-        for number, eqn in enumerate(step.jaxpr.eqns)
-        for r, var in enumerate(eqn.outvars)
-    }
 
 
 def _exchange_alike(
