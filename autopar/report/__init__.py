@@ -16,7 +16,7 @@ from autopar.lowering.planned import PlannedStep
 from autopar.report.classify import Classification, ParameterClass, classify
 from autopar.report.decisions import decisions
 from autopar.report.diff import PlanDiff, diff
-from autopar.report.dump import DEBUG_FILES, dump_debug_info
+from autopar.report.dump import dump_debug_info
 from autopar.report.page_data import Alternative, PlanReport
 from autopar.report.primitive_coverage import primitives
 from autopar.report.program_text import (
@@ -33,7 +33,6 @@ from autopar.report.stage_reports import StageInfo, TaskInfo, stage_infos
 from autopar.report.table_page import PageTable, table_page
 
 __all__ = [
-    "DEBUG_FILES",
     "Alternative",
     "Classification",
     "JoinedPlacement",

@@ -48,36 +48,36 @@ class Dumped(Planned, Protocol):
         ...
 
 
-DEBUG_FILES = {
-    "_plan.json": "the plan; `Plan.load` reads it",
-    "_plan.txt": "the plan as a table",
-    "_program.txt": "the instructions of each mesh",
-    "_stages.txt": "layers, devices and tasks of each stage, with their FLOP and bytes",
-    "_input_placement_specs.txt": "the placement of each input",
-    "_output_placement_specs.txt": "the placement of each output",
-    "_traced.mlir": "StableHLO of the step as traced; missing for a pipeline",
-    "_stage_{}.parallelism.txt": "the kind of parallelism of each parameter on each mesh axis",
-    "_stage_{}.strategies.txt": "sharding, cost and other candidates of each equation",
-    "_stage_{}.resharding_tasks.txt": "the reshardings, with bytes and collectives",
-    "_stage_{}.annotated.mlir": "StableHLO of the stage's tasks with the plan's shardings",
-    "_stage_{}.partitioned.hlo": "HLO of one device right after partitioning",
-    "_stage_{}.hlo": "optimized HLO of one device",
-    "_stage_{}.mem_usage.txt": "bytes on one device for each task",
-}
-"""Suffixes of the files that `dump_debug_info` writes, with their contents.
-
-`{}` is the number of a stage. Files that Alpa dumps, too, have the suffixes of Alpa. Its
-`.grad_sync_channel_ids.txt` has no equivalent: no gradient is synchronized before all microbatches
-have been accumulated.
-"""
-
-
 def dump_debug_info(
     executable: Dumped, folder: str | Path, name: str | None = None
 ) -> tuple[Path, ...]:
     """Write debug information about an executable to files.
 
-    Each file is written atomically, and replaces the file of an earlier dump.
+    Each file is written atomically, and replaces the file of an earlier dump. Files that Alpa
+    dumps, too, have its suffixes. Its `.grad_sync_channel_ids.txt` has no equivalent: no gradient
+    is synchronized before all microbatches have been accumulated.
+
+    | suffix | contents |
+    | --- | --- |
+    | `_plan.json` | the plan; `Plan.load` reads it |
+    | `_plan.txt` | the plan as a table |
+    | `_program.txt` | the instructions of each mesh |
+    | `_stages.txt` | layers, devices and tasks of each stage, with their FLOP and bytes |
+    | `_input_placement_specs.txt` | the placement of each input |
+    | `_output_placement_specs.txt` | the placement of each output |
+    | `_traced.mlir` | StableHLO of the step as traced; missing for a pipeline |
+
+    For each stage, such as `_stage_0`:
+
+    | suffix | contents |
+    | --- | --- |
+    | `_stage_0.parallelism.txt` | the kind of parallelism of each parameter on each mesh axis |
+    | `_stage_0.strategies.txt` | sharding, cost and other candidates of each equation |
+    | `_stage_0.resharding_tasks.txt` | the reshardings, with bytes and collectives |
+    | `_stage_0.annotated.mlir` | StableHLO of the stage's tasks with the plan's shardings |
+    | `_stage_0.partitioned.hlo` | HLO of one device right after partitioning |
+    | `_stage_0.hlo` | optimized HLO of one device |
+    | `_stage_0.mem_usage.txt` | bytes on one device for each task |
 
     Args:
         executable: the executable.

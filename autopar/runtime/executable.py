@@ -207,7 +207,7 @@ class Executable(ABC):
             name: the first part of their names; by default the step's name.
 
         Returns:
-            The paths of the files, which `autopar.report.DEBUG_FILES` describes.
+            The paths of the files, which `autopar.report.dump_debug_info` describes.
         """
         return report.dump_debug_info(self, folder, name)
 

@@ -6,11 +6,33 @@ import pytest
 
 import autopar
 from autopar.plan import Plan
-from autopar.report import DEBUG_FILES
 from simulator.hardware.cluster import Cluster
 from tests.steps import mlp_args, mlp_step
 
 ARGS = mlp_args((64, 64), 32, 64)
+STEP_SUFFIXES = (
+    "_plan.json",
+    "_plan.txt",
+    "_program.txt",
+    "_stages.txt",
+    "_input_placement_specs.txt",
+    "_output_placement_specs.txt",
+)
+STAGE_SUFFIXES = (
+    "parallelism.txt",
+    "strategies.txt",
+    "resharding_tasks.txt",
+    "annotated.mlir",
+    "partitioned.hlo",
+    "hlo",
+    "mem_usage.txt",
+)
+
+
+def suffixes(num_stages: int) -> list[str]:
+    """Return the suffixes of the files of a pipeline."""
+    stages = [f"_stage_{stage}.{end}" for stage in range(num_stages) for end in STAGE_SUFFIXES]
+    return [*STEP_SUFFIXES, *stages]
 
 
 def made_by(method):
@@ -23,7 +45,7 @@ def executable():
 
 
 def test_files_are_named_after_the_step(tmp_path):
-    endings = [ending.format(0) for ending in DEBUG_FILES]
+    endings = [*STEP_SUFFIXES, "_traced.mlir", *suffixes(1)[len(STEP_SUFFIXES) :]]
     paths = executable().dump_debug_info(tmp_path / "debug" / "run", name="step")
     assert sorted(p.name for p in (tmp_path / "debug" / "run").iterdir()) == sorted(
         f"step{e}" for e in endings

@@ -20,7 +20,6 @@ from autopar import (
     StageError,
     UniformStageOption,
 )
-from autopar.report import DEBUG_FILES
 from autopar.runtime.loaded_job import LoadedJob
 from autopar.runtime.local_executable import LocalExecutable
 from simulator.engine.timeline import Timeline
@@ -35,6 +34,7 @@ from tests.autopar.pipeline.stack_steps import (
     stack_params,
     stack_step,
 )
+from tests.autopar.report.test_dump import suffixes
 
 
 @cache
@@ -259,10 +259,7 @@ def test_the_hlo_text_of_a_stage_has_a_program_per_task() -> None:
 def test_debug_info_has_files_for_each_stage(tmp_path: Any) -> None:
     _, executable = compiled()
     names = {path.name for path in executable.dump_debug_info(tmp_path, "step")}
-    endings = {ending.format(stage) for ending in DEBUG_FILES for stage in range(2)} - {
-        "_traced.mlir"
-    }
-    assert names == {f"step{ending}" for ending in endings}
+    assert names == {f"step{suffix}" for suffix in suffixes(2)}
     assert autopar.Plan.load(tmp_path / "step_plan.json") == executable.plan
 
 
