@@ -3,8 +3,8 @@
 It reads text and needs no JAX.
 """
 
-from simulator.hlo.liveness import memory_roles_at_peak
+from simulator.hlo.liveness import temporary_memory
 from simulator.hlo.op_list import parse_hlo
 from simulator.hlo.text import HloError
 
-__all__ = ["HloError", "memory_roles_at_peak", "parse_hlo"]
+__all__ = ["HloError", "parse_hlo", "temporary_memory"]

@@ -70,18 +70,6 @@ type TemporaryMemory = Mapping[str, Mapping[Role, float]]
 """Bytes by role while an instruction runs, without arguments and results, by its name."""
 
 
-def memory_roles_at_peak(text: str) -> dict[Role, float]:
-    """Return the bytes by role at peak memory, without arguments and results.
-
-    Args:
-        text: the text of a module, as `compiled.as_text()` of JAX returns it.
-
-    Raises:
-        HloError: the text is no module.
-    """
-    return dict(fullest(temporary_memory(text).values()))
-
-
 def temporary_memory(text: str) -> TemporaryMemory:
     """Return the bytes by role while each instruction runs, without arguments and results.
 

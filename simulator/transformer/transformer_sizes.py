@@ -1,7 +1,7 @@
 """The section `model` of a scenario: the sizes of a transformer, and what follows from them."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -400,26 +400,11 @@ class Transformer(Description):
     @property
     def parameters(self) -> int:
         """Elements of all parameters."""
-        return self._parameters(lambda elements: elements.total)
-
-    @property
-    def active_parameters(self) -> int:
-        """Elements of the parameters that a token uses: of the routed experts, those of top_k."""
-        return self._parameters(lambda elements: elements.active)
-
-    def _parameters(self, of_layer: Callable[["Elements"], int]) -> int:
         head = 0 if self.tied else self.vocab * self.hidden
         norm = (2 if self.biases else 1) * self.hidden
-        layers = sum(
-            count * of_layer(self.elements(kind)) for kind, count in self.kind_counts.items()
-        )
-        return (
-            layers
-            + self.prediction_layers * self.prediction_elements
-            + self.embedding
-            + head
-            + norm
-        )
+        layers = sum(count * self.elements(kind).total for kind, count in self.kind_counts.items())
+        predictions = self.prediction_layers * self.prediction_elements
+        return layers + predictions + self.embedding + head + norm
 
     def visible_keys(self, mixer: Mixer) -> float:
         """Return twice the mean number of keys that a query attends to under the causal mask.
@@ -497,8 +482,3 @@ class Elements:
     def total(self) -> int:
         """Elements of the layer."""
         return self.dense + self.routed
-
-    @property
-    def active(self) -> int:
-        """Elements that a token uses."""
-        return self.dense + self.routed_active

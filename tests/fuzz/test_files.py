@@ -22,7 +22,7 @@ from simulator.hardware.collective_profile import CollectiveProfile
 from simulator.hardware.description import read, validate
 from simulator.hardware.device import load_device
 from simulator.hardware.kernel_profile import KernelProfile
-from simulator.hlo import memory_roles_at_peak, parse_hlo
+from simulator.hlo import parse_hlo, temporary_memory
 from simulator.program import Program, Run
 from simulator.program_file import save_program
 from simulator.transformer import Machine
@@ -256,7 +256,7 @@ def use_plan(path: Path) -> str:
 
 def use_hlo(path: Path) -> str:
     text = read_text(path)
-    memory_roles_at_peak(text)
+    temporary_memory(text)
     program = Program((tuple(range(8)),), ((Run(0, "S"),),), {"0S": parse_hlo(text)})
     return outcome_of(predict(program, Cluster.load("dgx_a100_80")).row())
 

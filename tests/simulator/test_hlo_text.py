@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.hlo import HloError, memory_roles_at_peak, parse_hlo
+from simulator.hlo import HloError, parse_hlo, temporary_memory
 from simulator.work import unmodelled_kernels
 from tests.simulator.test_hlo import ADD, DATA, DIMENSIONS, module, parse
 
@@ -36,7 +36,7 @@ P, Q = "%p = f32[4]{0} parameter(0)", "%q = f32[4,4]{1,0} parameter(1)"
     ],
 )
 def test_an_invalid_module_is_refused_with_the_line(text: str, message: str) -> None:
-    for read in (parse_hlo, memory_roles_at_peak):
+    for read in (parse_hlo, temporary_memory):
         with pytest.raises(HloError, match=message):
             read(text)
 
@@ -141,7 +141,7 @@ def test_the_error_of_a_tuple_element_without_index_shows_it() -> None:
     with pytest.raises(
         HloError, match=r"line 12, %g = .*does not say which element; expected e\.g\. index=0"
     ):
-        memory_roles_at_peak(text)
+        temporary_memory(text)
 
 
 # Arbitrary damage
@@ -166,7 +166,7 @@ def damaged_texts(draw: st.DrawFn) -> str:
 @given(damaged_texts())
 @settings(max_examples=300, deadline=None)
 def test_damaged_text_is_read_or_refused(text: str) -> None:
-    for read in (parse_hlo, memory_roles_at_peak):
+    for read in (parse_hlo, temporary_memory):
         with suppress(HloError):
             read(text)
 

@@ -1,7 +1,8 @@
 """Liveness at peak: a program's bytes by role, counted by hand (an `f32[4]` has 16)."""
 
-from simulator.hlo import memory_roles_at_peak, parse_hlo
-from simulator.hlo.liveness import op_temporaries, temporary_memory
+from simulator.hlo import parse_hlo, temporary_memory
+from simulator.hlo.liveness import op_temporaries
+from simulator.live_ranges import fullest
 from simulator.memory import Role
 from tests.simulator.test_hlo import ADD, DATA, module
 
@@ -14,9 +15,8 @@ FORWARD, BACKWARD, UPDATE = map(named, ("jvp(f)", "transpose(jvp(f))", "sgd"))
 
 
 def roles_at_peak(*lines: str, computations: str = ADD) -> dict[Role, float]:
-    return memory_roles_at_peak(
-        module("%p = f32[4]{0} parameter(0)", *lines, computations=computations)
-    )
+    text = module("%p = f32[4]{0} parameter(0)", *lines, computations=computations)
+    return dict(fullest(temporary_memory(text).values()))
 
 
 def test_forward_values_that_the_backward_pass_reads_are_activations() -> None:
@@ -126,6 +126,7 @@ def test_each_op_has_the_memory_of_its_instruction_and_a_loop_of_its_fullest() -
 def test_compiled_programs_have_roles_and_their_peak_is_while_an_op_runs() -> None:
     for path in DATA.glob("*.hlo.txt"):
         text = path.read_text()
-        peak = sum(memory_roles_at_peak(text).values())
-        levels = op_temporaries(parse_hlo(text), temporary_memory(text))
+        memory = temporary_memory(text)
+        peak = sum(fullest(memory.values()).values())
+        levels = op_temporaries(parse_hlo(text), memory)
         assert max(sum(level.values()) for level in levels) == peak > 0
