@@ -166,6 +166,11 @@ def _search(
             )
     scenario = Scenario.load(file, scenario_changes, _FREE - set(kept))
     if hosts is not None:
+        for change in cluster_changes:
+            if change.path == ("cluster", "hosts"):
+                raise ValueError(
+                    f"{change.text!r}: given together with --hosts; expected one of them"
+                )
         cluster_changes.append(Change.parse(f"cluster.hosts={hosts}"))
     machine = load_machine(cluster, 1, backend, cluster_changes)
     found = search_layouts(scenario.model, scenario.execution, machine, confidence, kept)

@@ -191,12 +191,11 @@ class Cluster(Description):
             measured = getattr(self.collectives.link, name)
             if given != measured:
                 raise ValueError(
-                    f"{field}: given {given:g}, but the collectives that are measured "
-                    f"({self.collectives.gpu}) take its place, and are of a link with "
-                    f"{measured:g}; expected {measured:g}, or nothing. They follow "
-                    "intra_host.bandwidth_gb_per_s alone; change their curves "
-                    f"(collectives.all_reduce.{curve_field}, ...), or take what the link implies "
-                    "instead of them (collectives: null)"
+                    f"{field}: given {given:g}, but `collectives` were measured on a link with "
+                    f"{measured:g} ({self.collectives.gpu}); expected {measured:g}, or leave the "
+                    "field out. Measured collectives scale with intra_host.bandwidth_gb_per_s "
+                    f"alone; change their curves (collectives.all_reduce.{curve_field}, ...), or "
+                    "use `collectives: null` to compute collectives from the link"
                 )
         return self
 

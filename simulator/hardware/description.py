@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from annotated_types import Gt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -33,6 +33,14 @@ RENAMED: Mapping[str, str] = {
     "whole_waves": "wave_quantization",
 }
 """Present names of fields by their former ones; an error about a former name states both."""
+
+_EXPECTED_TYPES: Mapping[str, str] = {
+    "bool_type": "expected true or false",
+    "float_type": "expected a number",
+    "int_type": "expected a whole number",
+    "string_type": "expected a text",
+}
+"""What errors say about values of another type, by pydantic's name of the error."""
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -138,16 +146,19 @@ def validate[D: Description](kind: type[D], data: Mapping[str, Any], source: obj
         source: what errors call the description, e.g. its path.
 
     Raises:
-        ClusterError: fields are missing, unknown or wrong; a line for each of the first ten.
+        ClusterError: fields are missing, unknown or wrong; the first ten are numbered.
     """
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         errors = error.errors()
-    lines = [f"{source}: {one_line(_explain(kind, details))}" for details in errors[:_MAX_ERRORS]]
-    if more := len(errors) - len(lines):
-        lines.append(f"{source}: {more} more")
-    raise ClusterError("\n".join(lines))
+    problems = [one_line(_explain(kind, details)) for details in errors[:_MAX_ERRORS]]
+    if len(errors) == 1:
+        raise ClusterError(f"{source}: {problems[0]}")
+    if more := len(errors) - len(problems):
+        problems.append(f"{more} more")
+    numbered = " ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
+    raise ClusterError(f"{source}: {len(errors)} errors: {numbered}")
 
 
 def _explain(kind: type[Description], error: ErrorDetails) -> str:
@@ -169,9 +180,12 @@ def _explain(kind: type[Description], error: ErrorDetails) -> str:
         case "value_error":  # from a check over several fields, whose message is complete
             problem = error["msg"].removeprefix("Value error, ")
             return f"{field}.{problem}" if field else problem
-        case _:
-            expected = error["msg"].replace("Input should be", "expected")
-            return f"{field}: given {brief(error['input'])}; {expected}"
+        case "model_type":
+            expected = f"expected {_describe(_section(kind, error['loc']))}"
+        case mismatch:
+            default = error["msg"].replace("Input should be", "expected")
+            expected = _EXPECTED_TYPES.get(mismatch, default)
+    return f"{field}: given {brief(error['input'])}; {expected}"
 
 
 def _hint(field: str, valid: Sequence[str]) -> str:
@@ -202,8 +216,11 @@ def _is_description(annotation: Any) -> bool:
 
 
 def _describe(annotation: Any) -> str:
+    """Return what a field expects, in words."""
     if _is_description(annotation):
         return f"a section with {', '.join(annotation.model_fields)}"
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(repr, get_args(annotation)))
     return {str: "a text", float: "a number", int: "a whole number"}.get(
         annotation, "a mapping of names to numbers"
     )

@@ -100,7 +100,7 @@ def search_layouts(
         raise ValueError(f"confidence: given {confidence}, expected between 0 and 1, both excluded")
     unknown = [name for name in kept if name not in SEARCHED]
     if unknown:
-        raise ValueError(f"kept: given {unknown[0]!r}, expected some of {', '.join(SEARCHED)}")
+        raise ValueError(f"given {unknown[0]!r} to keep, expected some of {', '.join(SEARCHED)}")
     machine.linear_products(model.precision)  # raises for a device without them
     space = _Space(model, execution, machine, frozenset(kept))
     attempts = _Attempts(model, machine, confidence, tuple(space.recomputations()))

@@ -102,7 +102,7 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
     %.
     """
     table = Table(
-        title="Predicted and published, errors in %",
+        title="Predicted and measured, errors in %",
         caption=_coverage_text(comparisons),
         box=box.SIMPLE,
         padding=(0, 0, 0, 1),

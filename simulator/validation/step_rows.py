@@ -196,8 +196,8 @@ def read_step_table(path: Path) -> StepTable:
     missing = [column for column in REQUIRED_COLUMNS if column not in columns]
     if missing or not any(column in columns for column in MEASURED):
         raise FileError(
-            f"{path}: no column {missing[0] if missing else ' or '.join(MEASURED)}; expected some"
-            f" of {', '.join(COLUMNS)}"
+            f"{path}: no column {missing[0] if missing else ' or '.join(MEASURED)}; given"
+            f" {brief(columns)}, expected some of {', '.join(COLUMNS)}, with commas between"
         )
     for column in COLUMNS:
         if columns.count(column) > 1:
@@ -212,11 +212,22 @@ def read_step_table(path: Path) -> StepTable:
 
 def _row(line: int, cells: Mapping[str | None, Any]) -> StepRow | BadRow:
     if None in cells or None in cells.values():
-        return BadRow(line, "has another number of cells than the header")
+        return BadRow(line, _cell_count(cells))
     try:
         return StepRow(line, **dict(_values(cells)))
     except StepRowError as error:
         return BadRow(line, str(error))
+
+
+def _cell_count(cells: Mapping[str | None, Any]) -> str:
+    """Return an error for a row of more or fewer cells than the header, as `DictReader` returns it.
+
+    Further cells are a list without a column, and missing ones are None.
+    """
+    further = cells.get(None, ())
+    columns = [cell for column, cell in cells.items() if column is not None]
+    given = sum(cell is not None for cell in columns) + len(further)
+    return f"given {given} cells, expected {len(columns)}, as in the header"
 
 
 def _values(cells: Mapping[str | None, str]) -> Iterator[tuple[str, Any]]:

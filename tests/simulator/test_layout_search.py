@@ -145,7 +145,7 @@ def test_zero_3_has_no_pipeline() -> None:
         (DENSE, {"global_batch": 7}, (*SEARCHED,), 1, "global_batch, which is 7"),
         (DENSE, {"tensor": 3}, ("tensor",), 1, "no layout of 8 devices with tensor 3"),
         (MOE, {"expert": 3}, ("expert",), 1, "with expert 3: .* expert 8 experts"),
-        (DENSE, {}, ("data",), 1, "kept: given 'data', expected some of tensor"),
+        (DENSE, {}, ("data",), 1, "given 'data' to keep, expected some of tensor"),
         (DENSE.model_copy(update={"precision": "f8"}), {}, (), 1, "has no f8e4m3fn"),
     ],
 )
@@ -200,6 +200,11 @@ def test_the_command_prints_json_of_the_search() -> None:
     ("args", "code", "text"),
     [
         (
+            ("llama3_8b.yaml", "--hosts", 1, "--set", "cluster.hosts=2"),
+            BAD_INPUT,
+            "'cluster.hosts=2': given together with --hosts; expected one of them",
+        ),
+        (
             ("llama3_405b.yaml", "--cluster", "dgx_h100", "--hosts", 1),
             NO,
             "give more hosts, another cluster, or --set execution.zero=2",
@@ -216,7 +221,7 @@ def test_the_command_prints_json_of_the_search() -> None:
         ),
         (("llama3_8b.yaml", "--hosts", 0), BAD_INPUT, "--hosts"),
         (("llama3_8b.yaml", "--confidence", 2), BAD_INPUT, "given 2.0, expected between 0 and 1"),
-        (("llama3_8b.yaml", "--keep", "depth"), BAD_INPUT, "given 'depth', expected some of"),
+        (("llama3_8b.yaml", "--keep", "depth"), BAD_INPUT, "given 'depth' to keep, expected"),
         (("llama3_8b.yaml", "--picture", "x.txt"), BAD_INPUT, "expected a path that ends in .svg"),
         (("llama3_8b.yaml", "--picture", "no/x.svg"), BAD_INPUT, "there is no folder"),
         (("llama3_8b.yaml", "--set", "execution.tensor=3"), BAD_INPUT, "with --keep tensor"),

@@ -298,7 +298,7 @@ def test_changes_of_link_fields_that_measurements_replace_are_refused(
 ) -> None:
     with pytest.raises(
         ClusterError,
-        match=rf"{field}: given 1000, but the collectives that are measured .*collectives: null",
+        match=rf"{field}: given 1000, but `collectives` were measured .*collectives: null",
     ):
         load("dgx_h100", 8, [Change.parse(f"cluster.{field}=1000")])
     load(
@@ -389,8 +389,7 @@ def test_pools_are_changed_separately() -> None:
         ("cluster.pools.0.nics=2", "p3_beside_p4d, pool 0: nics: unknown field"),
         (
             "cluster.pools.1.collective_launch_us=2",
-            "p3_beside_p4d, pool 1: collective_launch_us: given 2, "
-            "but the collectives that are measured",
+            "p3_beside_p4d, pool 1: collective_launch_us: given 2, but `collectives` were measured",
         ),
         (
             "cluster.pools.1.inter_host=null",
