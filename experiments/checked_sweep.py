@@ -1,7 +1,6 @@
-"""The sweep of a configuration, checked once: the check imports JAX, and its result is kept."""
+"""Cached check of the configuration of a sweep: only the check itself imports JAX."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -16,8 +15,8 @@ def checked_sweep(config: Mapping[str, Any], kept: Path) -> Sweep:
 
     Args:
         config: the configuration.
-        kept: the file in which the result is kept for the next call. It counts as long as the
-            configuration, the code and the files that were read are the same.
+        kept: the file that caches the result. It is valid as long as the configuration, the code
+            and the files that were read are the same.
 
     Raises:
         ValueError: a key, a name or a number is wrong; the message says which, and what is valid.
@@ -28,15 +27,14 @@ def checked_sweep(config: Mapping[str, Any], kept: Path) -> Sweep:
         if result["inputs"] == inputs and result["files"] == _hashes(result["files"]):
             return Sweep.from_json(result["sweep"])
     from experiments.sweep import make_sweep  # imports JAX
+    from simulator.files import write_text
 
     sweep = make_sweep(config)
     read = [ROOT / sweep.published, *(ROOT / "experiments/schemas").glob("*.yaml")]
     read += [Path(file) for files in sweep.cluster_files.values() for file in files]
     kept.parent.mkdir(parents=True, exist_ok=True)
     result = {"inputs": inputs, "files": _hashes(map(str, read)), "sweep": sweep.to_json()}
-    partial = kept.with_suffix(".partial")
-    partial.write_text(json.dumps(result))
-    os.replace(partial, kept)
+    write_text(kept, json.dumps(result))
     return sweep
 
 

@@ -8,7 +8,8 @@ import os
 import re
 import reprlib
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ __all__ = [
     "read_table",
     "read_text",
     "read_yaml",
+    "replacing",
     "unwritable",
     "write_text",
 ]
@@ -106,21 +108,35 @@ def write_text(path: str | Path, text: str) -> None:
     Raises:
         FileError: it can't be written, e.g. because its folder doesn't exist.
     """
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield the path of a new file, with the same suffix, that replaces a file after the block.
+
+    After an error or an interruption, the former file is still there, and no other one.
+
+    Raises:
+        FileError: it can't be written, e.g. because its folder doesn't exist.
+    """
     # /dev/stdout, a pipe, or a folder. Methods of Path raise for names that are too long.
     is_special = os.path.exists(path) and not os.path.isfile(path)
     target = Path(path) if is_special else Path(os.path.realpath(path))
-    partial = target if is_special else target.with_name(f".{target.name}.{os.getpid()}")
+    partial = target if is_special else target.with_name(f".{os.getpid()}.{target.name}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         if not is_special:
             if target.exists():
                 shutil.copymode(target, partial)
             partial.replace(target)
     except OSError as reason:
+        raise unwritable(path, reason) from None
+    finally:
         if not is_special:
             with suppress(OSError):
                 partial.unlink()
-        raise unwritable(path, reason) from None
 
 
 def unwritable(path: str | Path, reason: OSError) -> FileError:

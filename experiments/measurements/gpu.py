@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -37,6 +37,7 @@ from experiments.local_steps import next_state
 from experiments.models import GPT, MLP, ViT
 from simulator import Cluster, Program, Timeline, simulate, unmodelled_kernels
 from simulator.calibration import write_profile
+from simulator.files import write_text
 from simulator.hlo import parse_hlo
 
 type Timed = MLP | GPT | ViT
@@ -217,9 +218,7 @@ def run(
             0.3 * budget,
         )
         clusters = Clusters(calibrated, autopar.cluster_of(Mesh([device], ("x",))))
-        replace_file(
-            out / "gpu_cluster.yaml", lambda path: write_profile(path, clusters.calibrated)
-        )
+        write_profile(out / "gpu_cluster.yaml", clusters.calibrated)
         left, longest, failed = list(cases), 0.0, dict[str, str]()
         while left and time.perf_counter() - begun + longest < budget:
             model, start = left.pop(0), time.perf_counter()
@@ -253,18 +252,9 @@ def _write(
         "not_measured": list(map(step_name, left)),
         "failed": failed,
     }
-    replace_file(out / "gpu.csv", lambda path: table.to_csv(path, index=False, float_format="%.6g"))
-    replace_file(
-        out / "gpu.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n")
-    )
+    write_text(out / "gpu.csv", table.to_csv(index=False, float_format="%.6g"))
+    write_text(out / "gpu.json", json.dumps(record, indent=1) + "\n")
     return table
-
-
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Replace a file atomically."""
-    part = path.with_name(f".{path.name}.part")
-    write(part)
-    os.replace(part, path)
 
 
 def circumstances(repeat: int) -> dict[str, Any]:

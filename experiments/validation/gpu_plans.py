@@ -32,10 +32,11 @@ from jax.sharding import Mesh
 import autopar
 from autopar.util import benchmark_func
 from experiments.local_steps import next_state
-from experiments.measurements.gpu import circumstances, replace_file
+from experiments.measurements.gpu import circumstances
 from experiments.models import BERT, GPT, LSTM, MLP, Llama, Model, MoE, UNet, ViT, WideResNet
 from experiments.validation.llama_step import LlamaSizes
 from simulator import Cluster, Program, simulate, unmodelled_kernels
+from simulator.files import write_text
 from simulator.hlo import parse_hlo
 
 type Step = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -391,12 +392,8 @@ def _write(out: Path, table: pd.DataFrame, failed: dict[str, str], repeat: int) 
             table[f"{name}_error"] = table[f"{name}_seconds"] / table["measured"] - 1
         table["memory_error"] = table["planned_bytes"] / table["compiled_bytes"] - 1
     record = circumstances(repeat) | {"failed": failed}
-    replace_file(
-        out / "plans.csv", lambda path: table.to_csv(path, index=False, float_format="%.6g")
-    )
-    replace_file(
-        out / "plans.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n")
-    )
+    write_text(out / "plans.csv", table.to_csv(index=False, float_format="%.6g"))
+    write_text(out / "plans.json", json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:

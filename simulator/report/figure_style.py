@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from simulator.files import unwritable
+from simulator.files import replacing
 
 
 def pyplot() -> Any:
@@ -19,7 +19,7 @@ def pyplot() -> Any:
             "figures need matplotlib, not installed; pip install 'autopar[figures]'"
         ) from None
     matplotlib.use("Agg")
-    # The salt makes the file the same each time.
+    # With a fixed salt, a figure is the same file each time it is drawn.
     matplotlib.rcParams.update({"svg.hashsalt": "autopar", "font.size": 8})
     from matplotlib import pyplot
 
@@ -34,8 +34,7 @@ def save_figure(figure: Any, path: Path) -> None:
     """
     figure.tight_layout()
     try:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        raise unwritable(path, error) from None
+        with replacing(path) as partial:
+            figure.savefig(partial, metadata={"Date": None} if path.suffix == ".svg" else None)
     finally:
         pyplot().close(figure)

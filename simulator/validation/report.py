@@ -10,7 +10,7 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
-from simulator.files import unwritable
+from simulator.files import unwritable, write_text
 from simulator.report.figure_style import pyplot, save_figure
 from simulator.validation.cases import Case, Outcome, PublishedSet, Unpredicted
 from simulator.validation.statistics import (
@@ -237,15 +237,15 @@ def write_report(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
         The paths of the files.
 
     Raises:
-        FileError: the folder can't be created.
+        FileError: the folder or a file can't be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(folder, error) from None
     paths = [folder / name for name in ("summary.csv", "cases.csv", "scatter.svg", "errors.svg")]
-    _summary_rows(comparisons).to_csv(paths[0], index=False, float_format="%.4f")
-    _case_rows(comparisons).to_csv(paths[1], index=False, float_format="%.5g")
+    write_text(paths[0], _summary_rows(comparisons).to_csv(index=False, float_format="%.4f"))
+    write_text(paths[1], _case_rows(comparisons).to_csv(index=False, float_format="%.5g"))
     _draw_scatter(comparisons, paths[2])
     _draw_errors(comparisons, paths[3])
     return paths

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from autopar.plan import Plan, PlanError
@@ -17,8 +18,10 @@ from simulator.files import (
     read_table,
     read_text,
     read_yaml,
+    replacing,
     write_text,
 )
+from simulator.report.figure_style import save_figure
 from simulator.transformer.scenario_files import Scenario
 from tests.simulator.test_program_file import PROGRAM
 
@@ -134,6 +137,38 @@ def test_written_text_is_read_back_and_a_missing_folder_is_refused(tmp_path: Pat
         FileError, match=r"nowhere/x.txt: can't be written \(No such file or directory\)"
     ):
         write_text(tmp_path / "nowhere/x.txt", "")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_file_keeps_its_former_contents(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    def interrupted() -> None:
+        with replacing(path) as partial:
+            assert partial.suffix == ".svg"
+            partial.write_text("half")
+            raise error
+
+    path = tmp_path / "x.svg"
+    write_text(path, "former")
+    with pytest.raises(error):
+        interrupted()
+    assert path.read_text() == "former"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupted_figure_keeps_the_former_one(tmp_path: Path) -> None:
+    class Interrupted(Figure):
+        def savefig(self, fname: Any, **_: Any) -> None:
+            Path(fname).write_text("half")
+            raise KeyboardInterrupt
+
+    path = tmp_path / "x.svg"
+    save_figure(Figure(), path)
+    former = path.read_text()
+    with pytest.raises(KeyboardInterrupt):
+        save_figure(Interrupted(), path)
+    assert path.read_text() == former
 
 
 @pytest.mark.parametrize("option", ["--gantt", "--trace"])
