@@ -19,7 +19,7 @@ def init(
     namespace: str | None = None,
     timeout: float = 600.0,
 ) -> None:
-    """Select the devices on which steps run that are compiled from now on.
+    """Select the devices for steps that are compiled from now on.
 
     Without `init`, steps run on the devices of this process, as after `init("local")`.
 
@@ -62,7 +62,7 @@ def shutdown() -> None:
     A checkpoint that is being written is finished first.
 
     Raises:
-        Exception: the error of the checkpoint that could not be written. The rest is done before.
+        Exception: the error of a checkpoint that could not be written, once all else is done.
     """
     try:
         finish_saving()

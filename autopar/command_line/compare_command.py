@@ -88,8 +88,8 @@ def compare_methods(
         as_json: whether the subcommand prints JSON.
 
     Returns:
-        The predictions of the plans, and why there is no plan, by method; and by cluster if there
-        are several.
+        The predictions of the plans, and the reasons why other methods have no plan. Keys name the
+        method and, if there are several, the cluster.
     """
     predictions: dict[str, Prediction] = {}
     reasons: dict[str, str] = {}

@@ -15,10 +15,12 @@ _VARIABLE = "AUTOPAR_SILENCE_SECONDS"
 _SILENCE_SECONDS = 8.0
 """Seconds that a worker may leave a query unanswered while steps run.
 
-XLA lets the thread that answers run, so only a stopped process is silent for long, not a slow one.
+XLA lets the thread that answers run, so a slow process still answers, and only a stopped one is
+silent for long.
 """
 
 _RECENT_SECONDS = 10.0
+"""Age up to which the last answer of a silent worker tells what the worker was doing."""
 
 
 class Unresponsive(Enum):
@@ -128,7 +130,7 @@ def silence_seconds(environment: Mapping[str, str] = os.environ) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise ValueError(f"{_VARIABLE}={given!r}, expected a number of seconds")
+        raise ValueError(f"{_VARIABLE}={given!r}, expected a number of seconds above 0")
     return seconds
 
 

@@ -125,8 +125,8 @@ def check_plan(layout: HostLayout, plan: Plan, devices: Devices) -> None:
     needed = max(device for members in stages for device in members) + 1
     if devices is not None and prod(mesh_shape(layout, devices)) != needed:
         raise ValueError(
-            f"devices={devices!r}, but the plan has {needed}; leave them out, it runs on the first"
-            " of the hosts'"
+            f"devices={devices!r}, but the plan has {needed}; leave `devices` out to run the plan"
+            f" on the first {needed} devices of the hosts"
         )
     if needed > layout.num_devices:
         return  # compiling the plan raises the error
@@ -138,8 +138,8 @@ def check_plan(layout: HostLayout, plan: Plan, devices: Devices) -> None:
     ]
     if split:
         warnings.warn(
-            f"the plan was made for other hosts: on these, stage {' and '.join(map(str, split))}"
-            " spans several although one would hold it, so its collectives go between hosts; plan"
-            " again for these",
+            f"the plan was made for other hosts: stage {' and '.join(map(str, split))} spans"
+            " several of these hosts, although one has enough devices for it, so its collectives"
+            " cross hosts; plan the step again for these hosts",
             stacklevel=2,
         )

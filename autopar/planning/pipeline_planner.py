@@ -53,9 +53,12 @@ Proving the rest takes most of the time.
 
 
 type BoundEffort = Literal["work", "stages", "solves", "memory"]
-"""What a lower bound of the seconds of a step takes: the work of its layers on one device, or in
-stages on several devices, or rough solves of the layers of these stages, or solves of layers with a
-price of memory, which only one program has."""
+"""What a lower bound of the seconds of a step is computed from.
+
+"work" takes the work of its layers on one device, "stages" their work in stages on several devices,
+and "solves" rough solves of the layers of these stages. "memory" takes solves of layers with a
+price of memory, which only one program has.
+"""
 
 BOUND_EFFORTS: Sequence[BoundEffort] = ("work", "stages", "solves", "memory")
 """From the least effort to the closest bound."""

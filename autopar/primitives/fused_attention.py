@@ -1,9 +1,9 @@
 """cuDNN's fused attention, which `jax.nn.dot_product_attention` calls: how it splits and its FLOP.
 
-A sequence and a group of heads, the query heads that share a head of keys, are independent of the
-others. So are the queries of a forward pass without a mask. A causal mask counts positions from the
-first query and key, which a part of the queries would shift. The backward pass sums the
-gradients of keys and values over the queries, so it keeps the queries whole.
+Sequences are independent of one another. So are groups of heads, which are the query heads that
+share a head of keys, and the queries of a forward pass without a mask. A causal mask counts
+positions from the first query and key, so a part of the queries would have wrong positions. The
+backward pass sums the gradients of keys and values over the queries, so it keeps the queries whole.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,7 +53,7 @@ def _in_layout[T](eqn: JaxprEqn, dims: Sequence[T]) -> tuple[T, T, T, T]:
 
 
 def _factors(eqn: JaxprEqn) -> OpFactors:
-    """Share the batch, the heads of keys, and the queries where they are independent."""
+    """Split the batch, the heads of keys, and the queries where they are independent."""
     shapes = [shape_of(atom) for atom in eqn.invars]
     query, key, value = (_OperandSizes.of(eqn, shape) for shape in shapes[:3])
     bias = shapes[_BIAS]
@@ -103,7 +103,7 @@ def _factors(eqn: JaxprEqn) -> OpFactors:
 
 
 def _kernel(eqn: JaxprEqn, operands: Shapes, _: Shapes, moved_bytes: float) -> Kernel:
-    """Return the kernel of the shards; padding counts in full, as lengths are values of a run."""
+    """Return the kernel of the shards; padding counts in full, as only a run knows the lengths."""
     query, key, value = (_OperandSizes.of(eqn, shape) for shape in operands[:3])
     backward = eqn.primitive.name == _BACKWARD
     is_causal = "CAUSAL" in eqn.params["mask_type"].name

@@ -132,9 +132,13 @@ class LocalExecutable(Executable):
     @without_ambient_mesh()
     def __call__(self, *args: Any) -> Any:
         leaves = self.step.leaves(args)
-        for leaf, home in zip(leaves, self.homes, strict=True):
+        for path, leaf, home in zip(self.step.in_paths, leaves, self.homes, strict=True):
             if not is_at(leaf, home):
-                raise ValueError("an argument is not where the plan wants it; see shard_args")
+                given = getattr(leaf, "sharding", "no sharding")
+                raise ValueError(
+                    f"argument {path}: given {given}, expected {home}; place the arguments with"
+                    " `shard_args`"
+                )
         values = self.job.run(self.inputs(leaves), {})
         results = [self._take(output, values) for output in self._outputs]
         return self.step.result.joined(results)

@@ -16,7 +16,7 @@ class InfeasibleError(ValueError):
 
 
 class NoFasterError(InfeasibleError):
-    """No choice takes less than a known one, if any satisfies all constraints.
+    """No choice that satisfies all constraints takes less time than a known one.
 
     Attributes:
         limit: seconds of the known choice.

@@ -29,7 +29,7 @@ def main(name: str, folder: str, code: str, *parts: str) -> None:
     figure = figure_named(name)
     tables = list(map(read_rows, parts))
     table: Table = pd.concat(tables, ignore_index=True)
-    # Without failed parts, whose values are missing, so that whole numbers stay whole.
+    # Failed parts are left out: their missing values would turn whole numbers into floats.
     ok = [one for one in tables if (one["status"] == "ok").all()]
     if not ok:
         raise ValueError(f"{name}: every part failed: {table['reason'].iloc[0]}")

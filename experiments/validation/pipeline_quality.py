@@ -3,7 +3,7 @@
     python -m experiments.validation.pipeline_quality [--only PATTERN] [--output FILE]
 
 Both are planned with the same layers, cost model and memory, on p3.16xlarge hosts as in the paper.
-Rows are named after the model and the number of GPUs and sorted by the latter; `--only gpt-8`
+A row is named after its model and its number of GPUs, by which rows are sorted; `--only gpt-8`
 computes one of them.
 """
 
@@ -22,20 +22,21 @@ from simulator import Cluster
 type SubmeshShape = tuple[int, int]
 type StageOption = autopar.AutoStageOption | autopar.ManualStageOption | autopar.UniformStageOption
 type LayerWork = Literal["flops", "count"]
-"""What is even among layers: their FLOP, or their number of matrix products and convolutions."""
+"""The work that layers share evenly: FLOP, or the number of matrix products and convolutions."""
 
 GLOBAL_BATCH = 1024
 
 EPS = {"gpt": 0.6, "moe": 1.5}
 """How uneven layers may be.
 
-Those of an MoE are less even: every second block has experts, and the vocabulary is large.
+Layers of an MoE are less even: every second block has experts, and the vocabulary is large.
 """
 
 COUNT_EPS = 0.35
 """How uneven the numbers of matrix products and convolutions of layers may be.
 
-It is the least for the models of Alpa's paper: recomputed blocks count once, and numbers are whole.
+It is the smallest number that leaves layers for the models of Alpa's paper, where recomputed blocks
+count once.
 """
 
 

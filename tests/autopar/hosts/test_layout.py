@@ -53,7 +53,7 @@ def test_a_stage_that_spans_more_hosts_than_necessary_is_a_warning():
     assert [stage.devices for stage in plan.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     with pytest.warns(
         UserWarning,
-        match="made for other hosts: on these, stage 0 spans several although one would",
+        match="made for other hosts: stage 0 spans several of these hosts, although one has",
     ):
         check_plan(layout(3, 5), plan, None)
     with warnings.catch_warnings():
@@ -64,6 +64,6 @@ def test_a_stage_that_spans_more_hosts_than_necessary_is_a_warning():
         check_plan(layout(4, 4, 4), plan, (2, 4))
     with pytest.raises(
         ValueError,
-        match=r"devices=4, but the plan has 8; leave them out, it runs on the first of the hosts'",
+        match="devices=4, but the plan has 8; leave `devices` out to run the plan on the first 8",
     ):
         check_plan(layout(4, 4), plan, 4)
