@@ -1,6 +1,7 @@
 """The check of a configuration is repeated only if something that it depends on changed."""
 
 import copy
+import os
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_a_key_without_quotes_is_refused_although_it_reads_like_a_checked_one(
 
 
 def test_a_result_that_was_cut_off_is_no_obstacle(config: Any, tmp_path: Path) -> None:
-    (tmp_path / "sweep.partial").write_text("{")
+    (tmp_path / f".{os.getpid()}.sweep.json").write_text("{")
     assert checked_sweep(config, tmp_path / "sweep.json") == make_sweep(config)
 
 

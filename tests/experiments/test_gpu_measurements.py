@@ -108,19 +108,6 @@ def test_a_step_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatc
     assert beside["failed"] == {"GPT, 1 x 32, batch 4, float32": "ValueError: no room"}
 
 
-def test_a_result_that_is_not_finished_does_not_replace_one_that_is(tmp_path):
-    path = tmp_path / "gpu.csv"
-    path.write_text("whole")
-
-    def interrupted(part):
-        part.write_text("ha")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        gpu.replace_file(path, interrupted)
-    assert path.read_text() == "whole"
-
-
 PRODUCT = Kernel("custom-call.1", "gemm", 2e9, 6e6, "bf16", Gemm(1000, 1000, 1000))
 ADD = Kernel("loop_add_fusion.7", "memory", 0.0, 4e6)
 
