@@ -117,9 +117,9 @@ _description: ContextVar[_Description | None] = ContextVar("description", defaul
 def opaque_kernels(target: str, describe: _Description) -> Iterator[None]:
     """Lower Pallas kernels for CUDA to custom calls inside the block.
 
-    Without a GPU, Mosaic GPU has no lowering, and Triton's takes the GPU of the process for that of
-    the cluster. The calls have the operands, results, layouts and aliases of the kernels, but can't
-    run. Kernels in interpret mode are lowered as always.
+    Without a GPU, Mosaic GPU has no lowering. Triton's lowering is for the GPU of this process,
+    which need not be the cluster's. The calls have the operands, results, layouts and aliases of
+    the kernels, but can't run. Kernels in interpret mode are lowered as always.
 
     Args:
         target: target of the custom calls.

@@ -106,8 +106,8 @@ class LoadSeconds:
 def load_seconds(executable: Executable) -> LoadSeconds:
     """Return the seconds of loading a step on the hosts of a Ray cluster.
 
-    The step is exported again to time that. The seconds of compilation are those of the last step
-    that the hosts loaded.
+    The step is exported again, to time its export. The hosts measured the seconds of compilation
+    when they last loaded a step.
 
     Args:
         executable: the executable that was loaded last.

@@ -210,7 +210,7 @@ def _attempts_of_sizes(largest: Largest, maker: _Maker, limits: _Limits) -> Size
 
 
 def _batch_multiple(maker: _Maker, made: Callable[[int], MadeStep]) -> int:
-    """Return the number of devices times that of microbatches."""
+    """Return the number of devices times the number of microbatches."""
     method = maker.method or maker.method_of(made(maker.cluster.num_devices))
     if method is None:
         return maker.cluster.num_devices

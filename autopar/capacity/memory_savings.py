@@ -155,7 +155,7 @@ def savings(
 def budget_of_method(
     memory_budget: float | None, method: PlanningMethod | None, usable_bytes: float
 ) -> float:
-    """Return the bytes that a step may use: those given, the method's, or those of the device."""
+    """Return the bytes that a step may use: as given, else by the method, else by the device."""
     given = checked("memory_budget", memory_budget, BYTES | NONE)
     if given is None and method is not None:
         given = method.memory_budget
@@ -200,7 +200,7 @@ _LEAST_SAVING = 0.01
 
 
 def fitting_changes(
-    step: BudgetedStep, needed_bytes: float, *, may_buy: bool = True
+    step: BudgetedStep, needed_bytes: float, *, may_buy: bool
 ) -> tuple[MemorySaving, ...]:
     """Return the changes after which a step fits, each by itself, in its weakest form.
 

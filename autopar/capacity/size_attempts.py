@@ -55,7 +55,7 @@ class SizeAttempts:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether the size is that of a cluster."""
+        """Whether the size is a number of hosts or devices."""
         return self.quantity in ("hosts", "gpus")
 
     def fits(self, index: int) -> bool:

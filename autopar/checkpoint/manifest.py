@@ -187,7 +187,7 @@ class Manifest(BaseModel):
             )
         if manifest.step != step:
             raise DamagedCheckpointError(
-                f"{file} is the manifest of another checkpoint, that of step {manifest.step}"
+                f"{file} is the manifest of the checkpoint of another step, {manifest.step}"
             )
         return manifest
 
@@ -245,7 +245,7 @@ def begin(directory: Path, step: int, keep: int | None) -> Path:
     if keep is not None and len(later) >= keep:
         raise CheckpointError(
             f"{directory} has checkpoints of the later steps {', '.join(map(str, later))}, so"
-            f" keep={keep} would remove that of step {step}; remove the later ones, or save to"
+            f" keep={keep} would remove step {step}; remove the later ones, or save to"
             " another directory"
         )
     for unfinished in directory.glob(f"*{_UNFINISHED}"):

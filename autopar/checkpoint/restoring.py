@@ -126,7 +126,7 @@ def _set_aside(
         for step, error in damaged.items():
             path = set_aside(directory, step)
             warnings.warn(
-                f"{error}. The checkpoint of step {step} is set aside as {path}, and that of step"
+                f"{error}. The checkpoint of step {step} is set aside as {path}, and step"
                 f" {restored} is restored",
                 stacklevel=4,
             )

@@ -22,8 +22,8 @@ class PlacedEquation:
         scope: the path of the module that the equation belongs to.
         eqn: the equation.
         operands: the layout of each operand.
-        forked: for a draw of random numbers of which each device draws its own shard, how the
-            result is split.
+        forked: how the result of a draw of random numbers is split, if each device draws its own
+            shard.
     """
 
     scope: str

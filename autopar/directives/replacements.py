@@ -81,7 +81,8 @@ def call_replacement(
         shapes = ", ".join(_shapes(value) for value in args)
         raise DirectiveError(
             f"{region.function}, in place of {region.name}, fails for ({shapes}): {error}\n"
-            "A replacement brings no parameters of its own: it gets those of what it replaces"
+            "A replacement brings no parameters of its own: it gets the parameters of the function"
+            " that it replaces"
         ) from error
     outputs = _outputs(graph, region)
     if len(results) != len(outputs):

@@ -155,7 +155,7 @@ def apply_sync(
         to = "invarying" if _gradients_are_whole(sync) else "varying"
         return lax.all_gather(value, axis, axis=gathered, tiled=True, to=to)
     assert scattered is not None
-    # Gradients of a varying value are partial sums: each device contributes that of its own slice.
+    # Gradients of a varying value are partial sums: each device adds the gradient of its slice.
     if axis in before.varying:
         return slice_shard(value, before.dims, after.dims, mesh)
     return _scatter(value, axis, scattered)

@@ -53,7 +53,7 @@ class ValueLayout:
 
 
 def whole_layout(rank: int) -> ValueLayout:
-    """Return the layout of a value of which each device has all of it."""
+    """Return the layout of a value that is whole on each device."""
     return ValueLayout(((),) * rank)
 
 
@@ -110,7 +110,7 @@ def propagate(eqn: JaxprEqn, layouts: Sequence[ValueLayout], mesh: LogicalMesh) 
         if kind in ("max", "min") and axes:
             if eqn.primitive is not reduce_max_p:
                 raise LayoutError(
-                    0, f"is split along a dim of which {eqn.primitive.name} takes the {kind}imum"
+                    0, f"is split along a dim over which {eqn.primitive.name} takes the {kind}imum"
                 )
             partial_max = partial_max.union(axes)
     partial -= partial_max

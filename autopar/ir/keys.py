@@ -27,8 +27,8 @@ def impl_of(dtype: Any) -> str:
     (impl,) = impls
     if not isinstance(impl, str):
         raise ValueError(
-            f"random keys of dtype {dtype} are of an implementation that other hosts don't know by"
-            " name; make them by one of JAX's, e.g. jax.random.key(0, impl='threefry2x32')"
+            f"the implementation of random keys of dtype {dtype} has no name that other hosts"
+            " know; make keys by one of JAX's, e.g. jax.random.key(0, impl='threefry2x32')"
         )
     return impl
 

@@ -194,6 +194,6 @@ def _reason_of_gradients(opening: JaxprEqn) -> str:
             " whether to use them"
         )
     return (
-        f"the loop at {line} takes gradients in each iteration: take those of the whole batch,"
-        " which num_micro_batches divides"
+        f"the loop at {line} takes gradients in each iteration: take gradients of the whole"
+        " batch instead, which num_micro_batches divides"
     )

@@ -47,7 +47,7 @@ class StageValues:
         jaxpr = stage_graph.step.jaxpr
         is_whole_step = stage_graph.partition.is_whole_step
         inputs = dict(zip(jaxpr.invars, stage.inputs, strict=True))
-        # A whole step takes whole batches and divides them itself; its jaxpr is of one microbatch.
+        # A whole step takes whole batches and divides them itself. Its jaxpr is for one microbatch.
         self._shapes: dict[Var, tuple[int, ...]] = (
             {var: value.shape for var, value in inputs.items()} if is_whole_step else {}
         )
@@ -134,7 +134,7 @@ def check_stage(step: StepGraph, stage: Stage, number: int = 0) -> None:
             present = eqn.invars if constraint.side == "in" else eqn.outvars
         if not 0 <= constraint.index < len(present):
             raise PlanError(
-                f"constraint {constraint.name!r} is of value {constraint.index} on the"
+                f"constraint {constraint.name!r} is on value {constraint.index} on the"
                 f" {constraint.side!r} side of equation {constraint.eqn}, which stage"
                 f" {number} does not have ({len(eqns)} equations); plan the step again"
             )

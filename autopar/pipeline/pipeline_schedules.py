@@ -212,9 +212,9 @@ def register_schedule(
     Args:
         name: name of the schedule.
         row: (mesh, pipeline) -> the tasks of that mesh, in order: F and B of each of its stages and
-            every microbatch, and U of each of its stages. Instead of B there may be I, the
-            gradients of inputs, and W, those of weights. A stage is on the mesh in whose row its
-            tasks are; stage m must be the first one on mesh m.
+            every microbatch, and U of each of its stages. I, the gradients of inputs, and W, the
+            gradients of weights, may stand in the place of B. A stage is on the mesh in whose row
+            its tasks are; stage m must be the first one on mesh m.
         num_chunks: number of stages on each mesh; None for any number.
         in_flight: (mesh, pipeline) -> the most pairs (stage, microbatch) whose activations the mesh
             holds at a time; by default counted from the row.

@@ -138,10 +138,11 @@ def _local_conv(eqn: JaxprEqn, _in: Any, _out: Any, shapes: Shapes, shards: Any)
 def _has_groups(eqn: JaxprEqn) -> bool:
     """Return whether a convolution has groups, which XLA's partitioner (jaxlib 0.11.2) gets wrong.
 
-    The kernel gradient of a vmapped convolution has the examples as groups, and that of a grouped
-    convolution has `batch_group_count`. Under some shardings the partitioned program computes wrong
-    numbers, with plain `jax.jit` as well. tests/fuzz/test_splits.py compares every split of every
-    family of primitives with one device; it names the primitives that a new jaxlib gets wrong.
+    The kernel gradient of a vmapped convolution has the examples as groups, and the kernel gradient
+    of a grouped convolution has `batch_group_count`. Under some shardings the partitioned program
+    computes wrong numbers, with plain `jax.jit` as well. tests/fuzz/test_splits.py compares every
+    split of every family of primitives with one device; it names the primitives that a new jaxlib
+    gets wrong.
     """
     return eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
 

@@ -92,7 +92,7 @@ def _windows(
         build: collects the factors.
         operand_shape: the shape of the indexed array.
         windows_shape: the shape of all windows: the result of a gather, or a scatter's updates.
-        indices: the factors of the dims of the indices, without that of the coordinates.
+        indices: the factors of the dims of the indices, without the dim of coordinates.
         dims: the dims of the equation.
         kinds: the kind of each dim of the indexed array that windows do not have.
     """

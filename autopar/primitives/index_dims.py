@@ -17,7 +17,7 @@ class IndexDims:
         windows: the dims of windows in the result of a gather, or the updates of a scatter.
         dropped: the dims of the operand that windows lack, because they cover one element of each.
         indexed: the dim of the operand that each number of an index vector indexes.
-        batched: for each batch dim of the operand, that of the indices.
+        batched: for each batch dim of the operand, the batch dim of the indices.
     """
 
     windows: tuple[int, ...]

@@ -89,7 +89,7 @@ def _checked(table: pd.DataFrame) -> pd.DataFrame:
     gpus = table["gpu"].astype(str).unique()
     if len(gpus) != 1:
         raise ValueError(
-            f"measurements of {one_line(', '.join(map(str, gpus))) or 'nothing'}; expected those "
+            f"measurements of {one_line(', '.join(map(str, gpus))) or 'no device'}; expected those "
             "of one device"
         )
     kinds = get_args(CollectiveKind)

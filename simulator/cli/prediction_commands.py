@@ -107,7 +107,9 @@ def _predict_program(
             " cluster.field=value"
         )
     if (gantt or trace) and len(names) > 1:
-        raise ValueError(f"--gantt and --trace are of one timeline; given {len(names)} clusters")
+        raise ValueError(
+            f"--gantt and --trace show one timeline, given {len(names)} clusters; give one"
+        )
     program = load_program(file)
     devices = 1 + max(map(max, program.meshes), default=0)
     predictions = {}

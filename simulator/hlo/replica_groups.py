@@ -127,7 +127,9 @@ def _device_count(sizes: Collection[int], num_devices: int) -> int:
     """Return the number of devices of a mesh; a `ValueError` if the module has fewer."""
     count = math.prod(sizes)
     if not 0 < count <= num_devices:
-        raise ValueError(f"they are of {count} devices, the module of {num_devices}")
+        raise ValueError(
+            f"given groups of {count} devices; expected 1 to {num_devices}, as in the module"
+        )
     return count
 
 

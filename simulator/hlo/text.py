@@ -260,7 +260,7 @@ def errors_about(instruction: Instruction) -> Iterator[None]:
         raise
     except (LookupError, ValueError, TypeError, ArithmeticError) as error:
         raise instruction.error(
-            f"its operands or attributes are not those of its kind ({type(error).__name__}: "
+            f"its operands or attributes do not fit its kind ({type(error).__name__}: "
             f"{error}); expected what compiled.as_text() prints"
         ) from error
 

@@ -15,11 +15,10 @@ class DeviceLayers:
     """The layers of the devices at one place of a pipeline, in all of their chunks.
 
     Attributes:
-        counts: kinds of layers and how many there are of each, those that predict further tokens
-            included.
+        counts: number of layers of each kind, with the layers that predict further tokens.
         embedding: whether the input embedding is there.
         losses: output embeddings with their loss that are there.
-        predictions: layers that predict further tokens, each of which has a projection.
+        predictions: layers that predict further tokens; each has a projection.
     """
 
     counts: tuple[tuple[LayerKind, int], ...]

@@ -181,10 +181,10 @@ def pipeline_seconds(
 ) -> tuple[float, float]:
     """Return the busy seconds of the slowest stage, and its bubble, under gpipe and 1f1b.
 
-    The sum is exactly that of `simulator.engine.clock` for these schedules where all stages but the
-    last are equal and sends are exposed; stages that differ more fill and drain faster. With fewer
-    microbatches than devices, a device also waits for a microbatch to come back for its next chunk;
-    the sum is then exact where all stages are equal.
+    The sum equals the makespan of `simulator.engine.clock` for these schedules if all stages but
+    the last are equal and sends are exposed; stages that differ more fill and drain faster. With
+    fewer microbatches than devices, a device also waits for a microbatch to come back for its next
+    chunk; the sum is then exact if all stages are equal.
 
     Args:
         stages: seconds of a microbatch on each device, forward and backward, without sends.

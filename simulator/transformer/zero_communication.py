@@ -104,7 +104,7 @@ class _Replicated(NamedTuple):
         return self.ring.hosts
 
     def reduce_seconds(self, num_bytes: float, network: CollectiveModel, sharded: bool) -> float:
-        """Return the seconds of the sum of gradients, of which a device keeps its shard.
+        """Return the seconds of summing gradients, after which a device keeps its shard.
 
         Args:
             num_bytes: bytes of the gradients.

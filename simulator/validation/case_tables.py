@@ -20,7 +20,7 @@ def published_cases(names: Collection[str] = ()) -> pd.DataFrame:
         of plans for the same model, devices and batch; empty for none).
 
     Raises:
-        ValueError: a name is not that of a set.
+        ValueError: there is no set of a name.
     """
     sets = {published.name: published for published in PUBLISHED_SETS}
     if unknown := [name for name in names if name not in sets]:

@@ -151,7 +151,7 @@ def test_a_loop_goes_on_from_the_last_checkpoint_that_can_be_read(function, tmp_
     shutil.rmtree(tmp_path / "4" / "driver")
     steps: list[int] = []
     with pytest.warns(
-        UserWarning, match=r"set aside as .*\.damaged, and that of step 2 is restored"
+        UserWarning, match=r"set aside as .*\.damaged, and step 2 is restored"
     ) as warned:
         state = autopar.train(
             function,

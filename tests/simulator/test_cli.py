@@ -101,7 +101,7 @@ def test_a_timeline_is_drawn_and_written(program: Path, tmp_path: Path) -> None:
         (["--what-if", "cluster.inter_host.latency_ms=1"], "unknown field"),
         (
             ["--cluster", "dgx_h100", "--cluster", "h200", "--gantt", "g.svg"],
-            "of one timeline; given 2 clusters",
+            "show one timeline, given 2 clusters",
         ),
         (
             ["--what-if", "cluster.devices_per_host=2", "--what-if", "cluster.hosts=1"],

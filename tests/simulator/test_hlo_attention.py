@@ -105,7 +105,7 @@ def test_masked_pairs_have_no_flop(mask: str, window: int, pairs: int) -> None:
         (config().replace('"2", "3", "8"', '"2", "3"'), "no 'intermediate_tensor_shape' of 4 dims"),
         (
             config().replace('"3", "8"', '"3", "eight"'),
-            "its operands or attributes are not those of its kind",
+            "its operands or attributes do not fit its kind",
         ),
     ],
 )

@@ -96,14 +96,14 @@ def test_the_error_of_an_invalid_instruction_shows_it(line: str, message: str) -
     ("groups", "message"),
     [
         ("replica_groups=[3,3]<=[8]", r"can't be read: cannot reshape array of size 8"),
-        ("replica_groups=[3,3]<=[9]", "they are of 9 devices, the module of 8"),
+        ("replica_groups=[3,3]<=[9]", "given groups of 9 devices; expected 1 to 8"),
         (
             "replica_groups=[99999,99999]<=[9999999999]",
-            "they are of 9999999999 devices, the module of 8",
+            "given groups of 9999999999 devices; expected 1 to 8",
         ),
         ("replica_groups=mesh['x'=8] {'z'}", "the mesh has no axis 'z', but 'x'"),
         ("replica_groups=mesh['x'=8] {'x':(3)2}", r"axis 'x' of size 8 has no part \(3\)2"),
-        ("replica_groups=mesh['x'=16] {'x'}", "they are of 16 devices, the module of 8"),
+        ("replica_groups=mesh['x'=16] {'x'}", "given groups of 16 devices; expected 1 to 8"),
         ("replica_groups=[4]", "the notation is not known"),
         (
             "replica_groups={{0,8}}",

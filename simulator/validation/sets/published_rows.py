@@ -80,7 +80,7 @@ def look_up[Entry](name: str, entries: Mapping[str, Entry], what: str) -> Entry:
     Args:
         name: the name.
         entries: entries by name.
-        what: what the name is of, for errors.
+        what: the kind of thing that has the name, for errors.
 
     Raises:
         ValueError: there is no such entry.

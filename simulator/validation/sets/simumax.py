@@ -86,7 +86,7 @@ def _llama(size: str, layers: int, seq: int) -> Transformer:
 
 
 def _deepseek(name: str, layers: int, seq: int) -> Transformer:
-    """Return a DeepSeek of few layers, of which the first is dense, as measured memory says."""
+    """Return a DeepSeek of few layers. The first one is dense, as measured memory shows."""
     model = expert_model(StepRow(1, name, "B200", 8, layers=layers, seq=seq), "bf16", "flash2")
     experts = model.experts_section.fields() | {"first_dense": 1, "capacity_factor": 1.0}
     return validate(Transformer, model.fields() | {"experts": experts}, "model")

@@ -441,7 +441,7 @@ def test_an_unreadable_checkpoint_is_set_aside_and_the_one_before_it_is_restored
     with pytest.raises(DamagedCheckpointError, match=f"^{tmp_path}/2"):
         autopar.restore_checkpoint(tmp_path, 2)
     with pytest.warns(
-        UserWarning, match=r"of step 2 is set aside as .*2\.damaged, and that of step 1 is restored"
+        UserWarning, match=r"of step 2 is set aside as .*2\.damaged, and step 1 is restored"
     ):
         restored = autopar.restore_checkpoint(tmp_path)
     np.testing.assert_array_equal(restored["['x']"], noise(1)["x"])
@@ -500,7 +500,7 @@ def test_a_checkpoint_without_checksums_is_restored_with_a_warning(tmp_path):
         ('"shape": [16384]', '"shape": [16385]', "has pieces of 16384 elements"),
         ('"shape": [16384]', '"shape": [128, 128]', "has no tile"),
         ("[0, 16384]", "[0, 26384]", r"has no tile \(\(0, 26384\),\)"),
-        ('"step": 0', '"step": 4', "is the manifest of another checkpoint, that of step 4"),
+        ('"step": 0', '"step": 4', "is the manifest of the checkpoint of another step, 4"),
     ]:
         assert old in text
         (tmp_path / "0" / "manifest.json").write_text(text.replace(old, new))

@@ -90,9 +90,7 @@ def test_a_damaged_checkpoint_of_hosts_is_set_aside_for_the_one_before(hosts, tm
         DamagedCheckpointError, match=r"1/host-1 is damaged: tile .* its checksum is another"
     ):
         autopar.restore_checkpoint(tmp_path, 1, placements)
-    with pytest.warns(
-        UserWarning, match="of step 1 is set aside as .*, and that of step 0 is restored"
-    ):
+    with pytest.warns(UserWarning, match="of step 1 is set aside as .*, and step 0 is restored"):
         restored = autopar.restore_checkpoint(tmp_path, placement_specs=placements)
     assert_close(function(restored, stack_batch())[0], serial_stack(2)[0])
 
