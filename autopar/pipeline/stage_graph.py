@@ -370,7 +370,8 @@ class _DividedSteps:
 
         The microbatch and the whole batch are computed alike, and so are parts of several runs of
         examples. It takes a trace if the examples of a microbatch share more than weights, such as
-        statistics or positions in the batch.
+        statistics or positions in the batch, or if tasks pass rows that depend on no example, such
+        as a mask that a loop over tokens stores.
         """
         whole, facts = self.partition.step, self.partition.batch_facts
         micro = whole.microbatching
@@ -381,6 +382,11 @@ class _DividedSteps:
         if micro.chunks % parts or micro.chunks == parts:
             return False
         sources = graph.sources(whole.jaxpr, whole.jaxpr.eqns)
+        if any(
+            sources[var] in micro.powers and var not in facts.rows
+            for var in _passed(self.partition, self.tasks)
+        ):
+            return False
         return facts.mixed.isdisjoint(self.exchanged) and all(
             sources[var] in micro.powers and graph.aval_of(var).shape[facts.rows[var]] % parts == 0
             for var in self.exchanged
@@ -409,6 +415,16 @@ class _DividedSteps:
                 " microbatch"
             )
         return stage_graph(divided, self.stage).step
+
+
+def _passed(partition: Partition, tasks: Iterable[Task]) -> set[Var]:
+    """Return the values that forward and backward tasks read and return, sums aside."""
+    return {
+        var
+        for task in tasks
+        if task.phase != "U"
+        for var in (*partition.reads[task], *partition.results[task])
+    }
 
 
 def _exchange_alike(

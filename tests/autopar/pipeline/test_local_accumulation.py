@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
+import autopar
 from autopar.devices import submeshes
 from autopar.layering.layer_options import AutoLayerOption
 from autopar.lowering.planned import PlannedStep
@@ -91,3 +94,34 @@ def test_gradients_are_all_reduced_only_in_the_update(traced_gpt):
     }
     assert all(not count for task, count in reduces.items() if task.phase != "U")
     assert sum(reduces.values()) >= 2
+
+
+def test_a_loop_that_stores_a_mask_of_the_whole_microbatch_equals_one_device():
+    """The mask depends on no example; tasks of a part of the microbatch have its rows alone."""
+
+    def step(params, batch):
+        def loss(params):
+            def token(carry, x):
+                seen, place = carry
+                seen = lax.dynamic_update_slice(seen, x[:, None], (0, place, 0))
+                is_seen = jnp.broadcast_to(jnp.arange(seen.shape[1]) <= place, seen.shape[:2])
+                scores = jnp.where(is_seen, jnp.einsum("btd,bd->bt", seen, x @ params["a"]), -1e9)
+                return (seen, place + 1), jnp.einsum("bt,btd->bd", jax.nn.softmax(scores), seen)
+
+            _, tokens = lax.scan(token, (jnp.zeros_like(batch), 0), jnp.swapaxes(batch, 0, 1))
+            return jnp.mean((jnp.tanh(tokens @ params["b"]) @ params["c"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(jnp.subtract, params, grads), value
+
+    random = np.random.default_rng(0)
+    params = {name: random.normal(size=(8, 8)).astype(np.float32) for name in "abc"}
+    batch = random.normal(size=(16, 6, 8)).astype(np.float32)
+    stages = ManualStageOption(
+        [[0], [1]], [(1, 2)] * 2, [(2,)] * 2, [option_fields(DATA_PARALLEL)] * 2
+    )
+    method = autopar.PipeshardParallel(
+        4, num_micro_batches=4, layer_option=AutoLayerOption(2), stage_option=stages
+    )
+    planned_step = autopar.parallelize(step, method=method)
+    assert_close_to_scale(planned_step(params, batch), jax.jit(step)(params, batch))
