@@ -7,6 +7,9 @@ it; how many groups start at each row; and how many have started up to a row, a 
 
 A place among the rows may also be compared with sums of sizes: `jnp.arange(rows) < sizes.sum()` is
 false for the rows of no group, which are the last ones.
+
+Sizes may be differences of such sums: `jnp.searchsorted` with method "compare_all" counts the rows
+of the first groups.
 """
 
 from collections.abc import Mapping
@@ -114,7 +117,14 @@ class GroupStarts:
         elif eqn.primitive is scatter_add_p:
             self._note_starting(eqn)
         elif _is_linear(eqn) and (found := self._result(eqn, operands)):
-            self.sums[out] = found
+            self.add(out, found)
+
+    def add(self, var: Var, sums: SumsOfSizes) -> None:
+        """Note that a variable has sums of sizes, or the size of each of the first groups."""
+        self.sums[var] = sums
+        count = len(sums.summed)
+        if np.array_equal(sums.summed, np.eye(count, sums.num_groups)):
+            self.facts.sizes[var] = sums.sizes
 
     def started(self, eqn: JaxprEqn) -> tuple[GroupSizes, int] | None:
         """Return the sizes and the number of groups if an equation counts those started by a row.

@@ -145,6 +145,8 @@ def known_result(eqn: JaxprEqn, operands: Sequence[Known | None]) -> Known | Non
             return _reshaped(operands[0], aval.shape)
         case "convert_element_type":
             return _elementwise(lambda x: x.astype(aval.dtype), operands, aval)
+        case "le_to" | "lt_to" if np.issubdtype(aval_of(eqn.invars[0]).dtype, np.integer):
+            return _elementwise(_ELEMENTWISE[eqn.primitive.name[:2]], operands, aval)
         case name if name in _ELEMENTWISE:
             return _elementwise(_ELEMENTWISE[name], operands, aval)
     return None

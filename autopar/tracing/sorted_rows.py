@@ -36,7 +36,7 @@ from autopar.primitives import op_factors, record_of
 from autopar.primitives.factors import PARTIAL
 from autopar.primitives.index_dims import IndexDims
 from autopar.primitives.ragged_products import dims_of, grouped_dot_p
-from autopar.tracing.group_starts import GroupStarts
+from autopar.tracing.group_starts import GroupStarts, SumsOfSizes
 from autopar.tracing.row_facts import (
     DependsOnOrderError,
     GroupSizes,
@@ -46,6 +46,7 @@ from autopar.tracing.row_facts import (
     sort_of,
 )
 from autopar.tracing.row_tables import (
+    MOST_ELEMENTS,
     Origin,
     RowTable,
     core,
@@ -79,6 +80,7 @@ class _Unsorting:
             first order, if they were sorted.
         facts: what is known of the variables of the old trace.
         starts: what is known of those that are computed from sizes of groups.
+        columns: for each array with the groups of rows that has several dims, the same as one.
     """
 
     def __init__(self, jaxpr: Jaxpr, kept: set[int]) -> None:
@@ -87,6 +89,7 @@ class _Unsorting:
         self.first_order: dict[Var, Atom] = {}
         self.facts = RowFacts(keys_of_sorts(jaxpr))
         self.starts = GroupStarts(self.facts)
+        self.columns: dict[Var, Var] = {}
         for var in jaxpr.invars:
             self.facts.add_keys(var)
         for number, eqn in enumerate(jaxpr.eqns):
@@ -324,7 +327,8 @@ class _Unsorting:
         facts = self.facts
         if len(eqn.outvars) != 1 or len(aval_of(eqn.outvars[0]).shape) != 1:
             return
-        num_groups = aval_of(eqn.outvars[0]).shape[0]
+        (out,) = eqn.outvars
+        num_groups = aval_of(out).shape[0]
         if eqn.primitive is scatter_add_p:
             start, indices, updates = eqn.invars
             table = facts.known_of(indices)
@@ -332,33 +336,37 @@ class _Unsorting:
                 return
             counts = is_uniform(facts.known_of(updates), 1.0) and facts.is_zero(start)
             if facts.keys_of(table) and counts and _are_groups(eqn, table, num_groups):
-                self._note_sizes(eqn, table, indices)
+                facts.sizes[out] = self._sizes_of(eqn, table, indices)
         elif eqn.primitive is reduce_sum_p:
             table = facts.known_of(eqn.invars[0])
             if not isinstance(table, RowTable) or facts.keys_of(table) is None:
                 return
+            if tuple(eqn.params["axes"]) != table.row_dims or table.domain[0] < 0:
+                return
             one_hot = table.domain[:, None] == np.arange(num_groups)
-            is_nonnegative = table.domain[0] >= 0
-            counts = tuple(eqn.params["axes"]) == table.row_dims
-            if counts and is_nonnegative and np.array_equal(table.values, one_hot):
-                self._note_sizes(eqn, table)
+            if np.array_equal(table.values, one_hot):
+                facts.sizes[out] = self._sizes_of(eqn, table)
+                return
+            summed = _summed_groups(table, num_groups)
+            if summed is not None and holds(aval_of(out).dtype, prod(table.rows)):
+                self.starts.add(out, SumsOfSizes(self._sizes_of(eqn, table), summed))
         elif eqn.primitive is convert_element_type_p and isinstance(eqn.invars[0], Var):
             sizes = facts.sizes.get(eqn.invars[0])
             dtypes = [aval_of(atom).dtype for atom in (*eqn.invars, *eqn.outvars)]
             if sizes and all(holds(dtype, aval_of(sizes.keys).size) for dtype in dtypes):
-                facts.sizes[eqn.outvars[0]] = sizes
+                facts.sizes[out] = sizes
 
-    def _note_sizes(self, eqn: JaxprEqn, table: RowTable, indices: Atom | None = None) -> None:
-        """Note that a result counts the rows of each group: of each key, or at each index."""
+    def _sizes_of(self, eqn: JaxprEqn, table: RowTable, indices: Atom | None = None) -> GroupSizes:
+        """Return the sizes of groups: the group of a row is its key, or its index."""
         keys = self.facts.keys_of(table)
         assert keys is not None
         group = keys if indices is None or table.is_column(table.domain) else indices
         column = self._read(group)
-        if len(aval_of(column).shape) != 1:
-            shape = ShapedArray((prod(table.rows),), aval_of(column).dtype)
-            column = self._compute(eqn, lambda x: x.reshape(-1), column, shape)
         assert isinstance(column, Var)
-        self.facts.sizes[eqn.outvars[0]] = GroupSizes(keys, column)
+        if len(aval_of(column).shape) != 1 and column not in self.columns:
+            shape = ShapedArray((prod(table.rows),), aval_of(column).dtype)
+            self.columns[column] = self._compute(eqn, lambda x: x.reshape(-1), column, shape)
+        return GroupSizes(keys, self.columns.get(column, column))
 
     def _add_plain(self, eqn: JaxprEqn) -> None:
         """Add any other equation, which may compute sorted rows one by one, or sum over them."""
@@ -524,6 +532,26 @@ def _are_groups(eqn: JaxprEqn, table: RowTable, num_groups: int) -> bool:
     if eqn.params["mode"] is not lax.GatherScatterMode.FILL_OR_DROP and count < len(group):
         return False
     return bool(is_valid[:count].all() and (np.diff(group[:count]) >= 0).all())
+
+
+def _summed_groups(table: RowTable, num_groups: int) -> np.ndarray | None:
+    """Return `SumsOfSizes.summed` for the sum of a table over its rows, whose keys are groups.
+
+    It is None for a table that does not count rows of groups.
+    """
+    present = min(len(table.domain), num_groups)
+    counts = table.values[:present]
+    if (
+        num_groups**2 > MOST_ELEMENTS
+        or counts.shape != (present, num_groups)
+        or not np.array_equal(table.domain[:present], np.arange(present))
+        or not np.isin(counts, (0, 1)).all()
+        or table.values[present:].any()
+    ):
+        return None
+    summed = np.zeros((num_groups, num_groups), np.int64)
+    summed[:, :present] = counts.T
+    return summed
 
 
 def _takes_rows(eqn: JaxprEqn) -> bool:

@@ -201,6 +201,12 @@ def compared(keys: Any) -> Any:
     return keys == jnp.arange(NUM_EXPERTS).reshape(-1, *[1] * keys.ndim)
 
 
+def places_of(groups: Any, side: Any, more: int = 0) -> Any:
+    """Return where each expert's rows start or end among sorted rows."""
+    experts = jnp.arange(NUM_EXPERTS + more)
+    return jnp.searchsorted(groups, experts, side=side, method="compare_all")
+
+
 @pytest.mark.parametrize(
     "count",
     [
@@ -210,6 +216,12 @@ def compared(keys: Any) -> Any:
         lambda chosen, order: jax.vmap(lambda e: (chosen == e).sum())(jnp.arange(NUM_EXPERTS)),
         lambda chosen, order: jnp.bincount(chosen.reshape(-1)[order], length=NUM_EXPERTS),
         lambda chosen, order: jnp.bincount(jnp.sort(chosen.reshape(-1)), length=NUM_EXPERTS),
+        lambda chosen, order: jnp.diff(places_of(chosen.reshape(-1)[order], "right"), prepend=0),
+        lambda chosen, order: (
+            places_of(jnp.sort(chosen.reshape(-1)), "right")
+            - places_of(jnp.sort(chosen.reshape(-1)), "left")
+        ),
+        lambda chosen, order: jnp.diff(places_of(chosen.reshape(-1)[order], "left", 1)),
     ],
 )
 def test_tokens_of_experts_may_be_counted_in_any_order(count):
@@ -337,7 +349,23 @@ def test_indices_of_unsorted_tokens_are_not_declared_sorted():
     assert not any(eqn.params.get("indices_are_sorted") for eqn in gradient_eqns(layer))
 
 
-@pytest.mark.parametrize("layer", [first_rows, other_sizes, weighted_by_place])
+def sizes_in_other_order(params: Any, tokens: Any) -> Any:
+    order, _, chosen = routed(params, tokens)
+    sizes = jnp.diff(places_of(chosen[order], "right"), prepend=0)[::-1].astype(jnp.int32)
+    return lax.ragged_dot(tokens[order // TOP], params["in"], sizes).sum(0)
+
+
+def sizes_of_next_experts(params: Any, tokens: Any) -> Any:
+    order, _, chosen = routed(params, tokens)
+    ends = places_of(chosen[order], "right")
+    sizes = jnp.diff(ends, append=len(order)).astype(jnp.int32)
+    return lax.ragged_dot(tokens[order // TOP], params["in"], sizes).sum(0)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [first_rows, other_sizes, weighted_by_place, sizes_in_other_order, sizes_of_next_experts],
+)
 def test_tokens_are_sorted_where_something_else_depends_on_their_order(layer):
     assert {"sort", "ragged_dot_general"} <= primitives(layer)
 
