@@ -76,8 +76,8 @@ def make_planned(
     if mesh.num_devices > cluster.num_devices:
         raise ValueError(
             f"a mesh of shape {mesh.shape} needs {mesh.num_devices} devices, but cluster"
-            f" {cluster.name!r} has {cluster.num_devices}; use a smaller mesh or a cluster with"
-            " more hosts"
+            f" {cluster.name!r} has {cluster.num_devices}; use a smaller mesh, or more hosts by"
+            " cluster=simulator.load_cluster(NAME).with_size(hosts=...)"
         )
     check_patterns(options.pins, step)
     budget = cluster.device.usable_bytes if memory_budget is None else memory_budget

@@ -33,6 +33,14 @@ def mesh_of(plan):
     return plan.stages[0].mesh
 
 
+def test_the_error_of_too_few_devices_says_how_a_cluster_gets_more_hosts():
+    with pytest.raises(
+        ValueError, match=r"needs 16 devices, .* has 8; .*with_size\(hosts="
+    ) as error:
+        autopar.plan_step(mlp_step, mlp_args((16,)), cluster=CLUSTER, mesh_shape=(16,))
+    assert "simulator.load_cluster(NAME)" in str(error.value)
+
+
 @pytest.mark.parametrize("devices", CASES, ids=str)
 @pytest.mark.parametrize("kind", [autopar.ShardParallel, *slow(autopar.Zero2Parallel)])
 def test_plan_step_and_parallelize_take_devices_for_the_same_mesh(kind, devices):
