@@ -112,6 +112,7 @@ class _Search:
         self._least_counts: dict[LogicalMesh, float] = {}
         self._enough_counts: dict[LogicalMesh, int] = {}
         self._too_large: list[tuple[Combination, int]] = []
+        self._slow: set[Combination] = set()
         self._computed: set[tuple[Combination, int, BoundEffort]] = set()
         self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | Exception] = {}
 
@@ -153,7 +154,8 @@ class _Search:
             if self._raise_bound(next_):
                 continue
             if next_.mesh is not None or (next_.count, next_.option) in self._planners:
-                self._plan(next_)
+                if not self._plan(next_):
+                    continue
                 left.remove(next_)
                 left = [entry for entry in left if not self._is_slower_in_microbatches(entry)]
             else:
@@ -170,17 +172,23 @@ class _Search:
 
         While no plan is known, a combination is preferred that needs less memory for activations:
         its plan rules out others. It is one of those with the same microbatches and layers whose
-        bounds are near the least; if combinations have failed, it is one of all.
+        bounds are near the least; if combinations have failed, it is one of all. One program in
+        more microbatches than need be comes last, as only memory makes it faster.
         """
-        least = min(left, key=self._rank)
-        if self.best is not None or self._is_ruled_out(least):
+        if self.best is not None:
+            return min(left, key=self._rank)
+        open_ = [entry for entry in left if not self._is_ruled_out(entry)]
+        fewest = self.space.micro_batch_counts[0]
+        open_ = [entry for entry in open_ if not entry.mesh or entry.count == fewest] or open_
+        least = min(open_ or left, key=self._rank)
+        if not open_:
             return least
-        if self.errors:
-            near = [entry for entry in left if not self._is_ruled_out(entry)]
+        if self.errors or self._slow:
+            near = open_
         elif least.mesh is None:
             near = [
                 entry
-                for entry in left
+                for entry in open_
                 if (entry.count, entry.option, entry.mesh) == (least.count, least.option, None)
                 and self._bound(entry) <= _NEAR * self._bound(least)
             ]
@@ -294,23 +302,36 @@ class _Search:
             return inf
         return bound if anchor == count else _SLACK * bound
 
-    def _plan(self, entry: Combination) -> None:
-        """Plan a combination, and record the outcome."""
+    def _plan(self, entry: Combination) -> bool:
+        """Plan a combination, and record the outcome.
+
+        While no plan is known, stages are first looked for only near the lower bound.
+
+        Returns:
+            Whether there is an outcome. If not, there are no stages near the lower bound.
+        """
         done = len(self.trials) / self.space.num_combinations
         count, schedule, mesh = entry.count, entry.schedule, entry.mesh
+        limit = self.best_seconds
+        is_first = self.best is None and entry not in self._slow and self._finds_stages(entry)
+        if is_first:
+            limit = _FIRST_LIMIT * self._bound(entry) or inf
         try:
             with progress_part(done, done + 1 / self.space.num_combinations):
                 if mesh is not None:
-                    step, plan = self.planning.plan_whole_step(count, mesh, self.best_seconds)
+                    step, plan = self.planning.plan_whole_step(count, mesh, limit)
                     of_mesh = self._whole_step_seconds.setdefault(mesh, {})
                     of_mesh[count] = plan.predicted_seconds
                     if not plan.memory_limited:
                         self._set_enough(mesh, count)
                     plans = [plan]
                 else:
-                    step, plans = self._pipelines(entry)
+                    step, plans = self._pipelines(entry, limit)
         except _PLANNING_ERRORS as error:
             _clear_frames(error)
+            if is_first and limit < inf and isinstance(error, NoStagesError):
+                self._slow.add(entry)
+                return False
             self.errors[entry.number] = error
             self._record(OptionTrial(count, schedule, None, str(error), mesh=mesh))
             planner = self._planners.get((count, entry.option))
@@ -327,20 +348,26 @@ class _Search:
                 # A part of a microbatch needs at least that part of the memory.
                 least = count * error.least / error.budget
                 self._least_counts[mesh] = max(least, self._least_counts.get(mesh, 1))
-            return
+            return True
         self.planning_seconds += sum(plan.planning_seconds for plan in plans)
         plan = min(plans, key=lambda plan: plan.predicted_seconds)
         seconds, num_bytes = plan.predicted_seconds, plan.predicted_bytes
         self._record(OptionTrial(count, schedule, seconds, "", num_bytes, mesh))
         if self.best is None or (seconds, entry.number) < (self.best_seconds, self.best[2]):
             self.best = step, plan, entry.number
+        return True
+
+    def _finds_stages(self, entry: Combination) -> bool:
+        """Whether stage construction finds the stages of a combination."""
+        is_auto = isinstance(self.stage_option, AutoStageOption)
+        return is_auto and entry.mesh is None and entry.schedule.num_chunks == 1
 
     def _set_enough(self, mesh: LogicalMesh, count: int) -> None:
         """Record that memory does not limit the step on a mesh in `count` microbatches."""
         self._enough_counts[mesh] = min(count, self._enough_counts.get(mesh, count))
 
-    def _pipelines(self, entry: Combination) -> tuple[StepGraph, Sequence[Plan]]:
-        """Return the step and the plans of a pipeline."""
+    def _pipelines(self, entry: Combination, limit: float) -> tuple[StepGraph, Sequence[Plan]]:
+        """Return the step and the plans of a pipeline; slower ones than `limit` may be left out."""
         if (entry.count, entry.option) not in self._planners:
             with progress_part(0, _TRACING):
                 self._trace(entry.count, entry.option)
@@ -348,9 +375,7 @@ class _Search:
         if not isinstance(planner, PipelinePlanner):
             raise planner
         with progress_part(_TRACING, 1):
-            plans = _plans(
-                planner, self.stage_option, entry.schedule, self.method, self.best_seconds
-            )
+            plans = _plans(planner, self.stage_option, entry.schedule, self.method, limit)
         return planner.step, plans
 
     def _record(self, trial: OptionTrial) -> None:
@@ -372,6 +397,9 @@ def _clear_frames(error: BaseException) -> None:
 
 _NEAR = 1.05
 """Largest ratio of bounds at which the combination that needs less memory comes first."""
+
+_FIRST_LIMIT = 1.25
+"""Step time up to which stages are looked for first, as a multiple of the lower bound."""
 
 _SLACK = 0.99
 """Least work of an example in smaller microbatches, as a share of that in larger ones.

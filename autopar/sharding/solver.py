@@ -52,6 +52,12 @@ _BRANCHING = 10_000
 Memory limits couple all decisions, so that problems with limits are left to HiGHS.
 """
 
+_TOO_LARGE = 1_000_000
+"""Number of pairs of options from which on HiGHS only looks for a first choice.
+
+It does not improve a choice of so large a problem in time, and exceeds its time limit by minutes.
+"""
+
 _PATIENCE = 4
 """Rounds of sweeps without progress, while prices of constraints converge."""
 
@@ -345,6 +351,8 @@ class _SelectionSearch:
         self.work.reduce()
         if not self.problem.limits and self.work.size > _BRANCHING:
             self.branch()
+            return
+        if self.choice is not None and self.work.size > _TOO_LARGE:
             return
         merge_equal_rows(self.work, self.best)
         if self.work.size > _SMALL:

@@ -242,6 +242,27 @@ def test_the_leanest_combination_comes_first_if_others_do_not_fit(monkeypatch):
     assert counts == [1, 16, 2, 4, 8]
 
 
+def test_stages_are_first_looked_for_near_the_lower_bound(monkeypatch):
+    """Where there are none, the plan of the leanest combination limits the others."""
+    limits: list[tuple[int, float]] = []
+
+    def plan(self, *args, plan=PipelinePlanner.plan):
+        limits.append((self.step.num_micro_batches, args[-1]))
+        if args[-1] < 1e-6:
+            raise NoStagesError("no stages are as fast")
+        return plan(self, *args)
+
+    monkeypatch.setattr(PipelinePlanner, "plan", plan)
+    monkeypatch.setattr(PipelinePlanner, "bound", lambda self, a, b, count, *_: 1e-9 * count)
+    chosen = planned(num_micro_batches="auto", stage_option=autopar.AutoStageOption(min_stages=2))
+    assert [count for count, _ in limits] == [1, 16, 16, 1, 2, 4, 8]
+    assert [limit for _, limit in limits[:3]] == pytest.approx([1.25e-9, 20e-9, inf])
+    trials = autopar.get_last_search_result()
+    assert len(trials) == 5
+    fastest = min(trial.seconds for trial in trials if trial.seconds)
+    assert chosen.predicted_seconds == fastest == min(limits[-1][1], fastest)
+
+
 def test_a_combination_that_does_not_fit_leaves_nothing_in_memory(monkeypatch):
     """Its error is kept for the reasons of the search."""
     left: list[weakref.ref] = []

@@ -247,6 +247,23 @@ def test_a_binding_capacity_constraint_is_satisfied_at_the_least_cost():
     assert solution.objective > solve(unconstrained).objective
 
 
+def test_a_choice_of_a_large_problem_is_not_left_to_highs(monkeypatch):
+    """HiGHS would take minutes longer than its time limit."""
+    unconstrained = repeated_layers(3)
+    use = {i: np.arange(3.0)[::-1] for i in range(12)}
+    most = 0.6 * CapacityConstraint(use, 0.0).used(solve(unconstrained).choice)
+    problem = SelectionProblem(
+        unconstrained.nodes, unconstrained.edges, [CapacityConstraint(use, most)]
+    )
+    exact = solve(problem)
+    assert exact.gap == 0
+    monkeypatch.setattr("autopar.sharding.solver._TOO_LARGE", 1)
+    solution = solve(problem)
+    assert problem.fits(solution.choice)
+    assert solution.gap
+    assert solution.bound <= exact.objective <= solution.objective
+
+
 def test_a_capacity_below_the_least_use_is_infeasible():
     unconstrained = repeated_layers(3)
     use = {i: np.arange(1.0, 4.0) for i in range(12)}
