@@ -31,6 +31,7 @@ from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.profiling import StageProfiler
 from autopar.planning.solved_pipelines import SolvedPipeline, fullest_device, makespan
 from autopar.planning.stage_construction import (
+    Bubbles,
     ConstructedStages,
     find_stages,
     least_seconds,
@@ -52,15 +53,16 @@ Proving the rest takes most of the time.
 """
 
 
-type BoundEffort = Literal["work", "stages", "solves", "memory"]
+type BoundEffort = Literal["work", "stages", "solves", "schedule", "memory"]
 """What a lower bound of the seconds of a step is computed from.
 
 "work" takes the work of its layers on one device, "stages" their work in stages on several devices,
-and "solves" rough solves of the layers of these stages. "memory" takes solves of layers with a
-price of memory, which only one program has.
+and "solves" rough solves of the layers of these stages. Schedules with the same objective share
+these bounds; "schedule" is the bound of one of them. "memory" takes solves of layers with a price
+of memory, which only one program has.
 """
 
-BOUND_EFFORTS: Sequence[BoundEffort] = ("work", "stages", "solves", "memory")
+BOUND_EFFORTS: Sequence[BoundEffort] = ("work", "stages", "solves", "schedule", "memory")
 """From the least effort to the closest bound."""
 
 
@@ -122,6 +124,7 @@ class PipelinePlanner:
         self._ranges: dict[bool, LayerRanges] = {}
         self._layer_costs: dict[Hashable, list[LayerCosts]] = {}
         self._cluster_costs: dict[Hashable, ClusterStageCosts] = {}
+        self._bounds: dict[Hashable, float | str] = {}
         self._profilers: dict[str | Path | None, StageProfiler] = {}
 
     @builds_graphs
@@ -200,6 +203,9 @@ class PipelinePlanner:
         is_whole = whole_shape is not None
         if effort == "memory":
             return self._bound_as_program(whole_shape, num_micro_batches, limit)
+        is_alike = schedule.name in SCHEDULES_OF_OBJECTIVE
+        if effort == "schedule" and (is_whole or not is_alike):
+            return 0.0
         if schedule.num_chunks > 1:
             return least_chunked_seconds(
                 self._stage_costs(self.options, PipelineSchedule(name="1f1b")),
@@ -209,23 +215,45 @@ class PipelinePlanner:
                 solves=effort == "solves",
             )
         if is_whole:
-            stage_option = replace(stage_option, min_stages=1)
-        options = _limited(self.options, stage_option.submesh_logical_shape_space)
-        try:
-            return least_seconds(
-                self._stage_costs(options, PipelineSchedule(name="1f1b")),
-                self.cluster,
-                stage_option,
-                "1f1b" if is_whole else schedule.name,
-                num_micro_batches,
-                solves=effort == "solves",
-                has_bubbles=is_whole or schedule.name in SCHEDULES_OF_OBJECTIVE,
-                whole_shape=whole_shape,
+            return self._least_seconds(
+                replace(stage_option, min_stages=1), "1f1b", num_micro_batches, effort, whole_shape
             )
-        except NoStagesError:
-            if is_whole:
-                raise NoStagesError(NO_MEMORY) from None
-            raise
+        # Of the schedules with the same objective, 1f1b needs the least memory.
+        name = "1f1b" if is_alike and effort != "schedule" else schedule.name
+        return self._least_seconds(stage_option, name, num_micro_batches, effort)
+
+    def _least_seconds(
+        self,
+        stage_option: AutoStageOption,
+        schedule: str,
+        num_micro_batches: int,
+        effort: BoundEffort,
+        whole_shape: Shape | None = None,
+    ) -> float:
+        """Return the bound of automatic stages; see `bound`. It, or its error, is computed once."""
+        key = repr(stage_option), schedule, num_micro_batches, effort, whole_shape
+        if key not in self._bounds:
+            options = _limited(self.options, stage_option.submesh_logical_shape_space)
+            bubbles: Bubbles = "first" if schedule in SCHEDULES_OF_OBJECTIVE else "forward"
+            if effort == "schedule" or whole_shape:
+                bubbles = "all"
+            try:
+                self._bounds[key] = least_seconds(
+                    self._stage_costs(options, PipelineSchedule(name="1f1b")),
+                    self.cluster,
+                    stage_option,
+                    schedule,
+                    num_micro_batches,
+                    solves=effort != "stages",
+                    bubbles=bubbles,
+                    whole_shape=whole_shape,
+                )
+            except NoStagesError as error:
+                self._bounds[key] = NO_MEMORY if whole_shape else str(error)
+        bound = self._bounds[key]
+        if isinstance(bound, str):
+            raise NoStagesError(bound)
+        return bound
 
     def _bound_as_program(self, shape: Shape | None, num_micro_batches: int, limit: float) -> float:
         if shape is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import product
 from math import inf, isfinite, isinf
+from typing import Literal
 
 from autopar.pipeline.pipeline_schedules import has_backward
 from autopar.pipeline.stage_graph import StageGraph
@@ -210,6 +211,11 @@ def stage_problem(
     )
 
 
+type Bubbles = Literal["forward", "first", "all"]
+"""Which bubbles count: the forward passes of a microbatch on all stages but the slowest, all passes
+of the first microbatch, or also those where a stage waits for others."""
+
+
 def least_seconds(
     costs: ClusterStageCosts,
     cluster: AnyCluster,
@@ -218,7 +224,7 @@ def least_seconds(
     num_micro_batches: int,
     *,
     solves: bool,
-    has_bubbles: bool = True,
+    bubbles: Bubbles = "all",
     whole_shape: Shape | None = None,
 ) -> float:
     """Return a lower bound of the time that stage construction finds.
@@ -234,8 +240,7 @@ def least_seconds(
         num_micro_batches: number of microbatches, at least as many as the step has.
         solves: whether the bound of a stage takes rough solves of its layers (`StageCosts.least`).
             If not, it is the stage's work on one device, divided by its number of devices.
-        has_bubbles: whether the bubbles in the objective count. If not, the step takes
-            the time of its slowest stage, after the forward passes of a microbatch on the others.
+        bubbles: which bubbles of the objective count.
         whole_shape: shape of the logical mesh of all devices if the step is one program on it; None
             for pipelines.
 
@@ -248,14 +253,14 @@ def least_seconds(
         problem = replace(problem, submeshes=(Submesh(0, pool.hosts, pool.devices_per_host),))
     share = problem.num_micro_batches / num_micro_batches
     in_flight = in_flight_of(schedule, num_micro_batches)
-    if not has_bubbles:  # only memory depends on it
+    if bubbles == "forward":  # only memory depends on it
         in_flight = _least_in_flight(problem, in_flight)
     estimator = _StageEstimator(costs, cluster, option, in_flight, None, whole_shape)
     crossing_bytes = [share * num_bytes for num_bytes in costs.ranges.crossing_bytes]
 
     # In the objective, all passes of one microbatch count beside those of the slowest stage. With
     # three times as many microbatches of a third of the size they are forward passes alone.
-    parts = 1 if has_bubbles else _PASSES
+    parts = _PASSES if bubbles == "forward" else 1
     bounds = partial(estimator.least, num_micro_batches, parts)
     least = solve_stages(
         replace(
@@ -265,7 +270,7 @@ def least_seconds(
             in_flight=in_flight,
             lower_bound=partial(bounds, False) if solves else None,
             transfer=TransferCosts(problem.pools, crossing_bytes, costs.links).seconds,
-            backward=problem.backward and has_bubbles,
+            backward=problem.backward and bubbles == "all",
         )
     )
     return least.seconds / parts

@@ -224,7 +224,7 @@ def test_only_the_least_bound_is_made_closer(monkeypatch):
     counts = [trial.num_micro_batches for trial in autopar.get_last_search_result()]
     assert counts == [16, 8, 4, 1, 2]
     assert efforts[2] == ["work"]
-    assert efforts[1] == ["work", "stages", "solves", "memory"]
+    assert efforts[1] == ["work", "stages", "solves", "schedule", "memory"]
 
 
 def test_the_leanest_combination_comes_first_if_others_do_not_fit(monkeypatch):

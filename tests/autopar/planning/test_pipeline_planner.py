@@ -22,7 +22,7 @@ from autopar.plan import WHOLE_STEP, PipelineSchedule, Plan
 from autopar.planning.layer_costs import LayerCosts, LayerFront, MeshChoice, Shape
 from autopar.planning.layer_ranges import LayerRanges, graph_key
 from autopar.planning.pipeline_planner import TOLERANCE, PipelinePlanner
-from autopar.planning.stage_construction import stage_problem
+from autopar.planning.stage_construction import least_seconds, stage_problem
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.stage_problem import NoStagesError, PlacedStage, StageProblem, step_seconds
 from autopar.planning.step_planner import make_planned
@@ -322,6 +322,20 @@ def test_bounds_of_one_program_rise_as_memory_gets_short(count):
         if count > 1:
             less = plan(memory_budget=0.95 * ample.predicted_bytes).plan
             assert bound(1.0) <= bound(0.95) < less.predicted_seconds
+
+
+def test_schedules_with_the_same_objective_share_a_bound_until_it_is_the_least(gpt):
+    """It is no more than that of each of them, and no more than their plans take."""
+    planner, stages = PipelinePlanner(gpt, CLUSTER), AutoStageOption(min_stages=2)
+    names = ("gpipe", "1f1b", "1f1b_overlap_friendly")
+    kinds = [PipelineSchedule(name=name) for name in names]
+    for effort in ("stages", "solves"):
+        with patch("autopar.planning.pipeline_planner.least_seconds", wraps=least_seconds) as found:
+            shared = {planner.bound(stages, kind, BATCHES, effort=effort) for kind in kinds}
+        assert found.call_count == len(shared) == 1
+    for kind in kinds:
+        own = planner.bound(stages, kind, BATCHES, effort="schedule")
+        assert min(shared) <= own <= planned(gpt, stages, kind.name).predicted_seconds
 
 
 def fronts_of_layer(step: StepGraph, shape: Shape) -> list[LayerFront]:
