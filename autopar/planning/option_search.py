@@ -175,14 +175,12 @@ class _Search:
         bounds are near the least; if combinations have failed, it is one of all. One program in
         more microbatches than need be comes last, as only memory makes it faster.
         """
-        if self.best is not None:
-            return min(left, key=self._rank)
         open_ = [entry for entry in left if not self._is_ruled_out(entry)]
+        if self.best is not None or not open_:
+            return min(left, key=self._rank)
         fewest = self.space.micro_batch_counts[0]
         open_ = [entry for entry in open_ if not entry.mesh or entry.count == fewest] or open_
-        least = min(open_ or left, key=self._rank)
-        if not open_:
-            return least
+        least = min(open_, key=self._rank)
         if self.errors or self._slow:
             near = open_
         elif least.mesh is None:
