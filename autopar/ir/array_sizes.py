@@ -1,6 +1,7 @@
 """Sizes of arrays in bytes, and HLO's names of their element types."""
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -10,6 +11,7 @@ from autopar.ir.graph import Atom, aval_of
 _HLO_DTYPE = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u", "complex": "c"}
 
 
+@cache
 def hlo_dtype(dtype: np.dtype) -> str:
     """Return HLO's name of a dtype: f32 for float32, pred for bool, u32 for random keys."""
     if not isinstance(dtype, np.dtype):
