@@ -132,7 +132,8 @@ class LocalExecutable(Executable):
     @without_ambient_mesh()
     def __call__(self, *args: Any) -> Any:
         leaves = self.step.leaves(args)
-        for path, leaf, home in zip(self.step.in_paths, leaves, self.homes, strict=True):
+        paths = self.step.in_paths[: len(leaves)]  # further inputs are no arguments
+        for path, leaf, home in zip(paths, leaves, self.homes, strict=True):
             if not is_at(leaf, home):
                 given = getattr(leaf, "sharding", "no sharding")
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from collections import Counter
 from itertools import pairwise
 from math import inf
 
@@ -297,8 +298,8 @@ def test_no_schedule_is_planned_that_holds_more_than_one_that_does_not_fit(monke
     monkeypatch.setattr(PipelinePlanning, "plan_whole_step", plan_whole_step)
     with pytest.raises(ValueError, match="no plan for the step fits"):
         planned(num_micro_batches=16, pipeline_schedule="auto")
-    twice = [*("1f1b", "1f1b"), *("zero_bubble_h1", "zero_bubble_h1")]  # then with more room
-    assert sorted(names) == twice
+    # Near the lower bound, then without a limit, and both again with more room.
+    assert Counter(names) == {"1f1b": 4, "zero_bubble_h1": 4}
     reasons = {t.schedule.name: t.reason for t in autopar.get_last_search_result()}
     assert reasons["gpipe"] == reasons["1f1b_overlap_friendly"]
     assert reasons["gpipe"].startswith("1f1b, which holds no more microbatches, has no stages")
