@@ -160,6 +160,7 @@ class _Search:
                 left = [entry for entry in left if not self._is_slower_in_microbatches(entry)]
             else:
                 self._trace(self._count_to_trace(next_), next_.option)
+            self._drop_planners(left)
         for entry in left:
             reason = f"takes at least {self._bound(entry):.4g} s, by its work and bubbles"
             if error := self._refusal(entry):
@@ -226,6 +227,14 @@ class _Search:
         except _PLANNING_ERRORS as error:
             _clear_frames(error)
             self._planners[count, option] = error
+
+    def _drop_planners(self, left: Sequence[Combination]) -> None:
+        """Drop the traces and costs that no combination needs, but for the first of each option."""
+        open_ = (entry for entry in left if not self._is_ruled_out(entry))
+        needed = {(self._anchor(entry), entry.option) for entry in open_ if self._has_bound(entry)}
+        first = self.space.micro_batch_counts[0]
+        for key in [key for key in self._planners if key not in needed and key[0] != first]:
+            del self._planners[key]
 
     def _count_to_trace(self, entry: Combination) -> int:
         """Return the number of microbatches to trace next for the bound of an entry, or its plan.

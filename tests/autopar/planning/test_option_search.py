@@ -1,5 +1,6 @@
 """Options that are "auto" are replaced by the fastest combination of values."""
 
+import gc
 import re
 import weakref
 from collections import Counter
@@ -262,6 +263,24 @@ def test_stages_are_first_looked_for_near_the_lower_bound(monkeypatch):
     assert len(trials) == 5
     fastest = min(trial.seconds for trial in trials if trial.seconds)
     assert chosen.predicted_seconds == fastest == min(limits[-1][1], fastest)
+
+
+def test_costs_that_no_combination_needs_are_dropped(monkeypatch):
+    """Bounds of more microbatches need those of the next smaller number that is traced."""
+    planners: dict[int, weakref.ref] = {}
+    alive: dict[int, list[int]] = {}
+
+    def plan(self, *args, plan=PipelinePlanner.plan):
+        planners[self.step.num_micro_batches] = weakref.ref(self)
+        gc.collect()
+        found = [count for count, planner in planners.items() if planner() is not None]
+        alive[self.step.num_micro_batches] = found
+        return plan(self, *args)
+
+    monkeypatch.setattr(PipelinePlanner, "plan", plan)
+    monkeypatch.setattr(PipelinePlanner, "bound", lambda self, a, b, count, *_: 1e-9 * count)
+    planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
+    assert alive == {1: [1], 2: [1, 2], 4: [1, 4], 8: [1, 8], 16: [1, 16]}
 
 
 def test_a_combination_that_does_not_fit_leaves_nothing_in_memory(monkeypatch):
