@@ -215,7 +215,7 @@ class PricedProblem:
 
     @cached_property
     def _stored_as_program(self) -> tuple[CapacityConstraint, Uses]:
-        """Bytes between forward and backward pass as one program, and those of the state."""
+        """Bytes between forward and backward pass as one program, and bytes of its state."""
         step = self.step
         memory = StepMemory(
             replace(
