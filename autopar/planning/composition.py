@@ -157,7 +157,7 @@ def least_within_memory(
             if high is None:
                 price *= _FIRST_PRICE
                 continue
-            price = (high[1] - low[1]) / (low[0] - high[0])
+            price = max(0.0, high[1] - low[1]) / (low[0] - high[0])
             if low[1] + price * low[0] <= (1 + _CLOSE) * best:
                 break
     except InfeasibleError:

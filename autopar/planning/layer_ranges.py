@@ -188,6 +188,21 @@ class LayerRanges:
         """
         return sum(_union(self._saved_products[start:stop]).values())
 
+    def least_program_bytes(self, layers: Sequence[int], parts: int) -> float:
+        """Return a lower bound of the bytes of layers, as parts of one program on one device.
+
+        They are carried inputs, and what products of a part of a microbatch leave for the backward
+        pass. Sums over microbatches don't count: those of weights that layers share are one.
+
+        Args:
+            layers: numbers of the layers.
+            parts: number of parts into which microbatches are divided further.
+        """
+        steps = [self.layers[layer].step for layer in layers]
+        carried = {step.jaxpr.invars[i] for step in steps for i in step.carried.values()}
+        stored = _union(self._saved_products[layer] for layer in layers)
+        return sum(map(value_bytes, carried)) + sum(stored.values()) / parts
+
     @cached_property
     def _saved_products(self) -> list[dict[Var, int]]:
         """Least bytes stored for each result of a product or convolution of each layer."""

@@ -223,14 +223,9 @@ class StageCosts:
         kind = self._most_common_kind
         count = self._kinds.count(kind)
         others = [layer for layer, other in enumerate(self._kinds) if other != kind]
-        num_devices, ranges = prod(shape), self.ranges
+        num_devices = prod(shape)
         seconds = sum(self._single(layer).cheapest.priced.bound for layer in others) / num_devices
-        num_bytes = sum(
-            ranges.state_bytes(layer, layer + 1)
-            + ranges.saved_product_bytes(layer, layer + 1) / parts
-            for layer in others
-        )
-        room = self.budget - num_bytes / num_devices
+        room = self.budget - self.ranges.least_program_bytes(others, parts) / num_devices
         least = inf
         for choice in self.mesh_choices(shape):
             if front := self._front(kind, choice):

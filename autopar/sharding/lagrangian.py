@@ -208,14 +208,17 @@ class PricedProblem:
         """Return the bytes of options and of pairs of options; see `bound_as_program`."""
         stored, state = self._stored_as_program
         uses = {
-            i: (use - state.get(i, 0.0)).clip(0.0) / parts + state.get(i, 0.0)
+            i: (use - state[i]) / parts + state[i] if i in state else use / parts
             for i, use in stored.uses.items()
         }
         return uses, {pair: use / parts for pair, use in stored.pairs.items()}
 
     @cached_property
     def _stored_as_program(self) -> tuple[CapacityConstraint, Uses]:
-        """Bytes between forward and backward pass as one program, and bytes of its state."""
+        """Bytes between forward and backward pass as one program, and bytes of its state.
+
+        Inputs that are not carried don't count: other layers may read them, too.
+        """
         step = self.step
         memory = StepMemory(
             replace(
@@ -228,8 +231,10 @@ class PricedProblem:
             self.decisions,
             self._mesh,
         )
-        stored = memory.capacity_constraint(self._point, np.inf, self._passing, with_parts=True)
-        return stored, memory.saved(step.state).uses
+        shared = set(step.jaxpr.invars).difference(step.state) | self._passing
+        stored = memory.capacity_constraint(self._point, np.inf, shared, with_parts=True)
+        state = memory.saved(var for var in step.state if var not in shared).uses
+        return stored, {i: np.minimum(use, stored.uses.get(i, 0.0)) for i, use in state.items()}
 
     def _in_parts(self, parts: int) -> SelectionProblem:
         """Return the selection problem of a step whose microbatches are divided; see `bound`."""

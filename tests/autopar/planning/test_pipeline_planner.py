@@ -324,6 +324,32 @@ def test_bounds_of_one_program_rise_as_memory_gets_short(count):
             assert bound(1.0) <= bound(0.95) < less.predicted_seconds
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_weights_that_layers_share_count_once_in_bounds_of_one_program(count):
+    def step(kernel, x):
+        @autopar.manual_layer_construction
+        def loss(kernel):
+            hidden = x
+            for layer in range(24):
+                if layer:
+                    autopar.mark_pipeline_boundary()
+                hidden = jnp.tanh(hidden @ kernel)
+            return jnp.mean(hidden**2)
+
+        return kernel - autopar.grad(loss)(kernel)
+
+    args = (
+        jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+        jax.ShapeDtypeStruct((16, 1024), jnp.float32),
+    )
+    whole = trace(step, args, (1,), count, TraceOptions())
+    plan = make_planned(whole, logical_mesh((4,)), CLUSTER, AUTO, "test").plan
+    layers = trace(step, args, (1,), count, TraceOptions(marked=True))
+    planner = PipelinePlanner(layers, CLUSTER, memory_budget=plan.predicted_bytes)
+    bound = planner.bound(AutoStageOption(), WHOLE_STEP, count, (4,), "memory")
+    assert 0 < bound <= plan.predicted_seconds
+
+
 def test_schedules_with_the_same_objective_share_a_bound_until_it_is_the_least(gpt):
     """It is no more than that of each of them, and no more than their plans take."""
     planner, stages = PipelinePlanner(gpt, CLUSTER), AutoStageOption(min_stages=2)
