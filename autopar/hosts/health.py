@@ -20,7 +20,7 @@ silent for long.
 """
 
 _RECENT_SECONDS = 10.0
-"""Age up to which the last answer of a silent worker tells what the worker was doing."""
+"""Seconds for which the last answer of a worker that has become silent says what it is doing."""
 
 
 class Unresponsive(Enum):

@@ -53,7 +53,7 @@ def example(name: str) -> Scenario:
 
 
 def active_parameters(model: Transformer) -> int:
-    """Return the parameters that a token uses: of the routed experts, those of top_k."""
+    """Return the parameters that a token uses, with top_k of the routed experts."""
     layers = [(count, model.elements(kind)) for kind, count in model.kind_counts.items()]
     idle = sum(count * (layer.routed - layer.routed_active) for count, layer in layers)
     return model.parameters - idle

@@ -266,7 +266,7 @@ def test_stages_are_first_looked_for_near_the_lower_bound(monkeypatch):
 
 
 def test_costs_that_no_combination_needs_are_dropped(monkeypatch):
-    """Bounds of more microbatches need those of the next smaller number that is traced."""
+    """A bound is computed from the trace with the next smaller number of microbatches."""
     planners: dict[int, weakref.ref] = {}
     alive: dict[int, list[int]] = {}
 

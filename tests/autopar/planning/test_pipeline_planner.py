@@ -351,7 +351,7 @@ def test_weights_that_layers_share_count_once_in_bounds_of_one_program(count):
 
 
 def test_schedules_with_the_same_objective_share_a_bound_until_it_is_the_least(gpt):
-    """It is no more than that of each of them, and no more than their plans take."""
+    """It is at most the bound of each schedule, and at most the time of its plan."""
     planner, stages = PipelinePlanner(gpt, CLUSTER), AutoStageOption(min_stages=2)
     names = ("gpipe", "1f1b", "1f1b_overlap_friendly")
     kinds = [PipelineSchedule(name=name) for name in names]
