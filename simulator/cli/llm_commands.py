@@ -42,6 +42,12 @@ _MIN_WIDTH = 100
 _FREE = {"pipeline", "interleave", "microbatch"}
 """Searched fields that restrict other fields of an execution, such as `zero`."""
 
+_DERIVED = {
+    "data": "data parallelism has the devices that the other degrees leave",
+    "sequence_parallel": "layouts have sequence parallelism where they have tensor parallelism",
+}
+"""Why a search can't change fields of an execution that follow from searched ones."""
+
 
 class PredictsByDefault(TyperGroup):
     """A group of subcommands whose first one may be left out."""
@@ -164,6 +170,8 @@ def _search(
             raise ValueError(
                 f"{change.text!r}: the search chooses {name}; expected together with --keep {name}"
             )
+        if section == "execution" and (reason := _DERIVED.get(name)):
+            raise ValueError(f"{change.text!r}: {reason}; leave out the change")
     scenario = Scenario.load(file, scenario_changes, _FREE - set(kept))
     if hosts is not None:
         for change in cluster_changes:

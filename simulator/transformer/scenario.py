@@ -43,6 +43,13 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _level(value: object) -> object:
+    """Return a level of ZeRO, refusing true and false, which equal 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"given {str(value).lower()}, expected 0, 1, 2 or 3")
+    return value
+
+
 class Execution(Description):
     """The division of a step over devices.
 
@@ -188,7 +195,7 @@ class Execution(Description):
     recompute: Recompute = "none"
     recomputed: Annotated[tuple[RecomputedModule, ...], BeforeValidator(_tuple)] = ()
     saved: Annotated[tuple[SavedResult, ...], BeforeValidator(_tuple)] = ()
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_level)] = 0
     sharding_group: PositiveInt | None = None
     broadcasts: bool = False
     all_reduces_gradients: bool = False

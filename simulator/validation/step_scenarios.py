@@ -332,9 +332,18 @@ def _by_degrees_of_oneflow(row: StepRow) -> dict[str, Any]:
 
 
 def _sharding_group(row: StepRow, notes: Notes) -> int | None:
-    """Return the devices over which ZeRO shards, if they are fewer than all that have copies."""
+    """Return the devices over which ZeRO shards; None for all that have copies.
+
+    Raises:
+        StepRowError: the devices that have copies are not divided into groups of that size.
+    """
     replicas = row.replicas * row.cp
-    return notes.shards if notes.shards and replicas % notes.shards == 0 else None
+    if notes.shards is not None and (notes.shards < 1 or replicas % notes.shards):
+        raise StepRowError(
+            f"column notes: sharding over {notes.shards} GPUs, expected a divisor of"
+            f" gpus / (tp * pp), which is {replicas}"
+        )
+    return notes.shards
 
 
 def _uneven_stages(row: StepRow, model: Transformer, software: Software) -> dict[str, Any]:

@@ -225,6 +225,12 @@ def test_the_command_prints_json_of_the_search() -> None:
         (("llama3_8b.yaml", "--picture", "x.txt"), BAD_INPUT, "expected a path that ends in .svg"),
         (("llama3_8b.yaml", "--picture", "no/x.svg"), BAD_INPUT, "there is no folder"),
         (("llama3_8b.yaml", "--set", "execution.tensor=3"), BAD_INPUT, "with --keep tensor"),
+        (("llama3_8b.yaml", "--set", "execution.data=2"), BAD_INPUT, "the other degrees leave"),
+        (
+            ("llama3_8b.yaml", "--set", "execution.sequence_parallel=false"),
+            BAD_INPUT,
+            "where they have tensor parallelism",
+        ),
         (("nothing.yaml",), BAD_INPUT, "No such file"),
     ],
 )

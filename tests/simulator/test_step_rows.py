@@ -122,6 +122,11 @@ def test_a_table_of_a_spreadsheet_may_start_with_a_byte_order_mark(tmp_path: Pat
         ({"dp": 4}, r"column dp: given 4, expected gpus / \(tp \* pp \* cp\), which is 8"),
         ({"precision": "int4"}, "column precision: given 'int4', expected one of bf16"),
         ({"recompute": "some"}, "column recompute: given 'some', expected none, selective"),
+        (
+            {"notes": "FSDP over 5 GPUs"},
+            r"column notes: sharding over 5 GPUs, expected a divisor of gpus / \(tp \* pp\), which"
+            " is 8",
+        ),
     ],
 )
 def test_a_row_that_scenarios_cannot_express_says_why(changes: dict[str, Any], why: str) -> None:

@@ -494,6 +494,7 @@ def test_an_invalid_transformer_is_refused(fields: dict[str, object], message: s
         ),
         ({"interleave": 2}, "interleave: given 2, expected 1 where pipeline is 1"),
         ({"zero": 3, "pipeline": 2}, "zero: given 3, expected at most 2 with a pipeline"),
+        ({"zero": True}, "given true, expected 0, 1, 2 or 3"),
     ],
 )
 def test_an_invalid_execution_is_refused(fields: dict[str, object], message: str) -> None:
