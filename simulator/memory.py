@@ -146,7 +146,7 @@ class Footprint:
 
     Attributes:
         parts: bytes by role, or by category of the compiler; empty if unknown.
-        reserve: bytes that no step gets: those of the driver, workspaces of libraries,
+        reserve: bytes that no step gets: the driver's own, workspaces of libraries,
             communication buffers.
         capacity: bytes of the device.
         fragmentation: bytes between allocations, which no allocation fits into.

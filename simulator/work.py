@@ -49,7 +49,7 @@ class Kernel:
         name: the name in timelines.
         kind: what bounds the kernel.
         flops: floating point operations; a multiply-add is two.
-        bytes: bytes read from and written to device memory; of a "host copy", those that pass the
+        bytes: bytes read from and written to device memory; for a "host copy", bytes over the
             link to the host.
         dtype: the dtype of its arithmetic, as HLO spells it ("f32", "bf16", ...).
         gemm: the sizes of its product, if `kind` is "gemm" and they are known.
@@ -187,7 +187,7 @@ def on_devices(collective: Collective, devices: tuple[int, ...]) -> Groups:
 
 
 def work_of(body: OpList) -> Work:
-    """Return the work of everything in `body`; that of a loop counts in each iteration."""
+    """Return the work of everything in `body`; a loop counts once per iteration."""
     total = Work()
     for op in body:
         match op:

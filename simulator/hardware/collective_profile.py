@@ -31,7 +31,7 @@ class SizeCurve(Description):
             as many, an all_to_all one.
         half_size_mb: S at which the square root costs as much as the bytes themselves.
         bandwidth_gb_per_s: bytes that a member of a large group sends per second. Where members
-            share one memory: that a member of a group of two sends.
+            share one memory, a member of a group of two sends as many.
         small_group_loss: fraction of the bandwidth that a group of n loses, times n.
         sharing: 0 where each member has its own link, 1 where all of them share one memory.
         group_bandwidth_gb_per_s: bandwidth by group size. It replaces b(n) where devices are linked
@@ -142,7 +142,7 @@ class MeasuredLink(Description):
 class CollectiveProfile(Description):
     """The size curves of the devices of a host.
 
-    A kind without a curve takes that of the kind most similar to it.
+    A kind without a curve has the curve of the most similar kind.
 
     Attributes:
         gpu: name of the device.
@@ -150,9 +150,9 @@ class CollectiveProfile(Description):
         link: the link over which the curves were measured. Over a link of another bandwidth,
             bandwidths scale in proportion.
         all_reduce: curve of all_reduces, over rings where `nvls` has a curve too.
-        all_gather: curve of all_gathers; that of all_reduces by default.
-        reduce_scatter: curve of reduce_scatters; that of all_gathers by default.
-        all_to_all: curve of all_to_alls; that of all_reduces by default.
+        all_gather: curve of all_gathers; `all_reduce` by default.
+        reduce_scatter: curve of reduce_scatters; `all_gather` by default.
+        all_to_all: curve of all_to_alls; `all_reduce` by default.
         collective_permute: curve of messages between two devices.
         nvls: curve of all_reduces whose sums the switch computes (NVLink SHARP), where they were
             measured separately from rings.

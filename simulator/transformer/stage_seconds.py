@@ -93,9 +93,9 @@ def stage_seconds(
     layers: Mapping[LayerKind, LayerPasses],
     division: Division,
 ) -> list[StageSeconds]:
-    """Return the stages of the devices of a pipeline; the embedding and the loss are at its ends.
+    """Return the seconds of each device's stages; embedding and loss are at the pipeline's ends.
 
-    Each is on the slowest of all devices, which limits the pace of the step.
+    All devices are as slow as the slowest one, which limits the pace of the step.
     """
     slowdown = machine.slowest_of(execution.devices)
     by_kind = {
@@ -142,9 +142,10 @@ def _layer(layer: LayerPasses, execution: Execution, machine: Machine) -> StageS
 def exposed_dispatch(layer: LayerPasses, execution: Execution, machine: Machine) -> float:
     """Return the exposed part of the seconds in which tokens get to experts and back.
 
-    The forward pass of a microbatch overlaps with the backward pass of another one. Those before
-    the first backward pass, and as many backward passes after the last forward pass, have no such
-    other (combined_1f1b.py in github.com/NVIDIA/Megatron-LM, megatron/core/pipeline_parallel).
+    The forward pass of a microbatch overlaps with the backward pass of another one. Forward passes
+    before the first backward pass, and as many backward passes after the last forward pass, overlap
+    with nothing (combined_1f1b.py in github.com/NVIDIA/Megatron-LM,
+    megatron/core/pipeline_parallel).
     """
     passes = (layer.forward, layer.backward, layer.recompute)
     dispatch = sum(cost.dispatch for cost in passes)
