@@ -201,12 +201,12 @@ def test_lower_bounds_of_stage_costs_hold_for_every_stage(gpt):
                     assert bound.micro_batch_bytes <= cost.micro_batch_bytes
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
-def test_bounds_from_larger_microbatches_hold_for_smaller_ones(shape):
-    """Shardings of examples that small microbatches have too few of do not count."""
+@pytest.fixture(scope="module")
+def steps_of_16_examples() -> dict[int, StepGraph]:
+    """Return a step in several numbers of microbatches."""
     sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 128}
     model = build_model("gpt", sizes | {"sequence_length": 32, "batch_size": 16, "remat": False})
-    steps = {
+    return {
         count: trace(
             model_step(model),
             model.abstract_args(),
@@ -216,7 +216,12 @@ def test_bounds_from_larger_microbatches_hold_for_smaller_ones(shape):
         )
         for count in (1, 4, 8, 16)
     }
-    fronts = {count: fronts_of_layer(step, shape) for count, step in steps.items()}
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
+def test_bounds_from_larger_microbatches_hold_for_smaller_ones(steps_of_16_examples, shape):
+    """Shardings of examples that small microbatches have too few of do not count."""
+    fronts = {count: fronts_of_layer(step, shape) for count, step in steps_of_16_examples.items()}
     whole_seconds = min(front.least_seconds(1) for front in fronts[1])
     whole_bytes = min(front.least_peak(1) for front in fronts[1])
     for count in (4, 8, 16):
@@ -303,13 +308,13 @@ def test_bounds_of_other_schedules_are_no_more_than_their_plans(gpt, schedule):
 @pytest.mark.parametrize("count", [1, 4])
 def test_bounds_of_one_program_rise_as_memory_gets_short(count):
     """No plan that fits is faster, also if the bound is from larger microbatches."""
-    sizes = {"hidden_size": 256, "sequence_length": 128, "remat": False}
+    sizes = {"num_layers": 2, "hidden_size": 256, "sequence_length": 128, "remat": False}
     model = build_model("gpt", GPT | sizes)
     args, mesh = (model_step(model), model.abstract_args(), (1,)), logical_mesh((4,))
     whole = trace(*args, count, TraceOptions())
     plan = partial(make_planned, whole, mesh, CLUSTER, AUTO, "test")
     ample = plan().plan
-    layers = TraceOptions(layers=AutoLayerOption(LAYERS), marked=True)
+    layers = TraceOptions(layers=AutoLayerOption(2), marked=True)
     for step in (trace(*args, anchor, layers) for anchor in {1, count}):
 
         def bound(share: float, step: StepGraph = step) -> float:
@@ -318,7 +323,7 @@ def test_bounds_of_one_program_rise_as_memory_gets_short(count):
             return planner.bound(AutoStageOption(), WHOLE_STEP, count, mesh.shape, "memory")
 
         assert 0.5 * ample.predicted_seconds < bound(1.0) < ample.predicted_seconds
-        assert bound(0.2) > bound(0.3) > bound(0.4) > 100 * ample.predicted_seconds
+        assert bound(0.2) > bound(0.25) > bound(0.3) > 100 * ample.predicted_seconds
         if count > 1:
             less = plan(memory_budget=0.95 * ample.predicted_bytes).plan
             assert bound(1.0) <= bound(0.95) < less.predicted_seconds
