@@ -27,6 +27,7 @@ from autopar.tracing.trace import trace
 from experiments.models import build_model
 from simulator.costs.cost_model import ClusterCosts
 from simulator.hardware.cluster import Cluster
+from tests.steps import model_step
 
 CLUSTER = Cluster.load("p3.16xlarge").with_size(devices_per_host=4)
 MODEL = build_model("mlp", {"dim": 64, "num_layers": 4, "batch_size": 16})
@@ -279,8 +280,14 @@ def test_costs_that_no_combination_needs_are_dropped(monkeypatch):
 
     monkeypatch.setattr(PipelinePlanner, "plan", plan)
     monkeypatch.setattr(PipelinePlanner, "bound", lambda self, a, b, count, *_: 1e-9 * count)
-    planned(num_micro_batches="auto", stage_option=UniformStageOption(2))
-    assert alive == {1: [1], 2: [1, 2], 4: [1, 4], 8: [1, 8], 16: [1, 16]}
+    model = build_model("mlp", {"dim": 64, "num_layers": 2, "batch_size": 8})
+    method = autopar.PipeshardParallel(
+        num_micro_batches="auto",
+        layer_option=AutoLayerOption(2),
+        stage_option=UniformStageOption(2),
+    )
+    autopar.plan_step(model_step(model), model.abstract_args(), method=method, cluster=CLUSTER)
+    assert alive == {1: [1], 2: [1, 2], 4: [1, 4], 8: [1, 8]}
 
 
 def test_a_combination_that_does_not_fit_leaves_nothing_in_memory(monkeypatch):
