@@ -14,7 +14,7 @@ import autopar
 import simulator
 import simulator.cli
 import simulator.transformer
-from autopar.command_line import app
+from autopar.command_line import app, fit_command
 from autopar.command_line.named_methods import MethodName, plan_with
 from autopar.command_line.planning_progress import planning_progress
 from autopar.command_line.user_step import load_function, load_step
@@ -419,7 +419,16 @@ def test_the_largest_batch_is_that_of_the_api(folder, tmp_path):
     assert set(found) == names | {"predicted_bytes", "predicted_seconds"}
 
 
-def test_savings_of_a_step_that_cannot_fit_are_a_negative_answer(folder):
+def test_savings_of_a_step_that_cannot_fit_are_a_negative_answer(folder, monkeypatch):
+    plan_changes = fit_command.memory_savings
+    answers = []
+
+    def planned_once(*args, **options):
+        if not answers:
+            answers.append(plan_changes(*args, **options))
+        return answers[0]
+
+    monkeypatch.setattr(fit_command, "memory_savings", planned_once)
     options = ["--cluster", "cpu-virtual", "--method", "data", "--memory-budget", "1e4"]
     found = values("savings", STEP, *options, code=1)
     assert not found["fits"]
