@@ -1,5 +1,7 @@
 """XLA is held to the memory budget of a plan."""
 
+from dataclasses import replace
+
 import pytest
 
 import autopar
@@ -9,7 +11,7 @@ from experiments.validation.fidelity import MODELS
 
 @pytest.fixture(scope="module")
 def model():
-    return MODELS["bert"]
+    return replace(MODELS["bert"], num_layers=1)
 
 
 @pytest.fixture(scope="module")
