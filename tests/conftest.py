@@ -53,7 +53,7 @@ from tests.fuzz.outcomes import as_table
 settings.register_profile("autopar", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("autopar")
 # a tenth of the time of tests was the search for cycles among the objects of traced programs
-gc.set_threshold(20_000, 20, 20)
+gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_configure(config):
