@@ -31,14 +31,14 @@ def schedule_gpt(model: GPT, mesh: Any) -> ModelSchedule:
     return autopar.create_schedule(state.apply_fn, state.params, [batch["tokens"]], mesh)
 
 
-def split_attention(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
+def split_attention(sch: ModelSchedule) -> None:
     """Split attention by heads, and nothing else."""
-    model_schedules.split_layer(sch, Knobs(mesh_axis), NAMES, NAMES.attention)
+    model_schedules.split_layer(sch, Knobs(), NAMES, NAMES.attention)
 
 
-def megatron(sch: ModelSchedule, mesh_axis: str | None = None) -> None:
+def megatron(sch: ModelSchedule) -> None:
     """Split every layer as Megatron-LM does (Shoeybi et al., arXiv 1909.08053)."""
-    model_schedules.schedule_gpt(sch, Knobs(mesh_axis, vocabulary_parallel=True), NAMES)
+    model_schedules.schedule_gpt(sch, Knobs(vocabulary_parallel=True), NAMES)
 
 
 def train_step(

@@ -2,7 +2,7 @@
 
 
 def attention_flops(
-    heads: int, queries: int, keys: int, sizes: tuple[float, float], backward: bool, window: int = 0
+    heads: int, queries: int, keys: int, sizes: tuple[float, float], backward: bool, window: int
 ) -> float:
     """Return the FLOP of fused attention. Masked pairs cost nothing.
 

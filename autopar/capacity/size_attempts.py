@@ -169,7 +169,7 @@ class SizeAttempts:
 
 
 def settled(
-    holds: Callable[[int], bool], start: int, towards: int, back: int, rungs: Sequence[int] = ()
+    holds: Callable[[int], bool], start: int, towards: int, back: int, rungs: Sequence[int]
 ) -> tuple[int, int | None] | None:
     """Return the last index with a property towards one end, and the next, which lacks it.
 

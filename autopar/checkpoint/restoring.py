@@ -70,7 +70,7 @@ def restore_checkpoint(
 
 
 def restore_last(
-    ckpt_dir: str | os.PathLike[str], placement_specs: Any = None, verify: bool = True
+    ckpt_dir: str | os.PathLike[str], placement_specs: Any, verify: bool = True
 ) -> tuple[int, Any]:
     """Restore the last checkpoint that can be read; set later ones aside with a warning.
 

@@ -30,7 +30,7 @@ def find_pattern(
     graph: ModelGraph,
     visible: Sequence[Node],
     pattern: Callable[..., Any],
-    like: Sequence[Any] | None = None,
+    like: Sequence[Any] | None,
 ) -> list[Subgraph]:
     """Return the disjoint subgraphs of `visible` nodes that compute `pattern`.
 

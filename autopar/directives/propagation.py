@@ -73,7 +73,7 @@ def place_model(
     graph: ModelGraph,
     items: Sequence[GraphItem],
     decisions: LayoutDecisions,
-    draws: Sequence[Node] = (),
+    draws: Sequence[Node],
 ) -> PlacedModel:
     """Return the model with the layout of every value, from its parameters to its results.
 

@@ -65,7 +65,7 @@ def layering(option: LayerOption | None, assignments: Assignments) -> Iterator[N
 
 
 def layered_by_context(
-    fun: Callable[..., Any], weight_argnums: int | Sequence[int] | None = None
+    fun: Callable[..., Any], weight_argnums: int | Sequence[int] | None
 ) -> Callable[..., Any]:
     """Return `fun` divided into layers inside a `layering` block, unless it already is.
 

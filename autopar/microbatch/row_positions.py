@@ -8,7 +8,6 @@ stages like any other input with a batch dim. The runtime supplies them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -64,7 +63,7 @@ def add_positions(
     batch: frozenset[int],
     count: int,
     folds: bool,
-    blocks: Mapping[int, Blocks] = MappingProxyType({}),
+    blocks: Mapping[int, Blocks],
 ) -> list[Pair] | None:
     """Return traces that create the rows of a microbatch from the positions of its examples.
 

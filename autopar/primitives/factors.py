@@ -115,7 +115,7 @@ class OpFactors:
 
 
 def assignment_of(
-    factors: OpFactors, operands: Sequence[Spec | None], results: Sequence[Spec | None] = ()
+    factors: OpFactors, operands: Sequence[Spec | None], results: Sequence[Spec | None]
 ) -> Assignment:
     """Return the assignment under which an equation has these specs.
 

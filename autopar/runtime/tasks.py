@@ -31,7 +31,7 @@ class CompiledTask:
 
 
 def compile_tasks(
-    planned: PlannedStep, meshes: Sequence[Mesh], donated: frozenset[int] = frozenset()
+    planned: PlannedStep, meshes: Sequence[Mesh], donated: frozenset[int]
 ) -> dict[Task, CompiledTask]:
     """Compile the tasks of every stage.
 

@@ -96,7 +96,7 @@ def _spans(executable: "LocalExecutable", leaves: list[jax.Array], offset: int =
 
 
 def span_of(
-    mesh: int, instruction: Run | Send | Recv, start: float, end: float, after: str = ""
+    mesh: int, instruction: Run | Send | Recv, start: float, end: float, after: str
 ) -> Span:
     """Return the span of an instruction in a timeline.
 

@@ -39,6 +39,8 @@ STEPS = (
 )
 """The steps to profile: indices of `SIZES["gpu"]`, and dtypes."""
 
+_PROFILED_STEPS = 3
+
 _AUXILIARY = ("Memset", "nhwcAddPaddingKernel", "convertTensor_kernel")
 """Launches of libraries before a kernel, which clear memory, and pad and convert images."""
 
@@ -53,12 +55,11 @@ class Launch:
     seconds: float
 
 
-def profiled(model: Timed, steps: int = 3) -> tuple[str, list[list[Launch]]]:
+def profiled(model: Timed) -> tuple[str, list[list[Launch]]]:
     """Profile training steps on the first device.
 
     Args:
         model: the model to train.
-        steps: number of steps.
 
     Returns:
         The text of XLA's program, and the launches of each step in their order.
@@ -71,17 +72,19 @@ def profiled(model: Timed, steps: int = 3) -> tuple[str, list[list[Launch]]]:
     jax.block_until_ready(state)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(steps):
+            for _ in range(_PROFILED_STEPS):
                 state = next_state(step(state, batch))
             jax.block_until_ready(state)
         (path,) = Path(folder).rglob("*.xplane.pb")
         launches = launches_of(ProfileData.from_file(str(path)))
-    count, rest = divmod(len(launches), steps)
+    count, rest = divmod(len(launches), _PROFILED_STEPS)
     if rest:
         raise ValueError(
-            f"the profile has {len(launches)} launches in {steps} steps; expected as many in each"
+            f"the profile has {len(launches)} launches in {_PROFILED_STEPS} steps; expected as many"
+            " in each"
         )
-    return step.as_text() or "", [launches[i * count : (i + 1) * count] for i in range(steps)]
+    steps = [launches[i * count : (i + 1) * count] for i in range(_PROFILED_STEPS)]
+    return step.as_text() or "", steps
 
 
 def launches_of(profile: Any) -> list[Launch]:

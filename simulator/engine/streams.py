@@ -87,12 +87,12 @@ class RecordedStreams(MeshStreams[float]):
         if self.host > start:
             self._record(name, "host", start, self.host, "dispatch")
 
-    def play_task(self, body: OpList, levels: Sequence[Level] = ()) -> None:
+    def play_task(self, body: OpList, levels: Sequence[Level]) -> None:
         """Run a task, and record its memory over time.
 
         Args:
             body: its ops.
-            levels: the memory while each op runs; by default the task has the one level that
+            levels: the memory while each op runs; empty if the task has the one level that
                 `record_levels` records.
 
         Raises:

@@ -115,8 +115,8 @@ def _gemm_of(
     rhs: Array,
     lhs_contracted: tuple[int, ...],
     rhs_contracted: tuple[int, ...],
-    lhs_batch: tuple[int, ...] = (),
-    rhs_batch: tuple[int, ...] = (),
+    lhs_batch: tuple[int, ...],
+    rhs_batch: tuple[int, ...],
 ) -> Gemm:
     """Return the sizes of a product from its operands and their contracted and batch dims.
 

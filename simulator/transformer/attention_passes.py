@@ -38,7 +38,7 @@ GB300, and for one of 1024 on GB200 (NVIDIA/cudnn-frontend, benchmark/sdpa_bench
 
 
 def attention_passes(
-    model: Transformer, execution: Execution, machine: Machine, mixer: Mixer = "attention"
+    model: Transformer, execution: Execution, machine: Machine, mixer: Mixer
 ) -> PartPasses:
     """Return the passes of one microbatch over the attention of a layer."""
     columns = model.qkv_width // execution.tensor

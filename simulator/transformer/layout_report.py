@@ -28,7 +28,7 @@ _HEADROOM = 1.15
 """Largest memory in a picture, as a multiple of the capacity."""
 
 
-def layout_table(search: LayoutSearch, rows: int, title: str = "") -> Table:
+def layout_table(search: LayoutSearch, rows: int, title: str) -> Table:
     """Return a table of the fastest layouts that fit.
 
     Its columns are seconds, memory with its reserve in GB, the probability of fitting, MFU, the
@@ -95,7 +95,7 @@ def _values(layout: Layout) -> dict[str, Any]:
     }
 
 
-def save_layout_picture(search: LayoutSearch, path: str | Path, title: str = "") -> None:
+def save_layout_picture(search: LayoutSearch, path: str | Path, title: str) -> None:
     """Draw the seconds of layouts over their memory, with the frontier as a line.
 
     Args:

@@ -280,9 +280,7 @@ def _bytes_per_logit(execution: Execution) -> float:
     return (2.0 if execution.fused_loss else 18.0) + parts
 
 
-def layer_activations(
-    model: Transformer, execution: Execution, kind: LayerKind = DECODER_LAYER
-) -> float:
+def layer_activations(model: Transformer, execution: Execution, kind: LayerKind) -> float:
     """Return the bytes that a layer saves for backward per microbatch, without recomputation."""
     return _saved_outside_scores(model, execution, kind) + _saved_scores(model, execution, kind)
 

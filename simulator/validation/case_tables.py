@@ -8,11 +8,11 @@ from simulator.validation.cases import Case
 from simulator.validation.published import PUBLISHED_SETS
 
 
-def published_cases(names: Collection[str] = ()) -> pd.DataFrame:
+def published_cases(names: Collection[str]) -> pd.DataFrame:
     """Predict the rows of published sets.
 
     Args:
-        names: names of the sets; all by default.
+        names: names of the sets; none stands for all.
 
     Returns:
         A row per measurement: `set`, `title`, `source`, `case`, `unit`, `measured` and `predicted`
