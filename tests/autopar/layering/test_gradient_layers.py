@@ -43,7 +43,7 @@ class Residual(nn.Module):
 
 
 MODEL = Residual()
-PARAMS = MODEL.init(jax.random.key(0), BATCH["x"], train=False)
+PARAMS = jax.jit(functools.partial(MODEL.init, train=False))(jax.random.key(0), BATCH["x"])
 
 
 def make_step(value_and_grad):

@@ -24,9 +24,10 @@ from simulator.hlo import parse_hlo
 from simulator.work import Kernel, Loop, Work, work_of
 from tests.tiers import tiers
 
-OF_DEVICE = {Cluster.load(name).device.name: name for name in sorted(cluster_names(), reverse=True)}
+CLUSTERS = {name: Cluster.load(name) for name in sorted(cluster_names(), reverse=True)}
+OF_DEVICE = {cluster.device.name: name for name, cluster in CLUSTERS.items()}
 # one cluster for each kind of GPU
-GPU_CLUSTERS = [name for name in OF_DEVICE.values() if Cluster.load(name).device.kind == "gpu"]
+GPU_CLUSTERS = [name for name in OF_DEVICE.values() if CLUSTERS[name].device.kind == "gpu"]
 WIDTHS = (32, 128, 64, 32)
 BATCH = 64
 KERNELS = list(pairwise(WIDTHS))
@@ -97,7 +98,7 @@ def test_a_step_takes_six_flops_per_parameter_and_row_but_for_the_gradient_of_th
 
 
 @pytest.mark.parametrize(
-    "name", tiers([name for name in GPU_CLUSTERS if Cluster.load(name).num_devices > 1])
+    "name", tiers([name for name in GPU_CLUSTERS if CLUSTERS[name].num_devices > 1])
 )
 def test_data_parallelism_all_reduces_every_gradient_once(name):
     assert total_work(data_parallel(name)).collectives == {"all_reduce": PARAMETER_BYTES}
