@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -35,6 +36,14 @@ def nodes_of(path: Path) -> list[ast.AST]:
 def imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
     """Return the import statements of a file, also those inside functions."""
     return [node for node in nodes_of(path) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _dropped_trees() -> Iterator[None]:
+    """Drop the syntax trees after the last test, so that later garbage collections skip them."""
+    yield
+    nodes_of.cache_clear()
+    imports.cache_clear()
 
 
 def imported(path: Path) -> set[str]:
