@@ -127,7 +127,7 @@ class Packing:
         """Return `fun` as a function from packed arguments to its packed result.
 
         With nnx modules, the packed result is a tuple of their new states, in the structure of the
-        arguments, and of the result of `fun`.
+        arguments, of the result of `fun`, and of the flags that it has changed, as a `Constant`.
         """
         if not self:
             return fun
@@ -137,20 +137,25 @@ class Packing:
 
         def packed_step(*packed: Any) -> Any:
             modules, arguments = _unpacked(packed, dims, has_modules)
+            flags = _flags(modules)
             result = fun(*arguments)
             if not has_modules:
                 return _with_constants(result, "the result") if has_constants else result
             *states, graph = packed
+            new_flags = _flags(modules).items() - flags.items()
+            _set_flags(modules, flags)
             new_graph, new_states = _split_modules(modules)
             if new_graph != graph.value:
                 raise TraceError(
                     f"{name} adds, removes or replaces variables of an nnx module, or changes an"
-                    " attribute that is no array; do so before the step"
+                    " attribute that is neither an array nor a flag; do so before the step"
                 )
             rest = iter(new_states)
             changed = [_only_states(arg, rest) for arg in states]
             result = _replace_modules(result, partial(_reference, modules, name))
-            return *changed, _with_constants(result, "the result") if has_constants else result
+            if has_constants:
+                result = _with_constants(result, "the result")
+            return *changed, result, Constant(frozenset(new_flags))
 
         return wraps(fun)(packed_step)
 
@@ -168,9 +173,10 @@ class Packing:
             return packed
         if not self._modules:
             return _without_constants(packed)
-        *changed, result = packed
+        *changed, result, flags = packed
         for module, leaf in zip(self._modules, _states_of(changed), strict=True):
             _nnx().update(module, leaf.state)
+        _set_flags(self._modules, dict(flags.value))
 
         def value(leaf: Any) -> Any:
             match leaf:
@@ -325,6 +331,37 @@ def _replace_states(tree: Any, replacement: Callable[[Any], Any]) -> Any:
     return jax.tree.map(
         lambda leaf: replacement(leaf) if _is_state(leaf) else leaf, tree, is_leaf=_is_state
     )
+
+
+type _Flags = Mapping[tuple[Hashable, str], bool | None]
+"""Maps the path of a module and the name of an attribute to its value."""
+
+
+def _flags(modules: Sequence[Any]) -> _Flags:
+    """Return the flags of modules and of those inside of them, such as `deterministic`."""
+    return {
+        (path, name): value
+        for path, module in _nested_modules(modules).items()
+        for name, value in vars(module).items()
+        if value is None or isinstance(value, bool)
+    }
+
+
+def _set_flags(modules: Sequence[Any], flags: _Flags) -> None:
+    """Change the flags of modules that differ from `flags`; modules may lack some of these."""
+    nested = _nested_modules(modules) if flags else {}
+    for (path, name), value in flags.items():
+        old = getattr(nested.get(path), name, value)
+        if old is not value and (old is None or isinstance(old, bool)):
+            setattr(nested[path], name, value)
+
+
+def _nested_modules(modules: Sequence[Any]) -> dict[Hashable, Any]:
+    """Return modules and those inside of them by their paths."""
+    if not modules:
+        return {}
+    nodes = _nnx().iter_graph(tuple(modules))
+    return {path: node for path, node in nodes if _is_module(node)}
 
 
 def _only_states(arg: Any, states: Iterator[Any]) -> Any:

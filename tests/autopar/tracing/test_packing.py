@@ -183,6 +183,28 @@ def test_nnx_modules_are_changed_as_by_nnx_jit() -> None:
     )
 
 
+def test_modes_that_a_step_sets_are_those_of_nnx_jit() -> None:
+    def step(model, teacher, optimizer, batch):
+        model.train()
+        teacher.eval()
+        targets = teacher(batch["x"])
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(batch["x"]) - targets) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def trained(jit):
+        model, teacher = Network(nnx.Rngs(0)), Network(nnx.Rngs(1))
+        model.eval()
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        losses = [float(jit(model, teacher, optimizer, BATCH)) for _ in range(2)]
+        return losses, model.dropout.deterministic, teacher.dropout.deterministic
+
+    losses, *modes = trained(autopar.parallelize(step, batch_argnums=3))
+    expected, *expected_modes = trained(nnx.jit(step))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert modes == expected_modes == [False, True]
+
+
 def test_a_returned_nnx_argument_is_the_same_object() -> None:
     def step(models, x):
         models["a"].kernel[...] = models["a"].kernel[...] * 2
@@ -199,12 +221,17 @@ def test_nnx_steps_that_cannot_be_written_back_are_refused() -> None:
     def grows(model, x):
         model.extra = nnx.Param(x)
 
+    def counts(model, x):
+        model.in_features += 1
+
     def makes(model, x):
         return nnx.Linear(4, 2, rngs=nnx.Rngs(0))
 
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     with pytest.raises(autopar.TraceError, match="grows adds, removes or replaces variables"):
         autopar.parallelize(grows)(model, X)
+    with pytest.raises(autopar.TraceError, match="attribute that is neither an array nor a flag"):
+        autopar.parallelize(counts)(model, X)
     with pytest.raises(autopar.TraceError, match="makes returns a Linear that is none of"):
         autopar.parallelize(makes)(model, X)
     with pytest.raises(TypeError, match="argument 1 has a Linear that an argument has already"):
