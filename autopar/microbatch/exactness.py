@@ -54,7 +54,8 @@ def exactness_warnings(step: StepGraph) -> list[str]:
             f" {num_bytes:,} bytes. A step of its own that evaluates new weights can have"
             " microbatches, too"
         )
-    if step.preparation is not None:
+    prepared = step.preparation.jaxpr.eqns if step.preparation else ()
+    if step.preparation and not all(record_of(eqn).is_view for eqn in prepared):
         warnings.append(
             "computed for the whole batch before the step, and not in its predicted time: "
             + listed(step.preparation.lines)

@@ -539,3 +539,11 @@ def other_loss_before(params, batch):
 def test_other_loops_are_refused(step, message):
     with pytest.raises(MicrobatchError, match=message):
         assert_equals_one_device(step, pipeline())
+
+
+@pytest.mark.parametrize(("step", "warned"), [(scan, False), (fori_loop, True)])
+def test_chunks_are_warned_of_only_if_more_than_their_shape_is_computed(step, warned):
+    method = autopar.ShardParallel(1, num_micro_batches=CHUNKS)
+    executable = autopar.parallelize(step, method=method).get_executable(PARAMS, BATCH)
+    assert executable.step.preparation is not None
+    assert any("whole batch before" in each for each in executable.plan.warnings) is warned
