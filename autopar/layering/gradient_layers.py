@@ -195,5 +195,6 @@ def _reason_of_gradients(opening: JaxprEqn) -> str:
         )
     return (
         f"the loop at {line} takes gradients in each iteration: take gradients of the whole"
-        " batch instead, which num_micro_batches divides"
+        " batch instead, which num_micro_batches divides, or, if the loop updates weights, make a"
+        " step of each update"
     )

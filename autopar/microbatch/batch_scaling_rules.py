@@ -129,10 +129,11 @@ class SortedExamples(AcrossExamples):
     """A sort arranges rows of different examples."""
 
     remedy = (
-        "Sort the rows of each example alone, as by jax.vmap, or use num_micro_batches=1, which"
-        " runs in a pipeline, too. Tokens may be sorted by their experts for jax.lax.ragged_dot if"
-        " its group sizes are jnp.bincount(experts, length=num_experts), and only lookups by index"
-        " arrange the rows and put them back"
+        "Sort the rows of each example alone, as by jax.vmap, shuffle examples before the first"
+        " layer of the model, or use num_micro_batches=1, which runs in a pipeline, too. Tokens may"
+        " be sorted by their experts for jax.lax.ragged_dot if its group sizes are"
+        " jnp.bincount(experts, length=num_experts), and only lookups by index arrange the rows and"
+        " put them back"
     )
 
 

@@ -300,8 +300,14 @@ class StepTraces:
                 f" {type(error).__name__}: {str(error).partition('\n')[0]}\n"
                 "Take the size of the batch from the shape of its arrays (x.shape[0], or -1 in a"
                 " reshape) instead of a number, pass arrays without examples in another argument"
-                f" than the batch{self._other_batches(rows)}, or use {fewer}."
+                f" than the batch, which is argument {' and '.join(self._batch_arguments())}, name"
+                f" all arguments with examples in batch_argnums{self._other_batches(rows)}, or use"
+                f" {fewer}."
             ) from error
+
+    def _batch_arguments(self) -> list[str]:
+        """Return the numbers of the arguments with examples, for an error."""
+        return list(dict.fromkeys(path_name(self.in_keys[i][:1]) for i in sorted(self.batch)))
 
     def _other_batches(self, rows: int) -> str:
         """Return a hint at arguments that may be batches, for an error; "" without any.
@@ -310,7 +316,7 @@ class StepTraces:
             rows: the number of examples.
         """
         numbers = [path_name(key[:1]) for key in self.in_keys]
-        examples = {numbers[i] for i in self.batch}
+        examples = self._batch_arguments()
         fits = {
             (number, aval.shape[:1] == (rows,))
             for number, aval in zip(numbers, self.avals, strict=True)
@@ -320,10 +326,7 @@ class StepTraces:
             return ""
         is_mixed = any((number, False) in fits for number in others)
         apart = "; if these are examples, pass them in an argument of their own" if is_mixed else ""
-        return (
-            f", or name all arguments with examples in batch_argnums: {', '.join(others)} has"
-            f" arrays of {rows} rows, too{apart}"
-        )
+        return f" ({', '.join(others)} has arrays of {rows} rows, too{apart})"
 
     def jaxpr_of_batch(self) -> tuple[Jaxpr, list[Any], Any]:
         """Return the jaxpr of the whole batch, and the key paths and structure of its outputs."""

@@ -382,9 +382,10 @@ def _check_divisible(aval: jax.ShapeDtypeStruct, count: int, path: str) -> None:
     if aval.shape[0] % count:
         raise MicrobatchError(
             f"batch input {path} has shape {aval.shape}: its first dim can't be cut into {count}"
-            " microbatches; pad the batch, choose a divisor as num_micro_batches, map the argument"
-            " to the dim of its examples, as in batch_argnums={1: 1}, or pass arrays without"
-            " examples, such as keys, in an argument of their own"
+            " microbatches; pad the batch, choose a divisor as num_micro_batches, name all"
+            " arguments with examples in batch_argnums, with the dim of the examples if it is not"
+            " the first, as in {1: 1}, or pass arrays without examples, such as keys, in an"
+            " argument of their own"
         )
 
 

@@ -1,5 +1,7 @@
 """Steps are refused with the reason if microbatches cannot give the result of the batch."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.layering.layer_clustering import NoLayersError
+from autopar.testing import assert_allclose
 from autopar.tracing.step_traces import TraceOptions
 from autopar.tracing.trace import trace
 from tests.autopar.microbatch.batch_losses import (
@@ -92,8 +95,48 @@ def test_arguments_that_may_be_batches_are_named_if_a_microbatch_cannot_be_trace
 
     method = autopar.ShardParallel(1, num_micro_batches=2)
     parallel = autopar.parallelize(step, method=method, batch_argnums=1)
-    with pytest.raises(autopar.MicrobatchError, match=r"in batch_argnums: 2 has arrays of 4 rows"):
+    with pytest.raises(autopar.MicrobatchError, match=r"in batch_argnums \(2 has arrays of 4 rows"):
         parallel(np.ones((5, 3), np.float32), np.ones((4, 5)), np.ones((4, 3)))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_frozen_weights_that_are_taken_for_the_batch_are_told_to_be_none(count):
+    def step(adapter, frozen, batch):
+        def loss(adapter):
+            hidden = jnp.tanh(batch["x"] @ (frozen["a"] + jnp.outer(*adapter)) @ frozen["b"])
+            return (hidden**2).mean()
+
+        return jax.tree.map(jnp.subtract, adapter, jax.grad(loss)(adapter))
+
+    adapter = np.ones(4, np.float32), np.ones(4, np.float32)
+    frozen = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 4), np.float32)}
+    args = adapter, frozen, {"x": np.ones((6, 4), np.float32)}
+    method = autopar.ShardParallel(1, num_micro_batches=count)
+    words = r"(?s)(which is argument 1|batch input 1/a).* arguments with examples in batch_argnums"
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        autopar.parallelize(step, method=method)(*args)
+    parallel = autopar.parallelize(step, method=method, batch_argnums=2)
+    assert_allclose(parallel(*args), step(*args), rtol=1e-5)
+
+
+def test_features_that_are_shuffled_after_a_layer_are_told_to_be_shuffled_before():
+    def step(weights, x, key, after):
+        order = jax.random.permutation(key, len(x))
+
+        def loss(weights):
+            mixed = x if after else x + x[order]
+            hidden = jnp.tanh(mixed @ weights)
+            hidden = hidden + hidden[order] if after else hidden
+            return (jnp.tanh(hidden @ weights) ** 2).mean()
+
+        return weights - jax.grad(loss)(weights)
+
+    args = np.ones((5, 5), np.float32), np.ones((8, 5), np.float32), jax.random.key(0)
+    line = f"test_refused_steps.py:{step.__code__.co_firstlineno + 1}"
+    words = rf"sort at \S*{line} .*, shuffle examples before the first layer"
+    with pytest.raises(autopar.MicrobatchError, match=words):
+        trace(partial(step, after=True), args, (1,), num_micro_batches=2)
+    trace(partial(step, after=False), args, (1,), num_micro_batches=2)
 
 
 def test_a_state_of_examples_beside_weights_is_told_to_be_an_argument_of_its_own():
@@ -156,6 +199,11 @@ def test_several_updates_in_a_scan_are_refused_as_gradients_after_an_update():
     method = autopar.ShardParallel(1, num_micro_batches=2)
     with pytest.raises(autopar.MicrobatchError, match=r"a gradient has changed.*of each update"):
         autopar.parallelize(step, method=method, batch_argnums={1: 1})(PARAMS, batches)
+    pipeline = autopar.PipeshardParallel(
+        2, num_micro_batches=2, layer_option=autopar.AutoLayerOption(2)
+    )
+    with pytest.raises(NoLayersError, match="updates weights, make a step of each update"):
+        autopar.parallelize(step, method=pipeline, batch_argnums={1: 1})(PARAMS, batches)
 
 
 def test_a_scan_of_updates_is_refused_at_its_reshape():
