@@ -52,7 +52,7 @@ _BRANCHING = 10_000
 Memory limits couple all decisions, so that problems with limits are left to HiGHS.
 """
 
-_TOO_LARGE = 1_000_000
+_TOO_LARGE = 100_000
 """Number of pairs of options from which on HiGHS only looks for a first choice.
 
 It does not improve a choice of so large a problem in time, and exceeds its time limit by minutes.
@@ -96,6 +96,7 @@ def solve(
         allowed: a further requirement. If no allowed choice is found near the optimum, the cheapest
             choice found is returned, so that the caller sees which constraint it violates.
         branching_gap: relative gap up to which a problem is not branched, and not left to HiGHS.
+            With such a gap, the parts of a branched problem are not branched any further.
         limit: cost of a choice that is known elsewhere. Cheaper ones are looked for; one that is
             found may be dearer by `tolerance`, or by a percent.
 
@@ -420,7 +421,7 @@ class _SelectionSearch:
             problem: costs of these decisions, with the cost of all others added.
             core: their numbers in `work`.
         """
-        return _SelectionSearch(
+        part = _SelectionSearch(
             problem,
             self.deadline - time.monotonic(),
             self.tolerance,
@@ -429,6 +430,8 @@ class _SelectionSearch:
             ),
             limit=self.best,
         )
+        part.branching_gap = math.inf if self.branching_gap else 0.0
+        return part
 
     def check_limits(self) -> None:
         """Minimize the use of each capacity constraint, for a first choice that satisfies it.

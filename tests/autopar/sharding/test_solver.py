@@ -162,6 +162,26 @@ def test_nothing_is_left_to_branches_within_their_gap(problem):
         assert solution.objective == problem.cost(solution.choice) <= problem.cost(start)
 
 
+def test_parts_of_a_rough_solve_are_not_branched():
+    """They would be branched for minutes where the relaxation has a gap at every depth."""
+    rng = np.random.default_rng(0)
+    nodes = [rng.random(4) for _ in range(6)]
+    problem = SelectionProblem(
+        nodes, {(i, j): rng.random((4, 4)) for j in range(6) for i in range(j)}
+    )
+    best = brute_force(problem)
+    branch = patch.object(
+        _SelectionSearch, "branch", autospec=True, side_effect=_SelectionSearch.branch
+    )
+    with patch("autopar.sharding.solver._BRANCHING", 1), branch as branches:
+        exact = solve(problem)
+        depth = branches.call_count
+        rough = solve(problem, tolerance=1e-3, branching_gap=2e-3)
+    assert exact.objective == pytest.approx(best)
+    assert branches.call_count == depth + 1 < 2 * depth
+    assert rough.bound <= best <= rough.objective + 1e-9
+
+
 def fits(problem, choice):
     return np.isfinite(problem.cost(choice))
 
