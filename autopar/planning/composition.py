@@ -120,9 +120,11 @@ def _priced_bound(
 
 
 def least_within_memory(
-    front: LayerFront, count: int, parts: int, room: float, limit: float
+    front: LayerFront, count: int, num_micro_batches: int, room: float, limit: float
 ) -> float:
     """Return a lower bound of the seconds of equal layers of one program that fit in memory.
+
+    It is infinite if they do not fit.
 
     As a function of the price of memory the bound is concave. Each price is where the tangents
     meet that belong to the next lower price and to the next higher one (Kelley, J. SIAM 1960).
@@ -130,18 +132,21 @@ def least_within_memory(
     Args:
         front: the layer.
         count: number of such layers.
-        parts: number of parts into which microbatches are divided further.
+        num_micro_batches: number of microbatches, at least as many as the step has.
         room: bytes of one device.
         limit: bound from which on no closer one is looked for.
     """
 
     def tangent(price: float) -> tuple[float, float]:
         """Return the slope of the tangent at a price, and its value at price 0."""
-        bound, num_bytes = front.least_as_program(parts, price)
+        bound, num_bytes = front.least_as_program(num_micro_batches, price)
         slope = count * num_bytes - room
         return slope, count * (bound - price * num_bytes)
 
     try:
+        _, least_bytes = front.least_as_program(num_micro_batches, inf)
+        if count * least_bytes > room:
+            return inf
         low, high = tangent(0.0), None
         best = low[1]
         price = _FIRST_PRICE * best / room if room > 0 else 0.0

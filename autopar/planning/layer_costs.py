@@ -132,13 +132,13 @@ class LayerFront:
             self._least_bytes[in_flight] = resident, max(resident, running)
         return self._least_bytes[in_flight]
 
-    def least_as_program(self, parts: int, price: float) -> tuple[float, float]:
+    def least_as_program(self, num_micro_batches: int, price: float) -> tuple[float, float]:
         """Return a lower bound of the seconds of a step and of priced memory, as one program.
 
         See `PricedProblem.bound_as_program`.
 
         Args:
-            parts: number of parts into which microbatches are divided further.
+            num_micro_batches: number of microbatches, at least as many as the step has.
             price: seconds per byte and step.
 
         Returns:
@@ -147,10 +147,10 @@ class LayerFront:
         Raises:
             InfeasibleError: the options leave no sharding.
         """
-        if (parts, price) not in self._least_as_program:
-            least = self.problem.bound_as_program(parts, price, _PROGRAM_GAP)
-            self._least_as_program[parts, price] = least
-        return self._least_as_program[parts, price]
+        key = num_micro_batches, price
+        if key not in self._least_as_program:
+            self._least_as_program[key] = self.problem.bound_as_program(*key, _PROGRAM_GAP)
+        return self._least_as_program[key]
 
     @cached_property
     def cheapest(self) -> LayerCost:

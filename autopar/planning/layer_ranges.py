@@ -188,7 +188,7 @@ class LayerRanges:
         """
         return sum(_union(self._saved_products[start:stop]).values())
 
-    def least_program_bytes(self, layers: Sequence[int], parts: int) -> float:
+    def least_program_bytes(self, layers: Sequence[int], share: float) -> float:
         """Return a lower bound of the bytes of layers, as parts of one program on one device.
 
         They are carried inputs, and what products of a part of a microbatch leave for the backward
@@ -196,12 +196,12 @@ class LayerRanges:
 
         Args:
             layers: numbers of the layers.
-            parts: number of parts into which microbatches are divided further.
+            share: size of that part, as a share of a microbatch.
         """
         steps = [self.layers[layer].step for layer in layers]
         carried = {step.jaxpr.invars[i] for step in steps for i in step.carried.values()}
         stored = _union(self._saved_products[layer] for layer in layers)
-        return sum(map(value_bytes, carried)) + sum(stored.values()) / parts
+        return sum(map(value_bytes, carried)) + share * sum(stored.values())
 
     @cached_property
     def _saved_products(self) -> list[dict[Var, int]]:

@@ -302,12 +302,13 @@ class _Search:
             return 0.0
         shape = entry.mesh.shape if entry.mesh else None
         option, schedule, count = self.stage_option, entry.schedule, entry.count
+        slack = 1.0 if anchor == count else _SLACK
+        limit = _ENOUGH * self.best_seconds / slack
         try:
-            bound = planner.bound(option, schedule, count, shape, effort, self.best_seconds)
+            return slack * planner.bound(option, schedule, count, shape, effort, limit)
         except (NoStagesError, StageError, ScheduleError) as error:
             self._refusals[entry] = error
             return inf
-        return bound if anchor == count else _SLACK * bound
 
     def _plan(self, entry: Combination) -> bool:
         """Plan a combination, and record the outcome.
@@ -407,6 +408,9 @@ _NEAR = 1.05
 
 _FIRST_LIMIT = 1.25
 """Step time up to which stages are looked for first, as a multiple of the lower bound."""
+
+_ENOUGH = 1.001
+"""Bound that rules a combination out whatever the rounding, as a multiple of the best plan."""
 
 _SLACK = 0.99
 """Least work of an example in smaller microbatches, as a share of that in larger ones.

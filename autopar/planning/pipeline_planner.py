@@ -259,7 +259,10 @@ class PipelinePlanner:
         if shape is None:
             return 0.0
         (pool,) = self._stage_costs(self.options, PipelineSchedule(name="1f1b")).pools
-        return pool.least_as_program(shape, num_micro_batches // self.step.num_micro_batches, limit)
+        bound = pool.least_as_program(shape, num_micro_batches, limit)
+        if bound == inf:
+            raise NoStagesError(NO_MEMORY)
+        return bound
 
     @cached_property
     def _even_seconds(self) -> float:

@@ -1,7 +1,7 @@
 """Costs of stages: estimates composed of the costs of layers, and solves of whole stages."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -34,6 +34,9 @@ from simulator.program import Phase
 
 _LEAST_ROOM = 0.8
 """Smallest share of the budget that compositions may be limited to."""
+
+_LESS_ROOM = 0.05
+"""Share of the budget by which compositions are limited further where they do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,7 @@ class StageCosts:
         layer_bytes = min((front.least_peak(parts) for front in fronts), default=inf)
         return LeastCost(seconds, step_seconds, common[0], layer_bytes)
 
-    def least_as_program(self, shape: Shape, parts: int, limit: float) -> float:
+    def least_as_program(self, shape: Shape, num_micro_batches: int, limit: float) -> float:
         """Return a lower bound of the seconds of the step as one program that fits in memory.
 
         Only layers of the most common kind are solved. The others take their least work, and all
@@ -217,7 +220,7 @@ class StageCosts:
 
         Args:
             shape: shape of the logical mesh.
-            parts: number of parts into which microbatches are divided further.
+            num_micro_batches: number of microbatches, at least as many as the step has.
             limit: bound from which on no closer one is looked for.
         """
         kind = self._most_common_kind
@@ -225,12 +228,13 @@ class StageCosts:
         others = [layer for layer, other in enumerate(self._kinds) if other != kind]
         num_devices = prod(shape)
         seconds = sum(self._single(layer).cheapest.priced.bound for layer in others) / num_devices
-        room = self.budget - self.ranges.least_program_bytes(others, parts) / num_devices
+        share = self.ranges.partition.step.num_micro_batches / num_micro_batches
+        room = self.budget - self.ranges.least_program_bytes(others, share) / num_devices
         least = inf
         for choice in self.mesh_choices(shape):
             if front := self._front(kind, choice):
                 enough = min(limit, least) - seconds
-                bound = least_within_memory(front, count, parts, room, enough)
+                bound = least_within_memory(front, count, num_micro_batches, room, enough)
                 least = min(least, seconds + bound)
         return least
 
@@ -342,7 +346,7 @@ class StageCosts:
                 return self.solve(graph, composed, in_flight)
             except (MemoryBudgetError, TimeoutError):  # it takes long to use the last of the memory
                 self.revisions += 1
-                self.room -= 0.05 * self.budget
+                self.room -= _LESS_ROOM * self.budget
                 self._composed.clear()
                 if self.room < _LEAST_ROOM * self.budget:
                     raise
@@ -398,7 +402,7 @@ class StageCosts:
                 return stage
         start = composed and Start(
             composed.mesh_choice.deferred,
-            self._specs(composed),
+            map(self._specs, self._smaller(composed, in_flight)),
             composed.bound(in_flight, self.budget),
         )
         stage = self._solve_whole(graph, shape, in_flight, start)
@@ -419,6 +423,18 @@ class StageCosts:
             replace(shardings, peak_bytes=one_in_flight),
             phase_seconds(graph, shardings.eqn_seconds),
         )
+
+    def _smaller(self, composed: ComposedStage, in_flight: int) -> Iterator[ComposedStage]:
+        """Yield a composition, then ones of the same layers in less and less memory."""
+        yield composed
+        fronts = [front for front, _ in composed.layers]
+        room = self.room - _LESS_ROOM * self.budget
+        while room >= _LEAST_ROOM * self.budget:
+            smaller = compose(composed.mesh_choice, composed.start, fronts, in_flight, room)
+            if smaller is None:
+                return
+            yield smaller
+            room -= _LESS_ROOM * self.budget
 
     def _specs(self, composed: ComposedStage) -> dict[Var, Spec]:
         """Return the spec of each value where its layer computes it."""

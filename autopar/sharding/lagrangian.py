@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 from jax.extend.core import Var
 
-from autopar.ir.graph import aval_of
+from autopar.ir.graph import aval_of, variables
 from autopar.ir.spec import Spec
 from autopar.ir.step_graph import StepGraph
 from autopar.sharding.dataflow import analyze
@@ -176,25 +176,32 @@ class PricedProblem:
             return self._unpriced.solve(self.options.time_limit, tolerance).bound
         return solve(self._in_parts(parts), self.options.time_limit, tolerance).bound
 
-    def bound_as_program(self, parts: int, price: float, tolerance: float) -> tuple[float, float]:
+    def bound_as_program(
+        self, num_micro_batches: int, price: float, tolerance: float
+    ) -> tuple[float, float]:
         """Return a lower bound of the seconds of a step and of priced memory, as one program.
 
         Memory counts between forward and backward pass. One program stores fewer values than a
         stage: its kernels may compute values again.
 
         Args:
-            parts: see `bound`.
+            num_micro_batches: number of microbatches, at least as many as the step has.
             price: seconds per byte and step.
             tolerance: relative gap at which the solver may stop.
 
         Returns:
-            The bound of both together, and the bytes of one device under a choice near it.
+            The bound of both together, and the bytes of one device under a choice near it. At an
+            infinite price they are a lower bound of the bytes of all choices.
 
         Raises:
             InfeasibleError, TimeoutError: see `solve`.
         """
+        parts = num_micro_batches // self.step.num_micro_batches
+        uses, pairs = self._uses_as_program(self.step.num_micro_batches / num_micro_batches)
+        if price == inf:
+            allowed = self._allowed(parts)
+            return inf, sum(float(use[allowed[i]].min()) for i, use in uses.items())
         problem = self._in_parts(parts) if parts > 1 else self.decisions.problem()
-        uses, pairs = self._uses_as_program(parts)
         nodes = [cost + price * uses.get(i, 0.0) for i, cost in enumerate(problem.nodes)]
         edges = dict(problem.edges)
         edges.update((pair, edges[pair] + price * use) for pair, use in pairs.items())
@@ -204,14 +211,14 @@ class PricedProblem:
         used = CapacityConstraint(uses, np.inf, pairs).used(solution.choice)
         return solution.bound, used
 
-    def _uses_as_program(self, parts: int) -> tuple[Uses, Pairs]:
+    def _uses_as_program(self, share: float) -> tuple[Uses, Pairs]:
         """Return the bytes of options and of pairs of options; see `bound_as_program`."""
         stored, state = self._stored_as_program
         uses = {
-            i: (use - state[i]) / parts + state[i] if i in state else use / parts
+            i: state[i] + share * (use - state[i]) if i in state else share * use
             for i, use in stored.uses.items()
         }
-        return uses, {pair: use / parts for pair, use in stored.pairs.items()}
+        return uses, {pair: share * use for pair, use in stored.pairs.items()}
 
     @cached_property
     def _stored_as_program(self) -> tuple[CapacityConstraint, Uses]:
@@ -256,10 +263,7 @@ class PricedProblem:
         Raises:
             InfeasibleError: a part is too small for all options of a decision.
         """
-        allowed = self._allowed(parts)
-        if not all(map(np.any, allowed)):
-            raise InfeasibleError("the parts of a microbatch are too small for the mesh")
-        return self._memory.lower_bound(allowed)
+        return self._memory.lower_bound(self._allowed(parts))
 
     def least_resident_bytes(self, in_flight: int) -> float:
         """Return a lower bound of `Priced.bytes` of every choice."""
@@ -274,28 +278,44 @@ class PricedProblem:
         return sum(float(use.min()) for use in self._saved.uses.values())
 
     def _allowed(self, parts: int) -> list[np.ndarray]:
-        """Return for each decision which options divide a part of a microbatch evenly."""
-        return [rows % parts == 0 for rows in self._rows]
+        """Return for each decision which options divide a part of a microbatch evenly.
+
+        Raises:
+            InfeasibleError: a part is too small for all options of a decision.
+        """
+        allowed = [rows % parts == 0 for rows in self._rows]
+        if not all(map(np.any, allowed)):
+            raise InfeasibleError("the parts of a microbatch are too small for the mesh")
+        return allowed
 
     @cached_property
     def _repeated_seconds(self) -> SelectionProblem:
         """Seconds of the choice that every microbatch takes, however small.
 
-        They count the kernels that read no examples, such as accumulation, and the resharding of
-        values without a batch dim, such as weights.
+        They count the kernels that read no examples, such as accumulation, the resharding of values
+        without a batch dim, such as weights, and the collectives that complete such values, such as
+        gradients. These count only if the step accumulates gradients: in one microbatch no mesh
+        choice defers them.
         """
         batch_dims = analyze(self.step).batch_dims
         micro = self.step.microbatching
-        body = dict((*micro.body, *micro.marks)) if micro else {}
+        marks = dict(micro.marks) if micro else {}
+        body = dict(micro.body) | marks if micro else {}
+        whole_results = {n for n, eqn in body.items() if batch_dims.keys().isdisjoint(eqn.outvars)}
         repeated = {
             number
-            for number, eqn in body.items()
-            if not any(isinstance(v, Var) and v in batch_dims for v in (*eqn.invars, *eqn.outvars))
+            for number in whole_results
+            if batch_dims.keys().isdisjoint(variables(body[number].invars))
         }
         nodes = [np.zeros(len(cost)) for cost in self.decisions.costs]
         for number, (decision, *others), terms in self.decisions.shares:
-            if number in repeated and not others:
-                nodes[decision] = nodes[decision] + terms[0]
+            if others or number not in whole_results:
+                continue
+            compute, completing = terms
+            if number in repeated:
+                nodes[decision] = nodes[decision] + compute
+            if number not in marks and self.step.num_micro_batches > 1:
+                nodes[decision] = nodes[decision] + completing
         edges: dict[tuple[int, int], np.ndarray] = {}
         for use in self.decisions.uses:
             if use.eqn not in body or use.seconds is None:

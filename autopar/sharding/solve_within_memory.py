@@ -1,7 +1,7 @@
 """The cheapest choice that fits into memory: capacity constraints are generated lazily."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,16 +37,17 @@ _PATIENCE = 3
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A known sharding to start from, found for a part of the step.
+    """Known shardings to start from, found for parts of the step.
 
     Attributes:
         deferred: mesh axes along which gradients are completed once.
-        specs: specs of values.
+        specs: specs of values in each sharding, the fastest one first. They are read until one is
+            within the budget.
         bound: lower bound of the seconds of every sharding.
     """
 
     deferred: Axes
-    specs: Mapping[Var, Spec]
+    specs: Iterable[Mapping[Var, Spec]]
     bound: float
 
 
@@ -104,13 +105,11 @@ def solve_within_memory(
     def allowed(choice: Sequence[int]) -> bool:
         return math.isinf(budget) or bool(memory.live_bytes(choice).max() <= budget)
 
-    first = cheapest_like(start.specs, memory.decisions, problem) if start else None
-    if start and first:
-        peak = memory.reserved_bytes(first.choice)
-        if peak <= budget and start.bound >= (1 - options.tolerance) * first.objective:
-            return replace(first, gap=_gap(first, start.bound)), peak
-    capacities = _Capacities(memory, budget)
     bound = start.bound if start else -math.inf
+    first, peak = _first_solution(memory, problem, budget, start)
+    if first and peak <= budget and bound >= (1 - options.tolerance) * first.objective:
+        return replace(first, gap=_gap(first, bound)), peak
+    capacities = _Capacities(memory, budget)
     incumbent = first.choice if first else None
     best: tuple[Solution, float] | None = None  # within the budget, with its peak
     patience = _PATIENCE
@@ -154,6 +153,26 @@ def solve_within_memory(
             is_last = reserved <= budget or not patience
             if gap <= options.tolerance or (is_last and not is_coarse):
                 return _faster((replace(best[0], gap=gap), best[1]), limit)
+
+
+def _first_solution(
+    memory: StepMemory, problem: SelectionProblem, budget: float, start: Start | None
+) -> tuple[Solution | None, float]:
+    """Return the fastest solution like a start that is within the budget, and its peak.
+
+    If none is, it is the fastest one of all; None and infinity without any.
+    """
+    first: tuple[Solution | None, float] = None, math.inf
+    for specs in start.specs if start else ():
+        solution = cheapest_like(specs, memory.decisions, problem)
+        if solution is None:
+            continue
+        peak = memory.reserved_bytes(solution.choice)
+        if peak <= budget:
+            return solution, peak
+        if first[0] is None:
+            first = solution, peak
+    return first
 
 
 def _faster(found: tuple[Solution, float], limit: float) -> tuple[Solution, float]:

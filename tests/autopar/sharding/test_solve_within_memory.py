@@ -1,15 +1,24 @@
 """Capacities are tightened by what one solution needs besides, and loosened if nothing is left."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from jax.extend.core import Var
+from jax.sharding import PartitionSpec as P
 
 from autopar.sharding.options import ShardingOptions
 from autopar.sharding.selection_problem import CapacityConstraint, SelectionProblem
-from autopar.sharding.solve_within_memory import MemoryBudgetError, solve_within_memory
+from autopar.sharding.solve_within_memory import (
+    MemoryBudgetError,
+    Start,
+    solve_within_memory,
+)
+from autopar.sharding.solver import solve
+from autopar.sharding.step_decisions import Decisions
 from autopar.sharding.step_memory import StepMemory
 
 LIVE = np.array([100.0, 96.0])
@@ -54,6 +63,27 @@ def test_nothing_fits_if_no_option_does_with_its_gaps():
     memory = cast(StepMemory, GappedMemory([30, 20]))
     with pytest.raises(MemoryBudgetError, match="more than that"):
         solve_within_memory(memory, PROBLEM, 110.0, ShardingOptions(), None)
+
+
+def test_starts_are_read_until_one_is_within_the_budget():
+    """The fastest start exceeds the budget; nobody reads the one after the next."""
+    var = cast(Var, object())
+    placement = SimpleNamespace(decision=0, specs=(P("x"), P("y")))
+    memory = cast(StepMemory, GappedMemory([11, 0]))
+    memory.decisions = cast(Decisions, SimpleNamespace(placements={var: placement}))
+    read: list[P] = []
+
+    def specs() -> Iterator[dict[Var, P]]:
+        for spec in (P("x"), P("y"), P("x")):
+            read.append(spec)
+            yield {var: spec}
+
+    start = Start((), specs(), 2.0)  # the bound proves that the second one is optimal
+    with patch("autopar.sharding.solve_within_memory.solve", wraps=solve) as solves:
+        solution, reserved = solve_within_memory(memory, PROBLEM, 110.0, ShardingOptions(), start)
+    assert (solution.choice, reserved, solution.gap) == ((1,), 96.0, 0.0)
+    assert read == [P("x"), P("y")]
+    assert solves.call_count == 2  # of starts
 
 
 class CoupledMemory:
