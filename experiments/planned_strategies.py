@@ -21,8 +21,8 @@ from simulator import Cluster, simulate
 MESH_AXES = ("x", "y", "z", "w")
 """Names of the mesh axes that directives refer to."""
 
-type Directives = Callable[[ModelSchedule, str], None]
-"""A function that applies directives to a schedule, which split over the mesh axis of that name."""
+type Directives = Callable[[ModelSchedule], None]
+"""A function that applies directives to a schedule, which split over its last mesh axis."""
 
 
 class PlanningStrategy(Strategy):
@@ -175,7 +175,7 @@ class Scheduled(PlanningStrategy):
             )
         names = MESH_AXES[: len(mesh)]
         sch = schedule_gpt(model, AbstractMesh(mesh, names))
-        self.directives(sch, names[-1])
+        self.directives(sch)
         built = build(sch, self.backend, batch_axis=names[0] if len(names) > 1 else None)
         return train_step(model, built), built.method
 
