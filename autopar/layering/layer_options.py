@@ -1,5 +1,6 @@
 """Options that say which layer each equation of a function belongs to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from autopar.ir.control_flow import repeats
 from autopar.ir.flatten import flatten
 from autopar.ir.graph import source_line, variables
 from autopar.layering.layer_clustering import (
+    MIN_HEAVY,
     NoLayersError,
     after_heavy,
     cluster_layers,
@@ -74,12 +76,18 @@ class AutoLayerOption:
             smallest number that leaves layers if work is too uneven for it.
         cost_criteria: the measure of work: "flops", or the "count" of matrix products and
             convolutions.
+        remat_parts: the number of parts of all layers together that the backward pass recomputes
+            one by one; each ends at the end of its layer at the latest. The more parts, the less
+            memory one takes while it runs, and the more is kept between them. "auto" stands for the
+            equal blocks that a model repeats, such as those of a transformer. By default each layer
+            is one part, or "auto" if `remat_layer` is.
     """
 
     layer_num: int
     remat_layer: bool | Literal["auto"] = False
     eps: float | None = None
     cost_criteria: Literal["flops", "count"] = "flops"
+    remat_parts: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         check(
@@ -89,6 +97,7 @@ class AutoLayerOption:
             remat_layer=FLAG | one_of("auto"),
             eps=NONE | real(),
             cost_criteria=one_of("flops", "count"),
+            remat_parts=NONE | integer() | one_of("auto"),
         )
 
     def assign(self, iterations: Iterations) -> list[int]:
@@ -97,9 +106,41 @@ class AutoLayerOption:
         Raises:
             NoLayersError: There are too few heavy equations, or their work is too uneven.
         """
+        return self._assigned(iterations, self.layer_num, _flops(iterations))
+
+    def assign_parts(self, iterations: Iterations, layers: Sequence[int]) -> list[int]:
+        """Return the recomputed part of each equation and iteration; see `remat_parts`.
+
+        Args:
+            iterations: the equations and iterations.
+            layers: the layer of each of them.
+
+        Raises:
+            NoLayersError: See `assign`.
+        """
+        flops = _flops(iterations)
+        if self.remat_parts != "auto":
+            try:
+                parts = self._assigned(iterations, self.remat_parts or 1, flops)
+            except NoLayersError as error:
+                raise NoLayersError(f"remat_parts is {self.remat_parts}: {error}") from None
+        else:
+            blocks = equal_blocks(flops, 1 if iterations.scans else MIN_HEAVY)
+            if not blocks.size:
+                return list(layers)
+            work = np.zeros_like(flops)
+            work[blocks] = flops[blocks]
+            parts = self._assigned(iterations, len(blocks), work)
+            stop = blocks.max() + 1
+            if flops[stop:].any():
+                parts[stop:] = [len(blocks)] * (iterations.total - stop)
+        both = list(zip(layers, parts, strict=True))
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(both))}
+        return [numbers[pair] for pair in both]
+
+    def _assigned(self, iterations: Iterations, layer_num: int, flops: np.ndarray) -> list[int]:
+        """Return the layer of each equation and iteration, of which only some have work."""
         jaxpr = iterations.jaxpr
-        debug_info = jaxpr.debug_info.with_unknown_names()
-        flops = np.array(iterations.spread([flops_of(eqn, debug_info) for eqn in jaxpr.eqns]))
         work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
         values = iterations.values()
         received = received_bytes(iterations.total, values)
@@ -109,7 +150,7 @@ class AutoLayerOption:
             stops = cluster_layers(
                 work,
                 received,
-                self.layer_num,
+                layer_num,
                 self.eps,
                 light=light,
                 line_of=lambda position: source_line(jaxpr.eqns[numbers[position]]),
@@ -189,6 +230,40 @@ class FollowLayerOption:
 
 
 LayerOption = AutoLayerOption | ManualLayerOption | FollowLayerOption
+
+
+def _flops(iterations: Iterations) -> np.ndarray:
+    """Return the FLOP of the matrix products and convolutions of each equation and iteration."""
+    jaxpr = iterations.jaxpr
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    return np.array(iterations.spread([flops_of(eqn, debug_info) for eqn in jaxpr.eqns]))
+
+
+_EQUAL = 0.8
+"""Least share of the heavy equations of equal blocks with one of the same FLOP a period later."""
+
+
+def equal_blocks(flops: np.ndarray, shortest: int = MIN_HEAVY) -> np.ndarray:
+    """Return the heavy equations of the equal blocks that a function repeats, such as transformers.
+
+    Blocks are the periods of the FLOP of its heavy equations. Those before the first block and
+    after the last one, such as embeddings, belong to none.
+
+    Args:
+        flops: the FLOP of each equation, [equations].
+        shortest: the least number of heavy equations of a block.
+
+    Returns:
+        The numbers of the equations, [blocks, heavy equations of a block]; empty if none repeat.
+    """
+    heavy = np.flatnonzero(flops)
+    for period in range(shortest, len(heavy) // 2 + 1):
+        is_equal = flops[heavy[period:]] == flops[heavy[:-period]]
+        if is_equal.mean() >= _EQUAL:
+            first, last = np.flatnonzero(is_equal)[[0, -1]]
+            heavy = heavy[first : last + period + 1]
+            return heavy[: len(heavy) // period * period].reshape(-1, period)
+    return np.zeros((0, shortest), int)
 
 
 def flops_of(eqn: JaxprEqn, debug_info: Any) -> float:

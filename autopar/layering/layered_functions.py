@@ -7,6 +7,7 @@ its named scope (`autopar.layering.layer_scopes`).
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -146,10 +147,11 @@ def layered(
         checkpoint = jax.checkpoint if remat else checkpoint
         weights = [inlined.invars[number] for number in numbers]
         _check_boundaries(inlined)
-        jaxpr, layers = _divided(inlined, option, weights)
+        divided = _divided(inlined, option, weights)
         if is_step_divided:
-            jaxpr = jaxpr.replace(eqns=with_shared_bodies(jaxpr.eqns))
-        results = _evaluated(jaxpr, layers, tracers, checkpoint)
+            eqns = with_shared_bodies(divided.jaxpr.eqns)
+            divided = replace(divided, jaxpr=divided.jaxpr.replace(eqns=eqns))
+        results = _evaluated(divided, tracers, checkpoint)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     in_layers.layer_option = option  # pyright: ignore[reportAttributeAccessIssue]
@@ -178,6 +180,7 @@ def automatic_layer_construction(
     remat_layer: bool = False,
     eps: float = 0.6,
     cost_criteria: Literal["flops", "count"] = "flops",
+    remat_parts: int | Literal["auto"] | None = None,
 ) -> Any:
     """Divide a loss function into layers by clustering; a decorator.
 
@@ -187,8 +190,9 @@ def automatic_layer_construction(
         remat_layer: whether the backward pass recomputes each layer.
         eps: as for `AutoLayerOption`.
         cost_criteria: as for `AutoLayerOption`.
+        remat_parts: as for `AutoLayerOption`.
     """
-    option = AutoLayerOption(layer_num, remat_layer, eps, cost_criteria)
+    option = AutoLayerOption(layer_num, remat_layer, eps, cost_criteria, remat_parts)
     return layered(fun, option) if fun is not None else lambda fun: layered(fun, option)
 
 
@@ -287,21 +291,39 @@ def _has_boundary(eqn: JaxprEqn) -> bool:
     return False
 
 
-def _divided(jaxpr: Jaxpr, option: LayerOption, weights: Sequence[Var]) -> tuple[Jaxpr, list[int]]:
-    """Return a function whose scans over layers are cut between layers, and its equations' layers.
+@dataclass(frozen=True, slots=True)
+class _Divided:
+    """A function in layers, each of one or more parts that the backward pass may recompute.
 
-    Equations of layer -1 run before all layers; they cut arrays into the pieces of layers.
+    Attributes:
+        jaxpr: the function, whose scans over layers are cut between parts.
+        parts: the part of each equation; -1 for equations before all layers, which cut arrays into
+            the pieces of parts.
+        layer_of_part: the layer of each part.
     """
+
+    jaxpr: Jaxpr
+    parts: list[int]
+    layer_of_part: Sequence[int]
+
+
+def _divided(jaxpr: Jaxpr, option: LayerOption, weights: Sequence[Var]) -> _Divided:
+    """Return a function in the layers and parts that an option says."""
     if not isinstance(option, AutoLayerOption):
-        return jaxpr, option.assign(jaxpr)
+        layers = option.assign(jaxpr)
+        return _Divided(jaxpr, layers, range(max(layers, default=-1) + 1))
     iterations = Iterations(jaxpr, weights)
-    assignments = _assignments.get()
-    assigned = assigned_layers(iterations, option, {} if assignments is None else assignments)
-    layers, scans = iterations.cuts(assigned)
+    known = _assignments.get()
+    assignments: Assignments = {} if known is None else known
+    layers = assigned_layers(iterations, option, assignments)
+    parts = _assigned_parts(iterations, option, assignments, layers)
+    of_part = dict(zip(parts, layers, strict=True))
+    layer_of_part = [of_part.get(part, 0) for part in range(max(parts) + 1)]
+    of_equation, scans = iterations.cuts(parts)
     if not scans:
-        return jaxpr, layers
-    cut = cut_stacks(jaxpr, seeds_of(jaxpr, scans), layers=layers, scans=scans)
-    return cut.jaxpr, cut.layers
+        return _Divided(jaxpr, of_equation, layer_of_part)
+    cut = cut_stacks(jaxpr, seeds_of(jaxpr, scans), layers=of_equation, scans=scans)
+    return _Divided(cut.jaxpr, cut.layers, layer_of_part)
 
 
 def assigned_layers(
@@ -321,6 +343,19 @@ def assigned_layers(
     return assignments[key]
 
 
+def _assigned_parts(
+    iterations: Iterations, option: AutoLayerOption, assignments: Assignments, layers: list[int]
+) -> list[int]:
+    """Return the recomputed part of each equation and iteration; see `assigned_layers`."""
+    if not option.remat_layer or option.remat_parts is None:
+        return layers
+    eqns = iterations.jaxpr.eqns
+    key = "parts", option, tuple(iterations.counts), tuple(eqn.primitive for eqn in eqns)
+    if key not in assignments:
+        assignments[key] = option.assign_parts(iterations, layers)
+    return assignments[key]
+
+
 def _is_weight(
     path: Sequence[Any], weight_argnums: int | Sequence[int] | None, num_args: int
 ) -> bool:
@@ -331,49 +366,50 @@ def _is_weight(
     return path[0].idx == 0 and path[1].idx in [i % num_args for i in argnums]
 
 
-def _evaluated(
-    jaxpr: Jaxpr, layers: Sequence[int], args: Sequence[Any], checkpoint: Checkpoint | None
-) -> list[Any]:
-    """Evaluate a function layer by layer, each in its scope, and return its results.
+def _evaluated(divided: _Divided, args: Sequence[Any], checkpoint: Checkpoint | None) -> list[Any]:
+    """Evaluate a function part by part, each in the scope of its layer, and return its results.
 
     Args:
-        jaxpr: the function.
-        layers: the layer of each equation; -1 for equations before all layers.
+        divided: the function.
         args: the arguments.
-        checkpoint: makes the function of a layer one that the backward pass recomputes; None if
-            it does not.
+        checkpoint: makes the function of a part one that the backward pass recomputes; None if it
+            does not.
     """
+    jaxpr = divided.jaxpr
     env: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
     env.update(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-    for layer, (eqns, results) in _layers(jaxpr, layers).items():
-        with layer_scope(layer) if layer >= 0 else nullcontext():
-            _run(eqns, results, env, checkpoint if layer >= 0 else None)
+    for part, (eqns, results) in _parts(jaxpr, divided.parts).items():
+        if part < 0:
+            _run(eqns, results, env, None)
+        else:
+            with layer_scope(divided.layer_of_part[part]):
+                _run(eqns, results, env, checkpoint)
     return [read(atom, env) for atom in jaxpr.outvars]
 
 
-def _layers(jaxpr: Jaxpr, layers: Sequence[int]) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
-    """Map each layer, in order, to its equations and to their results that later layers use.
+def _parts(jaxpr: Jaxpr, parts: Sequence[int]) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
+    """Map each part, in order, to its equations and to their results that later parts use.
 
     Args:
         jaxpr: the function.
-        layers: the layer of each equation.
+        parts: the part of each equation.
     """
-    last = max(layers, default=-1)
+    last = max(parts, default=-1)
     last_use: dict[Atom, int] = {}
-    for eqn, layer in zip(jaxpr.eqns, layers, strict=True):
+    for eqn, part in zip(jaxpr.eqns, parts, strict=True):
         for var in variables(eqn.invars):
-            last_use[var] = max(layer, last_use.get(var, -1))
+            last_use[var] = max(part, last_use.get(var, -1))
     last_use.update(dict.fromkeys(variables(jaxpr.outvars), last + 1))
-    eqns_by_layer: dict[int, list[JaxprEqn]] = {layer: [] for layer in range(-1, last + 1)}
-    for eqn, layer in zip(jaxpr.eqns, layers, strict=True):
+    eqns_by_part: dict[int, list[JaxprEqn]] = {part: [] for part in range(-1, last + 1)}
+    for eqn, part in zip(jaxpr.eqns, parts, strict=True):
         if eqn.primitive is not boundary_p:
-            eqns_by_layer[layer].append(eqn)
+            eqns_by_part[part].append(eqn)
     return {
-        layer: (
+        part: (
             eqns,
-            [var for eqn in eqns for var in eqn.outvars if last_use.get(var, -2) > layer],
+            [var for eqn in eqns for var in eqn.outvars if last_use.get(var, -2) > part],
         )
-        for layer, eqns in eqns_by_layer.items()
+        for part, eqns in eqns_by_part.items()
     }
 
 
@@ -383,12 +419,12 @@ def _run(
     env: dict[Var, Any],
     checkpoint: Checkpoint | None,
 ) -> None:
-    """Evaluate the equations of a layer and add its results to `env`."""
+    """Evaluate the equations of a part and add its results to `env`."""
     defined = {var for eqn in eqns for var in eqn.outvars}
     operands = variables(atom for eqn in eqns for atom in eqn.invars)
     inputs = [var for var in dict.fromkeys(operands) if var not in defined]
 
-    def layer(*values: Any) -> list[Any]:
+    def run_part(*values: Any) -> list[Any]:
         inner: dict[Var, Any] = dict(zip(inputs, values, strict=True))
         for eqn in eqns:
             scope = str(eqn.source_info.name_stack)
@@ -402,6 +438,6 @@ def _run(
             inner.update(zip(eqn.outvars, outputs, strict=True))
         return [inner[var] for var in results]
 
-    run = layer if checkpoint is None else checkpoint(layer)
+    run = run_part if checkpoint is None else checkpoint(run_part)
     values = run(*(env[var] for var in inputs))
     env.update(zip(results, values, strict=True))

@@ -113,6 +113,7 @@ class _Search:
         self._enough_counts: dict[LogicalMesh, int] = {}
         self._too_large: list[tuple[Combination, int]] = []
         self._slow: set[Combination] = set()
+        self._failed: set[tuple[bool, bool]] = set()
         self._computed: set[tuple[Combination, int, BoundEffort]] = set()
         self._planners: dict[tuple[int, LayerOption | None], PipelinePlanner | Exception] = {}
 
@@ -173,27 +174,33 @@ class _Search:
 
         While no plan is known, a combination is preferred that needs less memory for activations:
         its plan rules out others. It is one of those with the same microbatches and layers whose
-        bounds are near the least; if combinations have failed, it is one of all. One program in
-        more microbatches than need be comes last, as only memory makes it faster.
+        bounds are near the least. If combinations have failed, only those of the kind that needs
+        least count; if one of this kind has failed too, it is the one that needs least. One program
+        in more microbatches than need be comes last, as only memory makes it faster.
         """
         open_ = [entry for entry in left if not self._is_ruled_out(entry)]
         if self.best is not None or not open_:
             return min(left, key=self._rank)
         fewest = self.space.micro_batch_counts[0]
         open_ = [entry for entry in open_ if not entry.mesh or entry.count == fewest] or open_
-        least = min(open_, key=self._rank)
         if self.errors or self._slow:
-            near = open_
-        elif least.mesh is None:
-            near = [
-                entry
-                for entry in open_
-                if (entry.count, entry.option, entry.mesh) == (least.count, least.option, None)
-                and self._bound(entry) <= _NEAR * self._bound(least)
-            ]
-        else:
+            lean = min(entry.leanness[:2] for entry in open_)
+            open_ = [entry for entry in open_ if entry.leanness[:2] == lean]
+            if lean in self._failed:
+                return min(open_, key=self._lean_rank)
+        least = min(open_, key=self._rank)
+        if least.mesh is not None:
             return least
-        return min(near, key=lambda entry: (*entry.leanness, *self._rank(entry)))
+        near = [
+            entry
+            for entry in open_
+            if (entry.count, entry.option, entry.mesh) == (least.count, least.option, None)
+            and self._bound(entry) <= _FIRST_LIMIT * self._bound(least)
+        ]
+        return min(near, key=self._lean_rank)
+
+    def _lean_rank(self, entry: Combination) -> tuple[float, ...]:
+        return *entry.leanness, *self._rank(entry)
 
     def _rank(self, entry: Combination) -> tuple[float, int]:
         return self._bound(entry), entry.number
@@ -337,6 +344,7 @@ class _Search:
                     step, plans = self._pipelines(entry, limit)
         except _PLANNING_ERRORS as error:
             _clear_frames(error)
+            self._failed.add(entry.leanness[:2])
             if is_first and limit < inf and isinstance(error, NoStagesError):
                 self._slow.add(entry)
                 return False
@@ -403,11 +411,10 @@ def _clear_frames(error: BaseException) -> None:
         earlier = earlier.__context__
 
 
-_NEAR = 1.05
-"""Largest ratio of bounds at which the combination that needs less memory comes first."""
-
 _FIRST_LIMIT = 1.25
-"""Step time up to which stages are looked for first, as a multiple of the lower bound."""
+"""Step time up to which stages are looked for first, as a multiple of the lower bound.
+
+Combinations whose bounds differ by less compete to be the first."""
 
 _ENOUGH = 1.001
 """Bound that rules a combination out whatever the rounding, as a multiple of the best plan."""

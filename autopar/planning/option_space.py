@@ -137,9 +137,12 @@ def micro_batch_counts(given: int | Literal["auto"], rows: Sequence[int]) -> lis
 
 def layer_options(given: LayerOption | None) -> list[LayerOption | None]:
     """Return the layer options to try: with and without remat if that is open."""
-    if isinstance(given, AutoLayerOption | ManualLayerOption) and given.remat_layer == "auto":
-        return [replace(given, remat_layer=remat) for remat in (False, True)]
-    return [given]
+    if not isinstance(given, AutoLayerOption | ManualLayerOption) or given.remat_layer != "auto":
+        return [given]
+    recomputing = replace(given, remat_layer=True)
+    if isinstance(recomputing, AutoLayerOption) and recomputing.remat_parts is None:
+        recomputing = replace(recomputing, remat_parts="auto")
+    return [replace(given, remat_layer=False), recomputing]
 
 
 def schedules(name: str, num_chunks: int | Literal["auto"]) -> list[tuple[str, int]]:

@@ -132,6 +132,8 @@ def test_layer_options_are_refused_as_such():
         {"layer_num": 2, "eps": NAN},
         {"layer_num": 2, "remat_layer": "foo"},
         {"layer_num": 2, "cost_criteria": "bytes"},
+        {"layer_num": 2, "remat_parts": 0},
+        {"layer_num": 2, "remat_parts": "blocks"},
     ):
         with pytest.raises(LayerError, match=r"is .*, expected"):
             autopar.AutoLayerOption(**options)

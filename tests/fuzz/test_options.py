@@ -147,6 +147,7 @@ LAYER = {
     "remat_layer": [False, True, "auto"],
     "eps": [0.6, 0, 5.0, 1e308],
     "cost_criteria": ["flops", "count"],
+    "remat_parts": [None, 1, 3, 100, "auto"],
 }
 PIPELINE = {
     **COMMON,

@@ -141,7 +141,13 @@ def test_a_model_with_layers_in_a_loop_trains_as_on_one_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "layers", [ManualLayerOption(remat_layer=True), AutoLayerOption(2, remat_layer=True)], ids=str
+    "layers",
+    [
+        ManualLayerOption(remat_layer=True),
+        AutoLayerOption(2, remat_layer=True),
+        AutoLayerOption(2, remat_layer=True, remat_parts=4),
+    ],
+    ids=str,
 )
 def test_recomputed_layers_train_as_on_one_device(layers: Any) -> None:
     step, args = step_of("mlp")

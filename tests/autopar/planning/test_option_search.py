@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import autopar
-from autopar import AutoLayerOption, UniformStageOption
+from autopar import AutoLayerOption, ManualLayerOption, UniformStageOption
 from autopar.devices import logical_mesh
 from autopar.pipeline.pipeline_schedules import schedule_names
 from autopar.plan import WHOLE_STEP
@@ -65,11 +65,17 @@ def test_candidate_schedules_have_the_chunks_that_they_allow():
 
 
 def test_automatic_remat_is_tried_on_and_off():
-    assert [
-        option and option.remat_layer for option in layer_options(AutoLayerOption(2, "auto"))
-    ] == [
-        False,
-        True,
+    assert layer_options(AutoLayerOption(2, "auto")) == [
+        AutoLayerOption(2),
+        AutoLayerOption(2, remat_layer=True, remat_parts="auto"),
+    ]
+    assert layer_options(AutoLayerOption(2, "auto", remat_parts=3)) == [
+        AutoLayerOption(2, remat_parts=3),
+        AutoLayerOption(2, remat_layer=True, remat_parts=3),
+    ]
+    assert layer_options(ManualLayerOption("auto")) == [
+        ManualLayerOption(False),
+        ManualLayerOption(True),
     ]
     assert layer_options(AutoLayerOption(2, True)) == [AutoLayerOption(2, True)]
     assert layer_options(None) == [None]
