@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
+from jax.lax import optimization_barrier_p
 
 from autopar.ir import control_flow
 from autopar.ir.array_sizes import array_bytes, value_bytes
@@ -118,11 +119,16 @@ def _microbatch_slices(
 ) -> Iterator[Lifetime]:
     """Yield the examples of the present microbatch, if a product reads them.
 
-    Fused kernels read them from the batch in place. The first one also writes them for products.
+    Fused kernels read them from the batch in place. The first one also writes them for products,
+    and for the barriers before recomputation.
     """
     bases = bases_of_views(step)
-    products = (eqn for eqn in step.jaxpr.eqns if record_of(eqn).fusion == "contraction")
-    operands = {bases.get(atom, atom) for eqn in products for atom in variables(eqn.invars)}
+    readers = (
+        eqn
+        for eqn in step.jaxpr.eqns
+        if record_of(eqn).fusion == "contraction" or eqn.primitive is optimization_barrier_p
+    )
+    operands = {bases.get(atom, atom) for eqn in readers for atom in variables(eqn.invars)}
     reads = readings(step)
     for var in batch:
         if var in operands and (placement := decisions.placements.get(var)) is not None:

@@ -152,6 +152,27 @@ def test_on_a100_products_added_to_larger_sums_wait_for_the_end_of_a_microbatch(
     assert estimate == pytest.approx(compiled, rel=1e-3)
 
 
+def test_recomputation_from_the_batch_keeps_the_examples_of_a_microbatch():
+    array, rows, width = jax.ShapeDtypeStruct, 2048, 4096
+
+    @jax.checkpoint
+    def embed(w, x):
+        return jax.nn.relu(x.astype("float16") @ w.astype("float16"))
+
+    def loss(params, x):
+        embedded = embed(params["in"], x).astype("float32")
+        return relu_layers(params["layers"], embedded)
+
+    params = {
+        "in": array((width, 1024), "float32"),
+        "layers": [array((1024, 1024), "float32")] * 2,
+    }
+    args = params, array((8 * 4 * rows, width), "float32")
+    method = autopar.DataParallel(num_micro_batches=4)
+    estimate, compiled = estimated_and_compiled(descent(loss), args, method=method)
+    assert estimate == pytest.approx(compiled, rel=1e-3)
+
+
 @pytest.mark.parametrize("cluster", [A100, H100], ids=lambda cluster: cluster.name)
 @pytest.mark.parametrize(("rows", "width"), [(16, 512), (4096, 512)])
 def test_no_choice_needs_less_than_the_lower_bound(cluster, rows, width):
