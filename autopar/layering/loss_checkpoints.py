@@ -52,7 +52,7 @@ def without_loss_checkpoint(jaxpr: Jaxpr) -> Jaxpr:
             late.update(unit.makes)
         else:
             own = [_in_forward_pass(eqn) for eqn in own]
-        number = _number(own)
+        number = unit_number(own)
         if number is not None and number in known:
             names.update(zip(first.outvars, known[number], strict=True))
             continue
@@ -66,7 +66,7 @@ def _has_product(unit: Unit) -> bool:
     return any(is_product(eqn) for _, eqn in unit.eqns)
 
 
-def _number(eqns: Sequence[JaxprEqn]) -> Any:
+def unit_number(eqns: Sequence[JaxprEqn]) -> Any:
     """Return a key of what a unit computes; None if it may not be merged with an equal one.
 
     Equations that read literals alone are merged only within one call, as in `flatten`.

@@ -20,6 +20,7 @@ from autopar.layering.gradient_scans import cut_gradient_scans
 from autopar.layering.layer_options import AutoLayerOption, LayerOption
 from autopar.layering.layered_functions import Assignments, layered, layering
 from autopar.layering.loss_checkpoints import without_loss_checkpoint
+from autopar.layering.recomputed_scalars import without_recomputed_scalars
 from autopar.layering.stack_cutting import cut_stacks, stack_seeds
 from autopar.microbatch.gradients import tracing_whole_arrays
 from autopar.microbatch.row_lookups import with_own_rows
@@ -233,6 +234,7 @@ class StepTraces:
         jaxpr = without_forward_derivative(jaxpr)
         if isinstance(options.layers, AutoLayerOption):
             jaxpr = without_loss_checkpoint(jaxpr)
+        jaxpr = without_recomputed_scalars(jaxpr)
         jaxpr = without_sorted_rows(jaxpr)
         arguments = jaxpr.invars[: len(self.avals)]
         in_pieces = [var for i, var in enumerate(arguments) if i not in self.batch]

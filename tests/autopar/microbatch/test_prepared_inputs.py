@@ -212,6 +212,25 @@ def test_examples_in_another_dim_and_numbers_of_a_backward_pass_are_prepared(los
     assert run(step_of(loss), METHODS["shards"]).plan.num_passes == 1
 
 
+@pytest.mark.parametrize("remat_layer", [False, True])
+def test_a_masked_mean_beside_a_mean_takes_one_pass_with_and_without_recomputation(remat_layer):
+    """The loss of BERT: of the masked words, and of the next sentence."""
+
+    def step(params, batch, _):
+        def loss(params):
+            logits = logits_of(params, batch["x"])
+            masked = batch["weight"] > 0.5
+            words = jnp.sum(losses(logits, batch["label"]) * masked) / masked.sum()
+            return words + jnp.mean(logits[:, 0] ** 2)
+
+        value, gradients = autopar.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    layers = autopar.AutoLayerOption(2, remat_layer=remat_layer)
+    method = autopar.PipeshardParallel(devices=2, num_micro_batches=4, layer_option=layers)
+    assert run(step, method).plan.num_passes == 1
+
+
 def test_several_rows_of_each_example_are_looked_up_before_the_first_microbatch():
     def step(params, batch, _):
         def loss(params):
