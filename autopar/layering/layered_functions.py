@@ -80,6 +80,19 @@ def layered_by_context(
     return layered(fun, option, weight_argnums)
 
 
+@contextmanager
+def _inner_gradients(option: LayerOption) -> Iterator[None]:
+    """Leave the gradients that a function takes itself undivided, if it is divided automatically.
+
+    They are a part of its layers, as in a gradient penalty.
+    """
+    token = _option.set(None if isinstance(option, AutoLayerOption) else _option.get())
+    try:
+        yield
+    finally:
+        _option.reset(token)
+
+
 def layered(
     fun: Callable[..., Any],
     option: LayerOption,
@@ -125,7 +138,8 @@ def layered(
             return fun(*args, **kwargs)
 
         tracers = list(traced_leaves.values())
-        traced, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
+        with _inner_gradients(option):
+            traced, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
         calls = {jit_p} if differentiated else {jit_p, remat_p}
         inlined = _inline_calls(traced, lambda eqn: eqn.primitive in calls)
         numbers = [i for i, leaf in enumerate(leaves) if i in traced_leaves]

@@ -10,6 +10,7 @@ from autopar.layering.layer_clustering import NoLayersError
 from autopar.layering.layer_options import equal_blocks
 from autopar.layering.layer_scopes import layer_of
 from autopar.layering.layered_functions import layered
+from autopar.testing import assert_allclose
 
 WEIGHTS = [np.full((4, 4), 0.1 * (i + 1), np.float32) for i in range(2)]
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
@@ -135,3 +136,25 @@ def test_equal_blocks_are_the_periods_of_heavy_equations():
 @pytest.mark.parametrize("flops", [[], [1.0], [0.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])
 def test_functions_without_equal_blocks_have_none(flops):
     assert equal_blocks(np.array(flops)).size == 0
+
+
+@pytest.mark.parametrize("remat_layer", [False, True])
+def test_a_gradient_inside_of_the_loss_is_a_part_of_its_layers(remat_layer):
+    """The penalty of invariant risk minimization: the gradient with respect to a scale of one."""
+
+    def step(weights, x):
+        def penalized(weights):
+            outputs = jnp.tanh(x @ weights[0]) @ weights[1]
+
+            def risk(scale):
+                return jnp.mean((scale * outputs - x) ** 2)
+
+            return risk(1.0) + autopar.grad(risk)(1.0) ** 2
+
+        value, gradients = autopar.value_and_grad(penalized)(weights)
+        return jax.tree.map(lambda weight, g: weight - 0.1 * g, weights, gradients), value
+
+    layers = autopar.AutoLayerOption(2, remat_layer=remat_layer)
+    method = autopar.PipeshardParallel(devices=2, num_micro_batches=2, layer_option=layers)
+    planned = autopar.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(planned(WEIGHTS, X), jax.jit(step)(WEIGHTS, X), rtol=1e-5, atol=1e-6)
