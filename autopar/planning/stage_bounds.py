@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
 from typing import Self
@@ -13,6 +13,8 @@ from autopar.planning.stage_problem import StageCost, StageProblem
 
 _THRESHOLDS = 32
 """Number of thresholds of a `Remainder`."""
+
+_NO_THRESHOLD = np.array([np.inf])
 
 
 class CostTable:
@@ -188,10 +190,12 @@ class Remainder:
         lower: the next smaller threshold, shape [threshold].
         sums: least sums, shape [first layer of the suffix, devices left of each pool...,
             threshold].
+        few_bubbles: see `StageProblem`. Stages beyond a threshold then take that long alone.
     """
 
     lower: np.ndarray
     sums: np.ndarray
+    few_bubbles: bool
 
     @classmethod
     def of(cls, table: CostTable, in_flight: int) -> Self:
@@ -213,8 +217,28 @@ class Remainder:
                 thresholds = np.linspace(min(first, last), last, _THRESHOLDS // 4)
         thresholds = np.linspace(thresholds[0], thresholds[-1], _THRESHOLDS)
         # The sums without a threshold need all stages, and few stages are below the largest one.
-        sums = [_least_sums(table, in_flight, each) for each in (thresholds, np.array([np.inf]))]
-        return cls(np.append(0.0, thresholds), np.concatenate(sums, axis=-1))
+        sums = [_least_sums(table, in_flight, each) for each in (thresholds, _NO_THRESHOLD)]
+        lower = np.append(0.0, thresholds)
+        return cls(lower, np.concatenate(sums, axis=-1), table.problem.few_bubbles)
+
+    def in_stages(self, table: CostTable, in_flight: int, most: int) -> list[Self]:
+        """Return the bounds if the layers before the suffix form at most 0, 1, ... `most` stages.
+
+        Args:
+            table: the costs.
+            in_flight: see `of`.
+            most: number of stages.
+        """
+        parts = self.lower[1:], _NO_THRESHOLD
+        sums = [_no_stages(table, len(part)) for part in parts]
+        limited: list[Self] = []
+        for _ in range(most + 1):
+            limited.append(replace(self, sums=np.concatenate(sums, axis=-1)))
+            sums = [
+                _with_stage(table, in_flight, part, before, before.copy())
+                for part, before in zip(parts, sums, strict=True)
+            ]
+        return limited
 
     def bounds(
         self,
@@ -231,26 +255,55 @@ class Remainder:
             total: sum of each suffix.
             slowest: maxima of the objective of each suffix.
         """
-        rest = np.maximum(slowest[:, None], self.lower)
-        rest += self.sums[(starts, *left)]
-        return total + rest.min(axis=1)
+        sums = self.sums[(starts, *left)]
+        if self.few_bubbles:
+            return np.maximum((total + slowest)[:, None] + sums, self.lower).min(axis=1)
+        return total + (np.maximum(slowest[:, None], self.lower) + sums).min(axis=1)
 
     def bound(self, first: int, left: tuple[int, ...], total: float, slowest: float) -> float:
         """Return the bound for one suffix; see `bounds`."""
-        return total + float((self.sums[(first, *left)] + np.maximum(slowest, self.lower)).min())
+        arrays = [np.array([number]) for number in left]
+        (bound,) = self.bounds(np.array([first]), arrays, np.array([total]), np.array([slowest]))
+        return float(bound)
 
 
 def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.ndarray:
     """Return `Remainder.sums` for these thresholds, which ascend."""
-    layers, count = table.problem.num_layers, len(thresholds)
-    grid = tuple(devices + 1 for devices in table.devices)
-    sums = np.full((layers + 1, *grid, count), np.inf)
+    sums = _no_stages(table, len(thresholds))
+    return _with_stage(table, in_flight, thresholds, sums, sums)
+
+
+def _no_stages(table: CostTable, num_thresholds: int) -> np.ndarray:
+    """Return `Remainder.sums` without stages, for which no layers may be left."""
+    grid = (devices + 1 for devices in table.devices)
+    sums = np.full((table.problem.num_layers + 1, *grid, num_thresholds), np.inf)
     sums[0] = 0.0
     if not table.problem.leave_idle:
-        sums[0].reshape(-1, count)[1:] = np.inf  # every device must have been used
+        sums[0].reshape(-1, num_thresholds)[1:] = np.inf  # every device must have been used
+    return sums
+
+
+def _with_stage(
+    table: CostTable,
+    in_flight: int,
+    thresholds: np.ndarray,
+    before: np.ndarray,
+    sums: np.ndarray,
+) -> np.ndarray:
+    """Lower sums by those with one more stage, and return them.
+
+    Args:
+        table: the costs.
+        in_flight: least number of microbatches that the stage holds.
+        thresholds: largest seconds for which a stage is busy; they ascend.
+        before: sums without this stage. If they are `sums` themselves, there may be any number of
+            stages.
+        sums: the sums to lower.
+    """
+    grid, count = before.shape[1:-1], len(thresholds)
     seconds, slowest = table.level(in_flight)
-    for start in range(layers):
-        box = _finite_box(sums[start])
+    for start in range(table.problem.num_layers):
+        box = _finite_box(before[start])
         for mesh in table.usable:
             costs = seconds[mesh, start] + table.transfer_seconds
             least = np.searchsorted(thresholds, slowest[mesh, start])
@@ -258,15 +311,15 @@ def _least_sums(table: CostTable, in_flight: int, thresholds: np.ndarray) -> np.
             if not stops.size:
                 continue
             pool, size = table.problem.submeshes[mesh].pool, table.sizes[mesh]
-            before, after = list(box), list(box)
+            used, left = list(box), list(box)
             end = min(box[pool].stop, grid[pool] - size)
-            before[pool] = slice(box[pool].start, end)
-            after[pool] = slice(box[pool].start + size, end + size)
+            used[pool] = slice(box[pool].start, end)
+            left[pool] = slice(box[pool].start + size, end + size)
             stages = slice(stops[0], stops[-1] + 1)
             cost = np.where(np.arange(count) < least[stages, None], np.inf, costs[stages, None])
             cost = cost.reshape(-1, *(1,) * len(grid), count)
-            target = sums[(stages, *after)]
-            np.minimum(target, sums[(start, *before)] + cost, out=target)
+            target = sums[(stages, *left)]
+            np.minimum(target, before[(start, *used)] + cost, out=target)
     return sums
 
 

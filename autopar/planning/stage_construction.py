@@ -12,7 +12,7 @@ from itertools import product
 from math import inf, isfinite, isinf
 from typing import Literal
 
-from autopar.pipeline.pipeline_schedules import has_backward
+from autopar.pipeline.pipeline_schedules import has_backward, splits_backward
 from autopar.pipeline.stage_graph import StageGraph
 from autopar.pipeline.stage_options import (
     Assignment,
@@ -28,6 +28,7 @@ from autopar.planning.layer_ranges import LayerRanges
 from autopar.planning.stage_costs import ClusterStageCosts, SolvedStage, StageCosts
 from autopar.planning.stage_dp import solve_stages
 from autopar.planning.stage_problem import (
+    PASSES,
     SCHEDULES_OF_OBJECTIVE,
     InFlight,
     NoStagesError,
@@ -35,6 +36,7 @@ from autopar.planning.stage_problem import (
     StageProblem,
     StageSolution,
     in_flight_of,
+    with_few_bubbles,
 )
 from autopar.planning.transfer_costs import TransferCosts
 from autopar.sharding.options import ShardingOptions
@@ -125,9 +127,12 @@ def find_stages(
         NoStagesError: no stages fit in memory, or none are faster than the limit.
     """
     problem = stage_problem(costs, cluster, option, schedule, measure, _ESTIMATE_MARGIN * limit)
-    if schedule not in SCHEDULES_OF_OBJECTIVE:
+    solve = solve_stages
+    if splits_backward(schedule):
+        solve = _solve_few_bubbles
+    elif schedule not in SCHEDULES_OF_OBJECTIVE:
         limit = inf  # the step may be faster than the objective
-    best = solve_stages(problem, _ESTIMATE_MARGIN * limit)
+    best = solve(problem, _ESTIMATE_MARGIN * limit)
     yield _constructed(best, problem, costs.num_solves)
     used = {stage.submesh for stage in best.stages}
     if len(used) == 1:
@@ -137,8 +142,14 @@ def find_stages(
             continue  # the optimum over all submeshes
         known = _ESTIMATE_MARGIN * min([*solved_seconds, limit])
         with suppress(NoStagesError):
-            even = solve_stages(replace(problem, submeshes=submeshes), known)
+            even = solve(replace(problem, submeshes=submeshes), known)
             yield _constructed(even, problem, costs.num_solves)
+
+
+def _solve_few_bubbles(problem: StageProblem, limit: float = inf) -> StageSolution:
+    """Return the stages with the least time of a step if bubbles are forward passes alone."""
+    solution = solve_stages(with_few_bubbles(problem), PASSES * limit)
+    return replace(solution, seconds=solution.seconds / PASSES)
 
 
 def _even_submeshes(problem: StageProblem) -> Iterable[tuple[Submesh, ...]]:
@@ -212,8 +223,8 @@ def stage_problem(
 
 
 type Bubbles = Literal["forward", "first", "all"]
-"""Which bubbles count: the forward passes of a microbatch on all stages but the slowest, all passes
-of the first microbatch, or also those where a stage waits for others."""
+"""Which bubbles count: the forward passes of a microbatch on the stages before the slowest, all
+passes of the first microbatch, or also those where a stage waits for others."""
 
 
 def least_seconds(
@@ -258,22 +269,18 @@ def least_seconds(
     estimator = _StageEstimator(costs, cluster, option, in_flight, None, whole_shape)
     crossing_bytes = [share * num_bytes for num_bytes in costs.ranges.crossing_bytes]
 
-    # In the objective, all passes of one microbatch count beside those of the slowest stage. With
-    # three times as many microbatches of a third of the size they are forward passes alone.
-    parts = _PASSES if bubbles == "forward" else 1
-    bounds = partial(estimator.least, num_micro_batches, parts)
-    least = solve_stages(
-        replace(
-            problem,
-            num_micro_batches=parts * num_micro_batches,
-            costs=partial(bounds, solves),
-            in_flight=in_flight,
-            lower_bound=partial(bounds, False) if solves else None,
-            transfer=TransferCosts(problem.pools, crossing_bytes, costs.links).seconds,
-            backward=problem.backward and bubbles == "all",
-        )
+    bounds = partial(estimator.least, num_micro_batches)
+    problem = replace(
+        problem,
+        num_micro_batches=num_micro_batches,
+        costs=partial(bounds, solves),
+        in_flight=in_flight,
+        lower_bound=partial(bounds, False) if solves else None,
+        transfer=TransferCosts(problem.pools, crossing_bytes, costs.links).seconds,
+        backward=problem.backward and bubbles == "all",
     )
-    return least.seconds / parts
+    solve = _solve_few_bubbles if bubbles == "forward" else solve_stages
+    return solve(problem).seconds
 
 
 def _least_in_flight(problem: StageProblem, in_flight: InFlight) -> InFlight:
@@ -288,10 +295,6 @@ def _least_in_flight(problem: StageProblem, in_flight: InFlight) -> InFlight:
         return min(in_flight(later, total) for total in totals if total > later)
 
     return lambda later, _: least(later)
-
-
-_PASSES = 3
-"""Passes of a stage over a microbatch: forward, gradients of inputs, and gradients of weights."""
 
 
 @dataclass(frozen=True)
@@ -344,12 +347,11 @@ class _StageEstimator:
 
     def lower_bound(self, start: int, stop: int, mesh: Submesh) -> list[StageCost]:
         """Return a cost that no sharding of the stage is below; see `least`."""
-        return self.least(self._num_micro_batches, 1, True, start, stop, mesh)
+        return self.least(self._num_micro_batches, True, start, stop, mesh)
 
     def least(
         self,
         num_micro_batches: int,
-        parts: int,
         solves: bool,
         start: int,
         stop: int,
@@ -362,7 +364,6 @@ class _StageEstimator:
 
         Args:
             num_micro_batches: number of microbatches, at least as many as the step has.
-            parts: factor by which the number of microbatches of the objective is larger.
             solves: see `least_seconds`.
             start: first layer.
             stop: the layer after the last one.
@@ -390,7 +391,7 @@ class _StageEstimator:
             seconds = sum(self._layer_work[mesh.pool][start:stop]) / mesh.num_devices
         cost = StageCost(
             share * seconds,
-            parts * once_seconds,
+            once_seconds,
             fixed_bytes,
             share * saved_bytes,
             (mesh.num_devices,),

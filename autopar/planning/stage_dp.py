@@ -204,7 +204,7 @@ class _StageSearch:
         """
         surprises = self.table.num_surprises
         patience = max(8, surprises)
-        self.remainders: dict[int, Remainder] = {}
+        self.remainders: dict[int, list[Remainder]] = {}
         order = count()
         heap: list[tuple[float, int, int, _Suffix | _Extensions]] = []
 
@@ -247,18 +247,28 @@ class _StageSearch:
     def _remainder(self, later: int) -> Remainder:
         """Return bounds for the layers before a suffix of `later` stages.
 
-        Numbers of stages with about the same microbatches in flight share their bounds.
+        Numbers of stages with about the same microbatches in flight share their bounds. Where the
+        microbatches in flight are for few stages only, so are the bounds.
         """
         coarse = self.coarse_in_flight[later]
         if coarse not in self.remainders:
             level = self.table.level(coarse)
             equal = (
-                remainder
-                for other, remainder in self.remainders.items()
+                remainders
+                for other, remainders in self.remainders.items()
                 if np.array_equal(self.table.level(other), level)
             )
-            self.remainders[coarse] = next(equal, None) or Remainder.of(self.table, coarse)
-        return self.remainders[coarse]
+            self.remainders[coarse] = next(equal, None) or self._remainders(coarse)
+        remainders = self.remainders[coarse]
+        return remainders[max(self.totals) - later] if len(remainders) > 1 else remainders[0]
+
+    def _remainders(self, in_flight: int) -> list[Remainder]:
+        """Return bounds for any number of stages, or for each number that may be left."""
+        remainder = Remainder.of(self.table, in_flight)
+        most = max(self.totals)
+        if most == self.problem.max_stages:
+            return [remainder]
+        return remainder.in_stages(self.table, in_flight, most)
 
     def _state(self, suffix: _Suffix) -> tuple:
         """Return what the stages before a suffix depend on, beside its terms."""
@@ -313,7 +323,9 @@ class _StageSearch:
         seconds, busy = level[:, meshes, starts]
         transfer = transfers[meshes]
         slowest = self._slowest(after, transfer, seconds, np.maximum)
-        rest = np.maximum(busy, slowest + after.once)
+        rest = slowest + after.once
+        if not self.problem.few_bubbles:
+            rest = np.maximum(busy, rest)
         left = [devices - used[meshes] for devices, used in zip(after.left, self.used, strict=True)]
         remainder = self._remainder(after.count + 1)
         bounds = remainder.bounds(starts, left, after.total + transfer + seconds, rest)
@@ -356,6 +368,8 @@ class _StageSearch:
             maximum: returns the larger one of two numbers, or of each pair in two arrays.
         """
         repeats = self.table.repeats
+        if self.problem.few_bubbles:  # the sum counts later stages too
+            return maximum(after.slowest, repeats * seconds - transfer - after.total)
         in_flight = self.in_flight[after.count]
         slowest = maximum(after.slowest, repeats * maximum(transfer / 2, seconds))
         returns = self.problem.num_returns(in_flight)

@@ -20,14 +20,21 @@ Two more terms of the first maximum come from the microbatches in flight:
 - Two neighbours that hold k and l < k microbatches wait for each other in the same way: every
   k - l + 1 microbatches take them at least both of their times and the transfer between them.
 
+Schedules that split the backward pass have weight gradients to compute while they wait. There a
+stage only waits for the forward passes of earlier ones (`with_few_bubbles`):
+
+    max of (sum of earlier (stage + transfer) / 3 + num_micro_batches x stage)
+    + max of (once per step)
+
 `autopar.planning.stage_dp.solve_stages` finds the exact optimum.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
+from operator import add
 
 from autopar.pipeline.pipeline_schedules import schedule_kind
 from autopar.pipeline.schedule_kinds import Pipeline
@@ -55,6 +62,9 @@ class StageCost:
 
 SCHEDULES_OF_OBJECTIVE = ("gpipe", "1f1b", "1f1b_overlap_friendly")
 """Schedules whose bubbles the objective describes; others may have fewer."""
+
+PASSES = 3
+"""Passes of a stage over a microbatch: forward, gradients of inputs, and gradients of weights."""
 
 type Costs = Callable[[int, int, Submesh], Sequence[StageCost]]
 """(first layer, layer after the last, submesh) -> a cost per logical shape that can run."""
@@ -92,6 +102,7 @@ class StageProblem:
         min_stages: least number of stages.
         backward: whether microbatches come back. If not, no stage waits for them.
         limit: seconds of a known step. Stages whose own work takes as long need no costs.
+        few_bubbles: whether a stage waits for earlier ones only, before its first microbatch.
 
     Raises:
         ValueError: there are no layers or no microbatches, or not one kind per layer.
@@ -110,6 +121,7 @@ class StageProblem:
     min_stages: int = 1
     backward: bool = True
     limit: float = inf
+    few_bubbles: bool = False
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_micro_batches < 1:
@@ -137,6 +149,28 @@ class StageProblem:
         if not self.backward or earlier <= later:
             return 0
         return (self.num_micro_batches - later) // (earlier - later + 1)
+
+
+def with_few_bubbles(problem: StageProblem) -> StageProblem:
+    """Return a problem whose objective is `PASSES` times that of a schedule with few bubbles.
+
+    A stage waits for the forward passes of one microbatch, as in the schedule ZB-H1 (Qi et al.,
+    ICLR'24). They are all passes of a microbatch of a third of the size.
+    """
+
+    def scaled(costs: Costs) -> Costs:
+        return lambda *stage: [
+            replace(cost, once_seconds=PASSES * cost.once_seconds) for cost in costs(*stage)
+        ]
+
+    return replace(
+        problem,
+        num_micro_batches=PASSES * problem.num_micro_batches,
+        costs=scaled(problem.costs),
+        lower_bound=problem.lower_bound and scaled(problem.lower_bound),
+        backward=False,
+        few_bubbles=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +219,14 @@ def step_seconds(problem: StageProblem, stages: Sequence[PlacedStage]) -> float:
     transfers = _transfers(problem, stages)
     seconds = [stage.cost.seconds for stage in stages]
     in_flight = [problem.in_flight(later, len(stages)) for later in reversed(range(len(stages)))]
+    once = max(stage.cost.once_seconds for stage in stages)
+    if problem.few_bubbles:
+        waits = accumulate(map(add, seconds, transfers or [0.0] * len(seconds)), initial=0.0)
+        ends = (
+            wait + problem.num_micro_batches * own
+            for wait, own in zip(waits, seconds, strict=False)
+        )
+        return max(ends) + once
     repeats = problem.num_micro_batches - 1
     slowest = repeats * max(*seconds, *(transfer / 2 for transfer in transfers), 0.0)
     for k, num_held in enumerate(in_flight):
@@ -194,7 +236,7 @@ def step_seconds(problem: StageProblem, stages: Sequence[PlacedStage]) -> float:
         both = seconds[k] + transfer + seconds[k + 1]
         slowest = max(slowest, problem.num_turns(in_flight[k], in_flight[k + 1]) * both)
     total = sum(seconds) + sum(transfers)
-    return total + slowest + max(stage.cost.once_seconds for stage in stages)
+    return total + slowest + once
 
 
 def _transfers(problem: StageProblem, stages: Sequence[PlacedStage]) -> list[float]:

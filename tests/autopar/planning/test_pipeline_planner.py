@@ -343,6 +343,16 @@ def test_bounds_of_other_schedules_are_no_more_than_their_plans(gpt, schedule):
                     bound(effort=effort)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_stages_that_are_slower_than_a_known_plan_are_not_solved(gpt, schedule, monkeypatch):
+    planner = PipelinePlanner(gpt, CLUSTER)
+    option, kind = AutoStageOption(min_stages=2), PipelineSchedule(name=schedule)
+    plan = planner.plan(option, kind, "test")
+    monkeypatch.setattr(PipelinePlanner, "_solve", None)
+    with pytest.raises(NoStagesError, match="takes less than"):
+        planner.plan(option, kind, "test", 0.5 * plan.predicted_seconds)
+
+
 @pytest.mark.parametrize(("count", "shares"), [(1, (0.55, 0.5)), (4, (0.4, 0.35))])
 def test_bounds_of_one_program_rise_as_memory_gets_short(count, shares):
     """No plan that fits is faster, also if the bound is from larger microbatches."""

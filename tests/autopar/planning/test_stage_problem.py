@@ -13,12 +13,14 @@ from autopar.pipeline.schedule_kinds import Pipeline
 from autopar.pipeline.submeshes import HostPool, Submesh, enumerate_submeshes, fits, place
 from autopar.planning.stage_dp import solve_stages
 from autopar.planning.stage_problem import (
+    PASSES,
     NoStagesError,
     PlacedStage,
     StageCost,
     StageProblem,
     in_flight_of,
     step_seconds,
+    with_few_bubbles,
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -148,7 +150,7 @@ def problems(draw):
             least if before is None else least + float(generator(cut, *meshes, before).integers(3))
         )
 
-    return StageProblem(
+    problem = StageProblem(
         num_layers=layers,
         pools=host_pools,
         submeshes=meshes,
@@ -163,6 +165,7 @@ def problems(draw):
         leave_idle=draw(st.booleans()),
         backward=draw(st.booleans()),
     )
+    return with_few_bubbles(problem) if draw(st.booleans()) else problem
 
 
 @settings(max_examples=80)
@@ -333,6 +336,30 @@ def test_the_estimate_is_near_the_makespan_of_the_schedule(name, rows):
     seconds, transfers, once = zip(*rows, strict=True)
     estimate, makespan = estimate_and_schedule(name, seconds, transfers[1:], once, 24)
     assert 0.8 * makespan <= estimate <= 1.2 * makespan
+
+
+@pytest.mark.parametrize("micro_batches", [4, 24])
+@pytest.mark.parametrize("seconds", [[6, 6], [6, 6, 6, 6], [3, 6, 3], [6, 3, 3, 4]])
+def test_the_estimate_with_few_bubbles_is_near_the_makespan_of_zero_bubble_h1(
+    seconds, micro_batches
+):
+    """All passes take as long."""
+    name, count = "zero_bubble_h1", len(seconds)
+    problem = with_few_bubbles(
+        StageProblem(
+            num_layers=count,
+            pools=(HostPool(1, count),),
+            submeshes=(Submesh(0, 1, 1),),
+            num_micro_batches=micro_batches,
+            costs=lambda start, *_: [StageCost(seconds[start], 1.0)],
+            in_flight=in_flight_of(name, micro_batches),
+        )
+    )
+    estimate = solve_stages(problem).seconds / PASSES
+    makespan = make_schedule(name, Pipeline(count, micro_batches)).makespan(
+        lambda task: 1.0 if task.phase == "U" else seconds[task.stage] / 3, lambda *_: 0.0
+    )
+    assert 0.85 * makespan <= estimate <= makespan + 1e-9
 
 
 def test_stages_that_do_not_fit_into_hosts_are_not_planned():
