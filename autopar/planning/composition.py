@@ -86,22 +86,40 @@ class ComposedStage:
 
 
 def may_be_faster(
-    fronts: Sequence[LayerFront], in_flight: int, budget: float, best: ComposedStage | None
+    fronts: Sequence[LayerFront],
+    in_flight: int,
+    budget: float,
+    limit: float,
+    price: float = 0.0,
 ) -> bool:
-    """Return whether a composition of layers may fit in memory and be faster than the best one.
+    """Return whether a composition of layers may fit in memory and be faster than a limit.
 
     Args:
         fronts: front of each layer.
         in_flight: number of microbatches in flight.
         budget: bytes of one device that the stage may use.
-        best: the fastest composition of the same layers so far, perhaps on another mesh.
+        limit: seconds of a step.
+        price: a price of memory to start from, such as that of another composition of the layers.
+            Each next one is where the tangent of the bound reaches the limit.
     """
     counts = Counter(fronts)
     if _least_bytes(counts, in_flight) > budget:
         return False
-    if best is None or not best.price:
+    if limit == inf:
         return True
-    return _priced_bound(counts, best.price, in_flight, budget) < best.step_seconds
+    for _ in range(_MAX_PRICES):
+        points = [
+            (count, (front.at(price, in_flight) if price else front.cheapest).priced)
+            for front, count in counts.items()
+        ]
+        bound = sum(count * point.bound for count, point in points) - price * budget
+        excess = sum(count * point.bytes(in_flight) for count, point in points) - budget
+        if bound >= limit:
+            return False
+        if excess <= 0:
+            break
+        price += (limit - bound) / excess
+    return True
 
 
 def _least_bytes(counts: Counter[LayerFront], in_flight: int) -> float:

@@ -285,7 +285,8 @@ class StageCosts:
                     bound += count * front.bound - work[solved] / prod(choice.shape)
                     heappush(heap, (bound, solved + 1, n, choice))
                 continue
-            stage = self._compose(start, stop, choice, in_flight, best)
+            price = best.price if best else 0.0
+            stage = self._compose(start, stop, choice, in_flight, price, limit)
             if stage is not None and stage.step_seconds < limit:
                 best, limit = stage, stage.step_seconds
         return best
@@ -302,16 +303,20 @@ class StageCosts:
         stop: int,
         choice: MeshChoice,
         in_flight: int,
-        best: ComposedStage | None,
+        price: float,
+        limit: float,
     ) -> ComposedStage | None:
-        """Return a composition on one mesh; None if none fits, or none is faster than the best."""
+        """Return a composition on one mesh; None if none fits, or none is faster than the limit.
+
+        See `may_be_faster` for the price.
+        """
         layers = [self._front(layer, choice) for layer in range(start, stop)]
         fronts = [front for front in layers if front is not None]
         if len(fronts) < len(layers):
             return None
         key = tuple(map(id, fronts)), in_flight
         if key not in self._composed:
-            if not may_be_faster(fronts, in_flight, self.room, best):
+            if not may_be_faster(fronts, in_flight, self.room, limit, price):
                 return None
             self._composed[key] = compose(choice, start, fronts, in_flight, self.room)
         stage = self._composed[key]

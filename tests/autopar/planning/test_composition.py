@@ -1,6 +1,7 @@
 """Layers are composed from the points of their hulls that fit together in the least time."""
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -83,15 +84,26 @@ def test_a_hull_is_refined_only_in_front_of_the_points_that_layers_take():
 
 def test_no_composition_is_tried_that_needs_too_much_memory_or_time():
     front: Any = KnownFront(list(HULL))
-    assert not may_be_faster([front, front], 1, 1.9, None)
-    assert may_be_faster([front, front], 1, 2.0, None)
+    assert not may_be_faster([front, front], 1, 1.9, inf)
+    assert may_be_faster([front, front], 1, 2.0, inf)
     best = compose(MeshChoice((1,), ()), 0, [front, front], 1, 9.0)
     assert best is not None
     assert best.price > 0
+    limit, price = best.step_seconds, best.price
     slower: Any = KnownFront([point(3.1, 4.5), point(9.0, 0.5)])
-    assert not may_be_faster([slower, slower], 1, 9.0, best)
+    assert not may_be_faster([slower, slower], 1, 9.0, limit, price)
     faster: Any = KnownFront([point(2.9, 4.5), point(9.0, 0.5)])
-    assert may_be_faster([faster, faster], 1, 9.0, best)
+    assert may_be_faster([faster, faster], 1, 9.0, limit, price)
     other = compose(MeshChoice((2,), ()), 0, [faster, faster], 1, 9.0)
     assert other is not None
     assert other.step_seconds < best.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds"), [(20, 2), (16, 3), (12, 4), (9, 6), (6, 8), (2, 16)]
+)
+def test_no_composition_is_tried_that_is_slower_than_a_limit(budget, seconds):
+    """A price of memory tells, without a composition of the same layers."""
+    front: Any = KnownFront(list(HULL))
+    assert may_be_faster([front, front], 1, budget, 1.001 * seconds)
+    assert not may_be_faster([front, front], 1, budget, 0.7 * seconds)
