@@ -195,7 +195,7 @@ class _Search:
             entry
             for entry in open_
             if (entry.count, entry.option, entry.mesh) == (least.count, least.option, None)
-            and self._bound(entry) <= _FIRST_LIMIT * self._bound(least)
+            and self._bound(entry) <= _NEAR * self._bound(least)
         ]
         return min(near, key=self._lean_rank)
 
@@ -411,10 +411,11 @@ def _clear_frames(error: BaseException) -> None:
         earlier = earlier.__context__
 
 
-_FIRST_LIMIT = 1.25
-"""Step time up to which stages are looked for first, as a multiple of the lower bound.
+_NEAR = 1.05
+"""Largest ratio of bounds at which the combination that needs less memory comes first."""
 
-Combinations whose bounds differ by less compete to be the first."""
+_FIRST_LIMIT = 1.25
+"""Step time up to which stages are looked for first, as a multiple of the lower bound."""
 
 _ENOUGH = 1.001
 """Bound that rules a combination out whatever the rounding, as a multiple of the best plan."""
