@@ -139,7 +139,7 @@ class AutoLayerOption:
         return [numbers[pair] for pair in both]
 
     def _assigned(self, iterations: Iterations, layer_num: int, flops: np.ndarray) -> list[int]:
-        """Return the layer of each equation and iteration, of which only some have work."""
+        """Return the layer of each equation and iteration, by the given FLOP of each."""
         jaxpr = iterations.jaxpr
         work = flops if self.cost_criteria == "flops" else (flops > 0).astype(float)
         values = iterations.values()

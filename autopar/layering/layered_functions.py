@@ -350,8 +350,7 @@ def assigned_layers(
         option: how to divide it.
         assignments: the layers of the functions divided so far, to which this one is added.
     """
-    eqns = iterations.jaxpr.eqns
-    key = option, tuple(iterations.counts), tuple(eqn.primitive for eqn in eqns)
+    key = "layers", option, *_structure(iterations)
     if key not in assignments:
         assignments[key] = option.assign(iterations)
     return assignments[key]
@@ -363,11 +362,16 @@ def _assigned_parts(
     """Return the recomputed part of each equation and iteration; see `assigned_layers`."""
     if not option.remat_layer or option.remat_parts is None:
         return layers
-    eqns = iterations.jaxpr.eqns
-    key = "parts", option, tuple(iterations.counts), tuple(eqn.primitive for eqn in eqns)
+    key = "parts", option, *_structure(iterations)
     if key not in assignments:
         assignments[key] = option.assign_parts(iterations, layers)
     return assignments[key]
+
+
+def _structure(iterations: Iterations) -> tuple[Hashable, Hashable]:
+    """Return what is the same of a function for all batch sizes."""
+    primitives = tuple(eqn.primitive for eqn in iterations.jaxpr.eqns)
+    return tuple(iterations.counts), primitives
 
 
 def _is_weight(

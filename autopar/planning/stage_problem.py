@@ -152,7 +152,7 @@ class StageProblem:
 
 
 def with_few_bubbles(problem: StageProblem) -> StageProblem:
-    """Return a problem whose objective is `PASSES` times that of a schedule with few bubbles.
+    """Return the problem of a schedule with few bubbles, with `PASSES` times its objective.
 
     A stage waits for the forward passes of one microbatch, as in the schedule ZB-H1 (Qi et al.,
     ICLR'24). They are all passes of a microbatch of a third of the size.

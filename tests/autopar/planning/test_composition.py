@@ -103,7 +103,7 @@ def test_no_composition_is_tried_that_needs_too_much_memory_or_time():
     ("budget", "seconds"), [(20, 2), (16, 3), (12, 4), (9, 6), (6, 8), (2, 16)]
 )
 def test_no_composition_is_tried_that_is_slower_than_a_limit(budget, seconds):
-    """A price of memory tells, without a composition of the same layers."""
+    """Bounds at several prices of memory rule it out."""
     front: Any = KnownFront(list(HULL))
     assert may_be_faster([front, front], 1, budget, 1.001 * seconds)
     assert not may_be_faster([front, front], 1, budget, 0.7 * seconds)

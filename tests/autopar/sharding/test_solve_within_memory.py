@@ -66,7 +66,7 @@ def test_nothing_fits_if_no_option_does_with_its_gaps():
 
 
 def test_starts_are_read_until_one_is_within_the_budget():
-    """The fastest start exceeds the budget; nobody reads the one after the next."""
+    """The first start exceeds the budget, the second one fits, and the third one is not read."""
     var = cast(Var, object())
     placement = SimpleNamespace(decision=0, specs=(P("x"), P("y")))
     memory = cast(StepMemory, GappedMemory([11, 0]))
